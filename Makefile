@@ -10,8 +10,8 @@ PYTEST = $(BIN)/python -m $(PYTEST_MODULE)
 checked = $(MAKE) --no-print-directory check & check=$$!; $(1); tests=$$?; wait $$check && exit $$tests
 # What a newer jax could change: tracing, lowering, sums, pipelines.
 CORE = $(addprefix tests/,lower/test_exact.py lower/test_groups.py lower/test_pipeline_programs.py \
-	lower/test_segments_tensor.py lower/test_slots.py lower/test_words.py run/test_job.py \
-	graph/test_trace.py jax/test_jaxpr.py planner/test_patterns.py)
+	lower/test_segments_tensor.py lower/test_slots.py lower/test_words.py session/test_job.py \
+	graph/test_trace.py jax/test_jaxpr.py choose/test_patterns.py)
 # XLA's compiler for NVIDIA GPUs, with which the tests compile programs without one. Make reads the
 # names a target needs when it comes to the target: this line stands above them.
 GPU_COMPILER = $(VENV)/gpu-compiler

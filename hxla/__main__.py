@@ -7,13 +7,14 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from ._core._errors import HxlaError, InspectError, LaunchError, ScheduleError
-from ._launch import _launcher
-from ._launch._batch_tasks import cluster_in_sight
-from ._launch._elastic_wishes import ElasticWishes
+from ._src.core.errors import HxlaError, InspectError, LaunchError, ScheduleError
+from ._src.launch import launcher
+from ._src.launch.batch_tasks import cluster_in_sight
+from ._src.launch.launcher import ElasticOptions
 
 if TYPE_CHECKING:
-    from ._inspect._inspection import Inspection
+    from ._src.inspect.inspection import Inspection
+
 
 _RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
@@ -121,9 +122,9 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         if args.command == "devices":
-            from ._cluster import _detect
+            from ._src.cluster import detect
 
-            _detect.command(measured=args.measure, write=args.write)
+            detect.command(measured=args.measure, write=args.write)
             return 0
         if args.command == "inspect":
             return _inspect(args)
@@ -148,10 +149,10 @@ def main(arguments: list[str] | None = None) -> int:
         if tasks and args.mesh is None and args.n is None:
             if args.dump is not None:  # other tasks write into it too
                 rank = next((os.environ[n] for n in _RANKS if n in os.environ), "0")
-                os.environ |= _launcher.dumping(os.environ, os.path.abspath(args.dump), rank)
+                os.environ |= launcher.dumping(os.environ, os.path.abspath(args.dump), rank)
             if args.plan is not None:
                 os.environ["HXLA_PLAN"] = os.path.abspath(args.plan)
-            from ._launch._join import run_script
+            from ._src.launch.join import run_script
 
             run_script(script)  # one task per accelerator is running already
             return 0
@@ -164,7 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
         ]
         if own:
             raise LaunchError(f"--{own[0]} is of --elastic: give that too")
-        return _launcher.run(
+        return launcher.run(
             script,
             mesh=args.mesh,
             number=args.n,
@@ -190,7 +191,7 @@ def _run_elastic(args: argparse.Namespace, script: list[str]) -> int:
     heartbeat = 10.0 if args.heartbeat is None else args.heartbeat
     if heartbeat <= 1:
         raise LaunchError(f"--heartbeat {heartbeat:g}: use more than one second")
-    wishes = ElasticWishes(
+    wishes = ElasticOptions(
         command=script,
         nodes=args.nodes,
         least=1 if args.min is None else args.min,
@@ -199,7 +200,7 @@ def _run_elastic(args: argparse.Namespace, script: list[str]) -> int:
         grace_seconds=args.grace,
         events=args.events,
     )
-    return _launcher.run_elastic(wishes, mesh=args.mesh, number=args.n, ray=args.ray)
+    return launcher.run_elastic(wishes, mesh=args.mesh, number=args.n, ray=args.ray)
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -212,7 +213,7 @@ def _axes(text: str) -> dict[str, int]:
 
 
 def _inspect_bits(args: argparse.Namespace) -> int:
-    from ._run._bits import compare_sides, record_script
+    from ._src.session.bits import compare_sides, record_script
 
     if args.bits is None:
         if args.dump is None:
@@ -238,7 +239,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _inspect_dump(args: argparse.Namespace) -> None:
-    from ._inspect._inspect import inspect
+    from ._src.inspect.inspect import inspect
 
     def read(dump: str) -> "Inspection":
         return inspect(dump, mesh=args.axes, cluster=args.mesh, rules=args.rules)
@@ -267,11 +268,11 @@ def _text(found: "Inspection", args: argparse.Namespace) -> str:
 
 
 def _schedule(args: argparse.Namespace) -> str:
-    from ._scheduler import _schedule_commands as commands
+    from ._src.scheduler import schedule_commands as commands
 
     if args.learn_speeds:
         raise ScheduleError("--learn-speeds is of run: a trace says how fast its jobs are")
-    wishes = commands.ScheduleWishes(
+    wishes = commands.ScheduleOptions(
         trace=args.trace,
         devices=args.devices,
         policies=tuple(args.policy),
@@ -293,7 +294,7 @@ def _schedule(args: argparse.Namespace) -> str:
 
 
 def _schedule_live(args: argparse.Namespace) -> int:
-    from ._scheduler import _live_commands as commands
+    from ._src.scheduler import live_commands as commands
 
     of_traces = [
         name
@@ -311,7 +312,7 @@ def _schedule_live(args: argparse.Namespace) -> int:
     if args.draw is not None:
         raise ScheduleError("run writes a record: hxla schedule replay draws it")
     return commands.run_command(
-        commands.LiveWishes(
+        commands.LiveOptions(
             jobs=args.trace,
             mesh=args.mesh,
             ray=args.ray,
@@ -330,10 +331,10 @@ def _profile(args: argparse.Namespace, command: list[str]) -> int:
         own += ["--segments", str(args.segments)]
         if args.microbatch_sizes:
             own += ["--microbatch-sizes", ",".join(map(str, args.microbatch_sizes))]
-        return _launcher.run(command, mesh=args.mesh, program=("hxla", "profile", *own))
-    from ._launch._join import run_joined
-    from ._run._capture import job_of
-    from ._run._profiling import profile
+        return launcher.run(command, mesh=args.mesh, program=("hxla", "profile", *own))
+    from ._src.launch.join import run_joined
+    from ._src.session.capture import job_of
+    from ._src.session.profiling import profile
 
     def work() -> None:
         try:
@@ -355,8 +356,8 @@ def _profile(args: argparse.Namespace, command: list[str]) -> int:
 def _plan(args: argparse.Namespace, command: list[str]) -> int:
     import jax
 
-    from ._run._commands import plan_script
-    from ._run._search_plan import SearchWishes
+    from ._src.choose.search_plan import SearchOptions
+    from ._src.session.commands import plan_script
 
     jax.config.update("jax_platforms", "cpu")  # planning needs no accelerator
     budget = {"seconds": 15.0}
@@ -368,7 +369,7 @@ def _plan(args: argparse.Namespace, command: list[str]) -> int:
         profile=args.profile,
         write=args.write,
         draw=args.draw,
-        search=SearchWishes(
+        search=SearchOptions(
             microbatch_sizes=args.microbatch_sizes,
             num_segments=args.segments,
             **budget,

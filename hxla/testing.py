@@ -21,11 +21,11 @@ Example:
 import re
 from typing import Any
 
-from ._core._errors import InspectError
-from ._core._format import num_bytes as size
-from ._inspect._inspect import inspect
-from ._inspect._inspection import Inspection
-from ._inspect._program import Buffer, Collective, Fusion
+from ._src.core.errors import InspectError
+from ._src.core.format import num_bytes as size
+from ._src.inspect.inspect import inspect
+from ._src.inspect.inspection import Inspection
+from ._src.inspect.program import Buffer, Collective, Fusion
 
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _UNITS |= {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 import hxla
-from hxla._planner._collective_costs import ALGORITHMS, volume
+from hxla._src.choose.collective_costs import ALGORITHMS, volume
 
 HERE = pathlib.Path(__file__).parent
 NODES, EACH = 2, 8

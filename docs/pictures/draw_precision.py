@@ -23,8 +23,8 @@ sys.path.insert(0, str(HERE.parents[1] / "examples"))
 import gpt  # noqa: E402
 
 import hxla  # noqa: E402
-from hxla._jax._jaxpr import as_function  # noqa: E402
-from hxla._jax._min_cut import halve  # noqa: E402
+from hxla._src.jax.jaxpr import as_function  # noqa: E402
+from hxla._src.jax.min_cut import halve  # noqa: E402
 
 LENGTH, STEPS, BATCH = 64, 60, 8
 _EXPONENT = 6  # of the scale for one gradient

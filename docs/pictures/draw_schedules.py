@@ -5,11 +5,9 @@ python docs/pictures/draw_schedules.py
 
 import pathlib
 
-from hxla._report._lanes import lanes_of_timeline
-from hxla._report._lanes_picture import write_picture
-from hxla._schedule._blocking_replay import blocking_replay
-from hxla._schedule._replay import replay
-from hxla._schedule._schedules import interleaved, one_f_one_b, zero_bubble_h1
+from hxla._src.report.lanes import lanes_of_timeline, write_picture
+from hxla._src.schedule.replay import blocking_replay, replay
+from hxla._src.schedule.schedules import interleaved, one_f_one_b, zero_bubble_h1
 
 FOLDER = pathlib.Path(__file__).parent
 UNLIKE_F, UNLIKE_B = [0.010, 0.012, 0.012, 0.014], [0.020, 0.024, 0.024, 0.028]

@@ -7,7 +7,7 @@ import pydantic
 import pytest
 
 from hxla import Cluster, Device, Link, Node, Rate, load_cluster
-from support.inside.planner import best_counts, finish_seconds
+from support.inside.choose import best_counts, finish_seconds
 
 CURVE = Link(bytes_per_second=1e9, latency_seconds=5e-6, curve=((1e3, 1e8), (1e5, 1e9), (1e7, 5e9)))
 

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 import hxla
-from support.inside.run import _hand_over
+from support.inside.checkpoint import _hand_over
 
 
 class Net(nnx.Module):

@@ -36,7 +36,7 @@ import hxla
 from support import families, scanned_models
 from support.inside.graph import PrecisionCalls, trace_functional
 from support.inside.jax import as_function, multiprocessors
-from support.inside.lower import Given, Programs, _streamed_update, lower
+from support.inside.lower import Programs, UpdateInputs, _streamed_update, lower
 from support.inside.model import functional
 from support.inside.plan import as_precision
 
@@ -363,7 +363,7 @@ def offloaded() -> dict[str, Any]:
     scales = jax.ShapeDtypeStruct((len(tensors.floats),), np.int32)
     sums = programs.reducer.result_shapes(0, [x.shape for x in tensors.others])
     exponents, one = programs.reducer.local[0].like(scales), np.float32(1)
-    given = Given(*sums, exponents_T=exponents, weight=one, value=one)
+    given = UpdateInputs(*sums, exponents_T=exponents, weight=one, value=one)
     updates = programs._updates
     every = updates.lower(0, programs._of_trained(params), opt_state, aux, given)
     groups = updates._streamed[0].groups

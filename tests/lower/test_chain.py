@@ -15,9 +15,9 @@ from flax import nnx
 import hxla
 from support import random_plans
 from support.blocks import BATCH, WIDTH, Layers, Scanned, data, job, loss, planned, trained
+from support.inside.choose import costs_of
 from support.inside.graph import chain_ops, crossing_bytes, graph_of, layer_points, segments_at
 from support.inside.lower import Segmented
-from support.inside.run import costs_of
 from support.inside.schedule import replay_sequence, sequence_from_texts
 from support.tiers import examples, rows
 

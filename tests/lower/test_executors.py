@@ -10,8 +10,9 @@ import pytest
 
 import hxla
 from support.executor_jobs import NUM, ended, job
+from support.inside.choose import with_executors
 from support.inside.lower import Microbatches
-from support.inside.run import _fastest_executors, with_executors, with_fastest_executors
+from support.inside.session import _fastest_executors, with_fastest_executors
 from support.tiers import rows
 
 LIMIT_SECONDS = 300  # of a wait that ends at once, however slow the machine is

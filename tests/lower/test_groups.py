@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import hxla
 from support import lowering, models
 from support.inside.jax import balanced, in_groups
-from support.inside.lower import Given
+from support.inside.lower import UpdateInputs
 from support.tiers import examples, rows
 
 NUM, SIDE = 8, 64
@@ -71,7 +71,7 @@ def lowered(optimizer, num_groups, reduction="float", num=NUM, **options):
         **options,
     )
     sums = np.random.default_rng(0).normal(size=num * SIDE * SIDE).astype(np.float32)
-    read = Given([sums], [], np.zeros(num, np.int32), np.float32(2), np.float32(1))
+    read = UpdateInputs([sums], [], np.zeros(num, np.int32), np.float32(2), np.float32(1))
     arguments = params, optimizer.init(params), [], read
     return made._updates.lower(0, *arguments), arguments
 

@@ -12,8 +12,8 @@ from flax import nnx
 
 import hxla
 from support.blocks import WIDTH
+from support.inside.choose import gathered_bytes as planned_bytes
 from support.inside.graph import low_params, segments_at
-from support.inside.run import gathered_bytes as planned_bytes
 from support.launched import start
 from support.shared_state import planned as over
 from support.shared_state import shared

@@ -16,11 +16,11 @@ from flax import nnx
 
 import hxla
 from support import lowering, models
+from support.inside.choose import PipelineRequest
 from support.inside.graph import graph_of, parts_of, trace_sums
 from support.inside.lower import PieceTimes, Pipeline
-from support.inside.planner import PipelineRequest
-from support.inside.run import Balancer, Stepper, _pipeline_watch
 from support.inside.schedule import BACKWARD, FORWARD
+from support.inside.session import Balancer, Stepper, _pipeline_watch
 from support.tiers import rows
 
 BATCH, SIZE = 128, 16  # examples of a step, and of a microbatch

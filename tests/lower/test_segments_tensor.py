@@ -16,7 +16,7 @@ import hxla
 from support import families
 from support.blocks import Scanned, loss
 from support.cut_copies import FORMS, job, leaves, of_pairs, planned, planned_pairs, trained
-from support.inside.lower import Away
+from support.inside.lower import OffloadedLeaf
 from support.launched import start
 from support.paths import TESTS
 from support.relays import relayed
@@ -252,14 +252,14 @@ def test_what_waits_on_hosts_moves_no_bit():
         kinds = {x.sharding.memory_kind for x in held.params}
         assert session.result().sha256 == wanted.sha256
     assert kinds == {"pinned_host"}
-    assert any(isinstance(x, Away) for x in jax.tree.leaves(held.opt_state))
+    assert any(isinstance(x, OffloadedLeaf) for x in jax.tree.leaves(held.opt_state))
 
 
 def test_later_generations_keep_what_bits_depend_on(monkeypatch):
     """A chain stays one where there is room for one program, and copies that are cut share nothing
     by themselves."""
+    from support.inside.choose import _forms_of_job, _shared_state
     from support.inside.launch import Pinned
-    from support.inside.run import _forms_of_job, _shared_state
 
     roomy = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu", memory_bytes=1 << 30),) * 2)
     own = job()

@@ -5,7 +5,7 @@ import pytest
 
 import hxla
 from support.blocks import job, trained
-from support.inside.planner import groups_of_nodes, travel_of
+from support.inside.choose import groups_of_nodes, travel_of
 from support.process_results import results_of
 from support.shared_state import shared
 

@@ -11,8 +11,8 @@ from flax import nnx
 import hxla
 from support import shared_state
 from support.blocks import Layers, Scanned, job, loss, planned, trained
+from support.inside.choose import costs_of
 from support.inside.core import num_bytes
-from support.inside.run import costs_of
 from support.live_bytes import live_bytes
 
 

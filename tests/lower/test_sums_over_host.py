@@ -10,7 +10,7 @@ import pytest
 import hxla
 from support import tiers, zero_jobs
 from support.inside.cluster import are_unlike, in_words, library_of
-from support.inside.run import check_runnable
+from support.inside.session import check_runnable
 from support.process_results import results_of
 
 

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
-from support.inside.lower import Words
+from support.inside.lower import BitcastPacking
 from support.tiers import examples
 
 DTYPES = (
@@ -38,7 +38,7 @@ def bits(x):
 
 
 def check(arrays, size=None):
-    words = Words.like(arrays)
+    words = BitcastPacking.like(arrays)
     packed = jax.jit(words.pack, static_argnums=1)(arrays, size)
     assert packed.dtype == jnp.uint32
     assert packed.shape == (words.size if size is None else size,)
@@ -89,7 +89,7 @@ def test_what_is_left_of_a_buffer_is_zeros():
 
 def test_each_array_begins_at_a_word_of_its_own():
     arrays = [jnp.ones(3, jnp.int8), jnp.ones(1, jnp.float32), jnp.ones((3, 3), bool)]
-    assert Words.like(arrays).sizes == (1, 1, 3)
+    assert BitcastPacking.like(arrays).sizes == (1, 1, 3)
 
 
 @hypothesis.settings(max_examples=examples(4, 50))
@@ -105,4 +105,4 @@ def test_each_array_begins_at_a_word_of_its_own():
 )
 def test_several_arrays_come_back_from_a_larger_buffer(kinds, more):
     arrays = [random_bits(jnp.dtype(d), shape, i) for i, (d, shape) in enumerate(kinds)]
-    check(arrays, Words.like(arrays).size + more)
+    check(arrays, BitcastPacking.like(arrays).size + more)

@@ -27,7 +27,7 @@ from support.inside.lower import (
     value_of,
 )
 from support.inside.plan import Shares
-from support.inside.run import rehearse
+from support.inside.session import rehearse
 from support.relays import EACH, relayed, straight
 from support.tiers import rows
 from support.zero_jobs import (

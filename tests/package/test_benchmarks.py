@@ -45,12 +45,12 @@ def test_benchmarks_build_on_public_names_only():
 @pytest.mark.parametrize(
     "text",
     [
-        "import hxla._run._step",
+        "import hxla._src.session.step",
         "import hxla.testing",
-        "from hxla._lower import _exact",
+        "from hxla._src.lower import exact",
         "from hxla import _core",
         "from hxla import Proposal",
-        "import hxla\nhxla._run._step.Stepper",
+        "import hxla\nhxla._src.session.step.Stepper",
         "import hxla\nhxla.set_default_strategy(None)",
     ],
 )

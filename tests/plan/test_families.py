@@ -6,12 +6,12 @@ import pytest
 
 import hxla
 from support import families
+from support.inside.choose import roles_of_mesh
 from support.inside.core import names
 from support.inside.graph import trace_functional
 from support.inside.lower import Replica
 from support.inside.model import as_sums, functional
 from support.inside.plan import shard_graph
-from support.inside.planner import roles_of_mesh
 
 AXES = {"fsdp": 2, "tensor": 2}
 

@@ -15,7 +15,7 @@ from hxla import LayerSize, LayerTime, Profile, Setting, StepRecord, load_profil
 from hxla.__main__ import main
 from support.inside.graph import segments
 from support.inside.profile import dump_profile, merge_profiles, model_name
-from support.inside.run import Observer, Trial
+from support.inside.session import ObservedSteps, Observer
 from support.profiles import profile_command
 
 SMALL = """
@@ -163,7 +163,7 @@ def test_a_trial_ends_after_enough_steps_with_the_same_counts():
 
 
 def test_the_parts_of_a_trial_add_up_to_its_step():
-    trial = Trial(
+    trial = ObservedSteps(
         micro_seconds=(1.0, 2.0, 2.5),
         update_seconds=(0.5, 0.25, 0.75),
         counts=(5, 2, 1),

@@ -9,7 +9,7 @@ import pytest
 
 from hxla import PlanError
 from support import segment_chains
-from support.inside.planner import best_sequence, keep_all, least_memory
+from support.inside.choose import best_sequence, keep_all, least_memory
 from support.inside.schedule import (
     Residuals,
     SegmentCost,

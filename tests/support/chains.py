@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from support.inside.planner import Chain, Group, Rings
+from support.inside.choose import Chain, Group, Rings
 
 
 def random_chain(rng, *, max_devices, max_layers, max_microbatches, max_kinds=3, tight=None):

@@ -18,7 +18,7 @@ def by_room(report):
     found = collections.defaultdict(set)
     for name, file in json.loads(pathlib.Path(report).read_text())["files"].items():
         parts = pathlib.PurePath(name).parts
-        room = parts[1] if len(parts) > 2 else "hxla"
+        room = parts[2] if len(parts) > 3 else "hxla"
         found[room] |= {(name, line) for line in file["executed_lines"]}
         found[room] |= {(name, *branch) for branch in file["executed_branches"]}
     return found

@@ -16,7 +16,7 @@ import time
 import jax
 import numpy as np
 
-from support.inside.lower import _AHEAD, DiskShelf, Replica, Unit, UpdateGroups, _buffers
+from support.inside.lower import _AHEAD, DiskBuffer, Replica, Unit, UpdateGroups, _buffers
 from support.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -70,7 +70,7 @@ def raw(file, size, pools, buffers):
 def of_disk(args):
     """Both, in turns, on files of the same folder."""
     own = groups(args.mib << 20)
-    shelf = DiskShelf(args.directory, Replica(0, (jax.devices()[0],)), own)
+    shelf = DiskBuffer(args.directory, Replica(0, (jax.devices()[0],)), own)
     x = jax.numpy.arange(own.groups[0][0].stop, dtype=np.float32)
     for g in range(_GROUPS):
         for k in range(2):

@@ -11,8 +11,8 @@ import collections
 import dataclasses
 import random
 
-from support.inside.elastic import _membership as m
-from support.inside.elastic import advance, begin, chosen
+from support.inside.launch import _membership as m
+from support.inside.launch import advance, begin, chosen
 
 TRAINING = ("running", "preparing", "handing over")
 

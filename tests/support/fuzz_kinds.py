@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import hxla
 from hxla import LayerSize, LayerTime, Profile, Setting, load_profile
+from support.inside.choose import ChainWork, propose
 from support.inside.core import as_config
 from support.inside.inspect import lanes_of_file, last_step
-from support.inside.planner import ChainWork, propose
 from support.inside.profile import dump_profile, merge_profiles
 from support.inside.report import FILE_NAME, MetricsWriter
-from support.inside.run import plans_from_table
 from support.inside.schedule import perfetto, replay
 from support.inside.scheduler import read_jobs
+from support.inside.session import plans_from_table
 from support.paths import DATA, ROOT
 
 DUMPS = DATA / "dumps" / "jax-0.12"
@@ -273,7 +273,7 @@ def use_timeline(path: pathlib.Path) -> None:
 def use_checkpoint(path: pathlib.Path) -> None:
     """The plans that a checkpoint's small facts hold."""
     if not path.is_file():
-        return  # tests/run/test_damaged_checkpoints.py has such
+        return  # tests/checkpoint/test_damaged_checkpoints.py has such
     try:
         meta = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -6,10 +6,10 @@ import jax
 import optax
 
 from hxla import Cluster, Device, SumsForm
+from support.inside.choose import PipelineRequest, complete, pipelined, replicated
 from support.inside.graph import trace_sums
 from support.inside.lower import Training, lower
 from support.inside.model import Functional, Optimizer
-from support.inside.planner import PipelineRequest, complete, pipelined, replicated
 
 
 def cpus(num):

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Collection, Sequence
 
-from support.inside.planner import LinkSeconds, all_gather_seconds, ring_all_reduce_seconds
+from support.inside.choose import LinkSeconds, all_gather_seconds, ring_all_reduce_seconds
 from support.sailor_data import Data, Measured, Place
 
 Nodes = Sequence[Sequence[int]]  # of each stage and replica

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import hxla
 from hxla import Setting
-from support.inside.planner import (
+from support.inside.choose import (
     UNBOUNDED,
     Chain,
     Group,

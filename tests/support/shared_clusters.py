@@ -2,7 +2,7 @@
 
 import hxla
 from hxla import LayerSize, LayerTime, Profile, Setting
-from support.inside.planner import ChainWork, propose
+from support.inside.choose import ChainWork, propose
 
 FAST = hxla.Link(bytes_per_second=1e12)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hxla import PlanError
-from support.inside.planner import Chain, ReplicaSort, SplitDevice, Staging, step_seconds, tables
+from support.inside.choose import Chain, ReplicaSort, SplitDevice, Staging, step_seconds, tables
 
 
 def whale_counts(

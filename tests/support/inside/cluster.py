@@ -1,9 +1,10 @@
-"""What tests know of the insides of `hxla._cluster`."""
+"""What tests know of the insides of `hxla._src.cluster`."""
 
-from hxla._cluster import _hardware, _job_devices
-from hxla._cluster._cluster import Cluster, Device
-from hxla._cluster._detect import describe, detect
-from hxla._cluster._job_devices import device_kind
-from hxla._cluster._libraries import are_unlike, in_words, library_of
-from hxla._cluster._mesh_file import dump_cluster
-from hxla._cluster._transfers import Send, ring_transfers, transfer_seconds
+from hxla._src.cluster import hardware as _hardware
+from hxla._src.cluster import job_devices as _job_devices
+from hxla._src.cluster.cluster import Cluster, Device
+from hxla._src.cluster.detect import describe, detect
+from hxla._src.cluster.job_devices import device_kind
+from hxla._src.cluster.libraries import are_unlike, in_words, library_of
+from hxla._src.cluster.mesh_file import dump_cluster
+from hxla._src.cluster.transfers import Send, ring_transfers, transfer_seconds

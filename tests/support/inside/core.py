@@ -1,9 +1,8 @@
-"""What tests know of the insides of `hxla._core`."""
+"""What tests know of the insides of `hxla._src.core`."""
 
-from hxla._core import _errors
-from hxla._core._catalogue import find, names
-from hxla._core._config import as_config
-from hxla._core._files import local_path, unpack
-from hxla._core._format import num_bytes
-from hxla._core._statistics import middle_mean
-from hxla._core._timing import median_seconds, steady_seconds
+from hxla._src.core import errors as _errors
+from hxla._src.core.catalogue import find, names
+from hxla._src.core.config import as_config
+from hxla._src.core.files import local_path, unpack
+from hxla._src.core.format import num_bytes
+from hxla._src.core.timing import median_seconds, middle_mean, steady_seconds

@@ -1,18 +1,16 @@
-"""What tests know of the insides of `hxla._inspect`."""
+"""What tests know of the insides of `hxla._src.inspect`."""
 
-from hxla._inspect import (
-    _alike_names,
-    _bits_runs,
-    _hlo_text,
-    _origin,
-    _profiler_trace,
-    _replica_groups,
-    _shapes,
-    _shard_pictures,
-    _step_pictures,
-)
-from hxla._inspect._bits_compare import compare_bits
-from hxla._inspect._bits_runs import EquationRuns
-from hxla._inspect._profiler_trace import last_step
-from hxla._inspect._split_tables import waiting_table
-from hxla._inspect._step_pictures import lanes_of_file
+from hxla._src.inspect import alike_names as _alike_names
+from hxla._src.inspect import bits_runs as _bits_runs
+from hxla._src.inspect import hlo_text as _hlo_text
+from hxla._src.inspect import hlo_text as _shapes
+from hxla._src.inspect import origin as _origin
+from hxla._src.inspect import pictures as _shard_pictures
+from hxla._src.inspect import pictures as _step_pictures
+from hxla._src.inspect import profiler_trace as _profiler_trace
+from hxla._src.inspect import replica_groups as _replica_groups
+from hxla._src.inspect.bits import compare_bits
+from hxla._src.inspect.bits_runs import EquationRuns
+from hxla._src.inspect.pictures import lanes_of_file
+from hxla._src.inspect.profiler_trace import last_step
+from hxla._src.inspect.tables import waiting_table

@@ -1,15 +1,15 @@
-"""What tests know of the insides of `hxla._jax`."""
+"""What tests know of the insides of `hxla._src.jax`."""
 
-from hxla._jax import _coordination, _hlo_proto
-from hxla._jax._absent_sharding import brief_absence
-from hxla._jax._apart import apart
-from hxla._jax._compilation_events import num_compilations
-from hxla._jax._cpu_dots import row_major, uncross, uncrossed
-from hxla._jax._digest import program_digest
-from hxla._jax._grouping import balanced, in_groups
-from hxla._jax._heap import trim_heap
-from hxla._jax._independent import independent
-from hxla._jax._jaxpr import (
+from hxla._src.jax import coordination as _coordination
+from hxla._src.jax import xla_protos as _hlo_proto
+from hxla._src.jax.absent_sharding import brief_absence
+from hxla._src.jax.compilation_events import num_compilations
+from hxla._src.jax.coordination import is_lost_peer
+from hxla._src.jax.cpu_dots import row_major, uncross, uncrossed
+from hxla._src.jax.devices import multiprocessors
+from hxla._src.jax.digest import program_digest
+from hxla._src.jax.heap import trim_heap
+from hxla._src.jax.jaxpr import (
     Literal,
     as_function,
     checkpoint_like,
@@ -17,10 +17,10 @@ from hxla._jax._jaxpr import (
     run_equation,
     scan_counts,
 )
-from hxla._jax._lookups import lookups_of
-from hxla._jax._lost_peers import is_lost_peer
-from hxla._jax._min_cut import halve
-from hxla._jax._multiprocessors import multiprocessors
-from hxla._jax._portable import lowered_for, portable
-from hxla._jax._result_sources import read_arguments
-from hxla._jax._settings import bit_settings, unlike_settings
+from hxla._src.jax.lookups import lookups_of
+from hxla._src.jax.min_cut import halve
+from hxla._src.jax.portable import lowered_for, portable
+from hxla._src.jax.program_parts import apart, balanced, in_groups
+from hxla._src.jax.result_sources import read_arguments
+from hxla._src.jax.separable_update import independent
+from hxla._src.jax.settings import bit_settings, unlike_settings

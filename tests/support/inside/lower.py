@@ -1,45 +1,39 @@
-"""What tests know of the insides of `hxla._lower`."""
+"""What tests know of the insides of `hxla._src.lower`."""
 
-from hxla._lower import (
-    _actions,
-    _chunks,
-    _exact,
-    _lower,
-    _own_update,
-    _pipeline,
-    _state_sums,
-    _streamed_update,
-    _update_groups,
-)
-from hxla._lower._across import Cut
-from hxla._lower._actions import FIELDS, KINDS, crossed, exchanges
-from hxla._lower._array_sums import digits_of, exponents_for, value_of
-from hxla._lower._chunks import Chunks, all_gather, reduce_scatter
-from hxla._lower._contribution import Contribution, Tensors, packs_of
-from hxla._lower._determinism import _equations, dependent
-from hxla._lower._disk_shelf import _AHEAD, DirectFile, DiskShelf, _buffers
-from hxla._lower._exact import Limbs
-from hxla._lower._granules import Granules
-from hxla._lower._inputs import Training, sharded_of, uneven_of
-from hxla._lower._inside import check_permutes
-from hxla._lower._lower import Programs, lower
-from hxla._lower._microbatch import Microbatches
-from hxla._lower._num_terms import num_terms
-from hxla._lower._options import extra_bytes
-from hxla._lower._padding import NOT_PADDED, Padding, padded, unpadded
-from hxla._lower._padding_kept import keeps_padding
-from hxla._lower._pipeline import Pipeline
-from hxla._lower._pipeline_times import PieceTimes
-from hxla._lower._replica import Replica
-from hxla._lower._segment_costs import segment_costs
-from hxla._lower._segment_part import direct_parts
-from hxla._lower._segmented import Segmented
-from hxla._lower._sharded_params import ShardedParams
-from hxla._lower._shelves import Away
-from hxla._lower._slots import make_slots
-from hxla._lower._stage import StagePart
-from hxla._lower._store import Store
-from hxla._lower._sum import Reducer
-from hxla._lower._update import Given
-from hxla._lower._update_groups import Unit, UpdateGroups
-from hxla._lower._words import Words
+from hxla._src.lower import actions as _actions
+from hxla._src.lower import chunks as _chunks
+from hxla._src.lower import exact as _exact
+from hxla._src.lower import lower as _lower
+from hxla._src.lower import pipeline as _pipeline
+from hxla._src.lower import state_sums as _state_sums
+from hxla._src.lower import streamed_update as _streamed_update
+from hxla._src.lower import update_groups as _update_groups
+from hxla._src.lower import zero_update as _own_update
+from hxla._src.lower.actions import FIELDS, KINDS, crossed, exchanges
+from hxla._src.lower.bitcast_packing import BitcastPacking
+from hxla._src.lower.chunks import Chunks, all_gather, reduce_scatter
+from hxla._src.lower.compile import extra_bytes
+from hxla._src.lower.contribution import Contribution, Tensors, num_terms, packs_of
+from hxla._src.lower.determinism import _equations, dependent
+from hxla._src.lower.disk import _AHEAD, DirectFile, DiskBuffer, _buffers
+from hxla._src.lower.exact import Limbs
+from hxla._src.lower.exact_norms import digits_of, exponents_for, value_of
+from hxla._src.lower.inputs import Training, sharded_of, uneven_of
+from hxla._src.lower.lower import Programs, lower
+from hxla._src.lower.microbatch import Microbatches
+from hxla._src.lower.offload import OffloadedLeaf
+from hxla._src.lower.padding import NOT_PADDED, Granules, Padding, padded, unpadded
+from hxla._src.lower.padding_safe import keeps_padding
+from hxla._src.lower.pipeline import PieceTimes, Pipeline
+from hxla._src.lower.replica import Replica
+from hxla._src.lower.segment_part import direct_parts
+from hxla._src.lower.segment_programs import segment_costs
+from hxla._src.lower.segmented import Segmented
+from hxla._src.lower.sharded_params import ShardedParams
+from hxla._src.lower.slots import make_slots
+from hxla._src.lower.stage import StagePart, check_permutes
+from hxla._src.lower.store import Store
+from hxla._src.lower.sum import Reducer
+from hxla._src.lower.uneven_collectives import Cut
+from hxla._src.lower.update import UpdateInputs
+from hxla._src.lower.update_groups import Unit, UpdateGroups

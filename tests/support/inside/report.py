@@ -1,8 +1,16 @@
-"""What tests know of the insides of `hxla._report`."""
+"""What tests know of the insides of `hxla._src.report`."""
 
-from hxla._report import _lanes, _lanes_picture, _waiting
-from hxla._report._lanes import COLLECTIVE, COMPUTATION, Bar, Lanes, lanes_of_timeline
-from hxla._report._lanes_picture import step_picture, write_picture
-from hxla._report._metrics_file import FILE_NAME, MetricsWriter
-from hxla._report._progress import line
-from hxla._report._waiting import Waiting
+from hxla._src.report import lanes as _lanes
+from hxla._src.report import lanes as _lanes_picture
+from hxla._src.report import progress as _waiting
+from hxla._src.report.lanes import (
+    COLLECTIVE,
+    COMPUTATION,
+    Bar,
+    Lanes,
+    lanes_of_timeline,
+    step_picture,
+    write_picture,
+)
+from hxla._src.report.metrics_file import FILE_NAME, MetricsWriter
+from hxla._src.report.progress import Waiting, line

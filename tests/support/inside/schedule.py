@@ -1,8 +1,7 @@
-"""What tests know of the insides of `hxla._schedule`."""
+"""What tests know of the insides of `hxla._src.schedule`."""
 
-from hxla._schedule._blocking_replay import blocking_replay
-from hxla._schedule._replay import replay
-from hxla._schedule._schedules import (
+from hxla._src.schedule.replay import blocking_replay, measured_timeline, replay, replay_ticks
+from hxla._src.schedule.schedules import (
     BACKWARD,
     FORWARD,
     WEIGHT,
@@ -11,13 +10,12 @@ from hxla._schedule._schedules import (
     needs,
     one_f_one_b,
 )
-from hxla._schedule._segment_sequence import sequence_from_texts
-from hxla._schedule._sequence_replay import (
+from hxla._src.schedule.segment_sequence import (
     Residuals,
     SegmentCost,
     layered_peak_bytes,
     replay_sequence,
+    sequence_from_texts,
     while_running,
 )
-from hxla._schedule._ticks import measured_timeline, replay_ticks
-from hxla._schedule._timeline import from_perfetto, perfetto
+from hxla._src.schedule.timeline import from_perfetto, perfetto

@@ -1,13 +1,19 @@
-"""What tests know of the insides of `hxla._scheduler`."""
+"""What tests know of the insides of `hxla._src.scheduler`."""
 
-from hxla._scheduler._device_proposals import ExecutorTime, Trials, learned, proposals
-from hxla._scheduler._elastic_jobs import ActiveJob, ElasticJob, Situation, fits, free_devices, plus
-from hxla._scheduler._gang_policies import backfill, one_at_a_time, shortest_remaining
-from hxla._scheduler._job_traces import read_jobs
-from hxla._scheduler._live_commands import LIVE_POLICIES
-from hxla._scheduler._live_jobs import LiveJob, read_live_jobs
-from hxla._scheduler._live_ray import RayFleet
-from hxla._scheduler._live_record import (
+from hxla._src.scheduler.device_proposals import ExecutorTime, Trials, learned, proposals
+from hxla._src.scheduler.elastic_jobs import (
+    ActiveJob,
+    ElasticJob,
+    Situation,
+    fits,
+    free_devices,
+    plus,
+)
+from hxla._src.scheduler.job_traces import read_jobs
+from hxla._src.scheduler.live_commands import LIVE_POLICIES
+from hxla._src.scheduler.live_hosts import RayFleet
+from hxla._src.scheduler.live_jobs import LiveJob, read_live_jobs
+from hxla._src.scheduler.live_record import (
     Decided,
     Holds,
     as_line,
@@ -15,8 +21,8 @@ from hxla._scheduler._live_record import (
     decided_otherwise,
     read_record,
 )
-from hxla._scheduler._live_run import LiveSchedule, Places
-from hxla._scheduler._returns import returned
-from hxla._scheduler._schedule_commands import GANGS, POLICIES
-from hxla._scheduler._simulator import simulate
-from hxla._scheduler._waste import MOST_WASTE, Capability, best_configuration, configuration
+from hxla._src.scheduler.live_run import LiveSchedule, Places
+from hxla._src.scheduler.policies import backfill, one_at_a_time, returned, shortest_remaining
+from hxla._src.scheduler.schedule_commands import GANGS, POLICIES
+from hxla._src.scheduler.simulator import simulate
+from hxla._src.scheduler.waste import MOST_WASTE, Capability, best_configuration, configuration

@@ -1,6 +1,6 @@
-"""What tests know of the insides of `hxla._weights`."""
+"""What tests know of the insides of `hxla._src.weights`."""
 
-from hxla._weights._name_patterns import NamePattern
-from hxla._weights._pieces import Pieced, pieced
-from hxla._weights._safetensors import files_of, make_file, read_header
-from hxla._weights._weights import Wanted, open_weights
+from hxla._src.weights.name_map import NamePattern
+from hxla._src.weights.pieces import Pieced, pieced
+from hxla._src.weights.safetensors import files_of, make_file, read_header
+from hxla._src.weights.weights import Wanted, open_weights

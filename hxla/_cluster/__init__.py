@@ -1,1 +1,0 @@
-"""Devices: described, found, measured."""

@@ -1,1 +1,0 @@
-"""Values, errors and settings that every part shares."""

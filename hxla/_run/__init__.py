@@ -1,1 +1,0 @@
-"""A run of training."""

@@ -1,1 +1,0 @@
-"""Schedules of pipelines as tables, their replay and their pictures."""

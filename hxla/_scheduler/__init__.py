@@ -1,1 +1,0 @@
-"""Which job holds which devices: values and pure functions, and a simulator of them."""

@@ -1,0 +1,1 @@
+"""What is behind the public names: README.md says where what is."""

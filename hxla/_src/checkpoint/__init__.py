@@ -1,0 +1,1 @@
+"""State on disk, and in memory between generations."""

@@ -1,0 +1,1 @@
+"""All makers of plans: annotations, meshes, stages, memory, counts, the search."""

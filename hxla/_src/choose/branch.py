@@ -1,0 +1,602 @@
+"""Plans of one number of stages below a time: refuted by branching on the cut that all share."""
+
+import dataclasses
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from .chain import Array, ReplicaSort, Tables, fill_and_period, tail_seconds
+from .lower_bound import Alive, Bound
+from .packing import fractional_packing
+from .relaxation import Bands, Pins, Priced, priced
+
+FREE, MIXED = -1, -2  # stages of which nothing is laid down, and those of several kinds
+Box = tuple[tuple[int, int], ...]
+Spans = tuple[tuple[int, int], ...]
+Modes = tuple[int, ...]  # per position from the end: a kind that all copies have there, or these
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Column:
+    """A relaxed pipeline."""
+
+    cuts: tuple[int, ...]
+    kinds: tuple[int, ...]  # by position from the end
+    used: tuple[int, ...]
+    fill: float
+    period: float
+    most: int
+    modes: Modes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BranchPart:
+    """Plans whose largest stage is of like size.
+
+    Attributes:
+        tail: That they have at least.
+        priced: Their pipelines by period.
+        grid: The same for every period, where some stages' kinds are laid down.
+    """
+
+    bound: Bound
+    tail: float
+    priced: list[Priced]
+    grid: list[Priced]
+    columns: list[Column]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BranchNode:
+    """Plans whose boundaries and kinds lie within limits.
+
+    Attributes:
+        box: Per position from the end, the layers that its stage may begin with: from, up to.
+        modes: What is laid down of their kinds.
+        spans: Of each of the part's programmes, the intervals of periods that can matter: from, up
+            to; None: all.
+    """
+
+    part: BranchPart
+    box: Box
+    modes: Modes
+    prices: list[float]
+    spans: Spans | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing is laid down of its kinds."""
+        return all(mode == FREE for mode in self.modes)
+
+    def programmes(self) -> list[Priced]:
+        """Of its pipelines, by period."""
+        every = self.part.priced if self.is_free else self.part.grid
+        if self.spans is None:
+            return every
+        return [own.within(*span) for own, span in zip(every, self.spans, strict=True)]
+
+
+def span_of(kept: Array) -> tuple[int, int]:
+    """From the first that is kept up to after the last."""
+    at = np.flatnonzero(kept)
+    return (int(at[0]), int(at[-1]) + 1) if len(at) else (0, 0)
+
+
+def cut_of(node: BranchNode) -> tuple[list[int], list[int]]:
+    """First layers, and what is laid down, stage by stage, of a node of one cut."""
+    return [low for low, _ in reversed(node.box)], list(reversed(node.modes))
+
+
+def narrowed(box: Bands, place: int, part: tuple[int, int]) -> list[tuple[int, int]]:
+    """A box with one boundary confined further; the others are kept in order."""
+    new = list(box)
+    new[place] = part
+    for i in range(place + 1, len(new)):  # towards the first stage
+        new[i] = (new[i][0], min(new[i][1], new[i - 1][1] - 1))
+    for i in reversed(range(place)):
+        new[i] = (max(new[i][0], new[i + 1][0] + 1), new[i][1])
+    return new
+
+
+def like_seconds(
+    t: Tables, cuts: Sequence[int], groups: Sequence[int], least_copies: int, num_microbatches: int
+) -> float:
+    """The least time of copies that have the same kinds, as many as there are devices for.
+
+    All of them pass the same cards, so that they begin one transfer after another.
+
+    Args:
+        cuts: First layer of each stage.
+        groups: The kind of each stage.
+        least_copies: Fewer are not asked for.
+    """
+    most = min(int(n) // groups.count(k) for k, n in enumerate(t.num_devices) if k in groups)
+    fill, period = fill_and_period(t, cuts, groups)
+    assert t.shared is not None
+    pairs = zip(cuts[1:], itertools.pairwise(groups), strict=True)
+    apart = max((float(t.shared[cut, a, b]) / 2 for cut, (a, b) in pairs if a != b), default=0.0)
+    best = math.inf
+    for copies in range(least_copies, min(most, num_microbatches) + 1):
+        sorts = [ReplicaSort(groups=tuple(groups), count=copies, num_microbatches=1)]
+        # Of all copies every microbatch in the order in which they would be done: each has one.
+        first = fill + apart * np.arange(copies)
+        done = np.sort((first[:, None] + period * np.arange(num_microbatches)).ravel())
+        seconds = max(float(first[-1]), float(done[num_microbatches - 1]))
+        best = min(best, seconds + tail_seconds(t, cuts, sorts))
+    return best * (1 - 1e-9)
+
+
+def enough_for_cards(
+    t: Tables,
+    cuts: Sequence[int],
+    modes: Sequence[int],
+    copies: Iterable[int],
+    num_microbatches: int,
+    seconds: float,
+) -> bool:
+    """Whether all microbatches might pass the cards on their way in a time.
+
+    In each direction a card carries, of every microbatch of a copy, its activations over the
+    boundaries by which it leaves the node and their gradients over those by which it comes, or the
+    other way round: one after another, and in all for no longer than the time there is. A linear
+    programme over every choice of kinds.
+
+    Args:
+        cuts: First layer of each stage.
+        modes: The kind that all copies have at a stage; below 0: several kinds, or any.
+        copies: How many there may be.
+        seconds: That pipelines may take.
+    """
+    assert t.shared is not None
+    kinds = range(t.num_kinds)
+
+    def there_can_be(num: int) -> bool:
+        # Of several kinds are stages only if the others leave devices of several.
+        left = [int(n) - num * modes.count(k) for k, n in enumerate(t.num_devices)]
+        return min(left) >= 0 and (MIXED not in modes or sum(n > 0 for n in left) > 1)
+
+    most_copies = max(filter(there_can_be, copies), default=0)  # fewer run no more
+    one_way = t.shared[list(cuts)].diagonal(axis1=1, axis2=2) / 2  # [S, K] of a kind's own card
+    used, value = [], []
+    for groups in _choices(t, modes):
+        fill, period = fill_and_period(t, cuts, groups)
+        most = math.floor(1 + (seconds - fill) / period * (1 + 1e-9) + 1e-9)
+        most = min(most, num_microbatches)
+        if most >= 1:
+            passed = [0.0] * t.num_kinds
+            for i, (a, b) in enumerate(itertools.pairwise(groups), 1):
+                for k in {a, b} if a != b else ():
+                    passed[k] += most * float(one_way[i, k])
+            used.append([*(groups.count(k) for k in kinds), 1, *passed])
+            value.append(most)
+    if not (used and most_copies):
+        return False
+    room = [seconds * (1 + 1e-9)] * t.num_kinds
+    available = [*map(float, t.num_devices), float(most_copies), *room]
+    upper = fractional_packing(np.array(used), np.array(value), available, whole=False)[2]
+    return upper >= num_microbatches * (1 - 1e-9)
+
+
+def _choices(t: Tables, modes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Every kind of every stage that is allowed."""
+    return itertools.product(*((mode,) if mode >= 0 else range(t.num_kinds) for mode in modes))
+
+
+_RATIO = 1.003
+_MAX_INTERVALS = 200
+_MAX_PASSES = 40
+_NEW = 5  # columns of one pass
+_MAX_CHOICES = 1024  # of kinds, that are looked at one by one
+_MAX_HALVES, _CLOSE = 5, 1.005  # of a first look
+_GRID = 1.004  # ratio of periods where boundaries take more than the relaxation knows
+_FEW = 1e6  # elements of a dynamic programme over mixes that is worth its time
+
+
+class Branching:
+    """Whether a plan of so many stages can be faster than a time, by branch and price.
+
+    A node is a box of cuts: for each boundary the layers it may lie at. At a node replicas may
+    have cuts of their own, all of them in the box. The most microbatches that all devices can run
+    is then a linear programme whose columns, the pipelines, are made as its prices ask for them
+    (`Priced`); any prices bound it, so a node is refuted as soon as some prices do. Where they do
+    not and the mixes of devices are few, `Bound.possible` looks closer: at whole microbatches.
+    Periods whose pipelines cannot be part of a faster plan, by those prices, are left out of all
+    that a node is parted into.
+    Where the programme's pipelines disagree about a boundary the box is parted there.
+
+    Where every kind of device is a node of its own, nodes are parted by kinds before: at a stage
+    all copies have one kind, or another, or several. Rings of stages of several kinds share the
+    cards of two nodes at least (`Rings`). The bound is then one for plans on their devices.
+
+    Args:
+        seconds: No later question is about a longer time.
+        known: What the bound knows of plans faster than that.
+        prices: Of a device of each kind, to begin with.
+        check: Called often; may raise.
+        is_rough: Whether plans are not parted by their largest stage.
+
+    References:
+        Barnhart et al., "Branch-and-Price: Column Generation for Solving Huge Integer Programs",
+        Operations Research 46(3), 1998.
+    """
+
+    def __init__(
+        self,
+        bound: Bound,
+        num_stages: int,
+        seconds: float,
+        known: Alive | None,
+        prices: Sequence[float],
+        check: Callable[[], None],
+        *,
+        is_rough: bool = False,
+    ):
+        t = bound.t
+        self.prices = list(prices)
+        self.least = math.inf
+        self._num = num_stages
+        self._is_rough = is_rough
+        self._pins = t.knows_cards and num_stages > 1
+        self._num_microbatches = bound.num_microbatches
+        self._wanted = bound.num_microbatches * (1 - 1e-9)
+        self._known = known
+        self._available = np.array(t.num_devices)
+        self._nodes: list[tuple[float, int, BranchNode]] = []
+        self._made = 0
+        self._parts: list[BranchPart] = []
+        self._floors: list[float] = []  # of each part: no plan of it is faster
+        parts = bound.limited(num_stages, seconds, *([1] if is_rough else []))
+        for limited in parts:
+            r = limited.relaxation
+            boxes, own, grid = [], [], []
+            for depth, most, first, last in limited.classes(
+                num_stages, seconds, known, _RATIO, _MAX_INTERVALS
+            ):
+                own += priced(r, first, last, depth=depth, most=most, check=check)
+                boxes.append(r.bands(num_stages, float(last.max()), depth))
+                if self._pins and limited is not bound:
+                    # Of longer periods no plan runs two microbatches.
+                    low = r.least_period()
+                    num = math.ceil(math.log(max(seconds / low, 1.0)) / math.log(_GRID)) + 1
+                    ends = low * _GRID ** np.arange(num + 1)
+                    grid += priced(
+                        r, ends, np.append(ends[1:], np.inf), depth=depth, most=most, check=check
+                    )
+            if boxes:
+                tail = self._tail(limited, own, seconds)
+                part = BranchPart(bound=limited, tail=tail, priced=own, grid=grid, columns=[])
+                root = [
+                    (min(a for a, _ in x), max(b for _, b in x)) for x in zip(*boxes, strict=True)
+                ]
+                self._parts.append(part)
+                self._floors.append(0.0)
+                free = (FREE,) * num_stages
+                self._push(
+                    math.inf,
+                    BranchNode(part=part, box=tuple(root), modes=free, prices=self.prices),
+                )
+
+    def _tail(self, bound: Bound, parts: Sequence[Priced], seconds: float) -> float:
+        """The least tail of a plan: that of one replica only where one may do."""
+        several, single = bound.least_tails(self._num)
+        if int(self._available.sum()) < 2 * self._num:
+            return single
+        if bound.copies(self._num, seconds) > 1:
+            return several
+        free = [0.0] * bound.t.num_kinds
+
+        def most(x: Priced) -> float:
+            fill = x.fills(self._num, free)[:, -1]
+            return min(x.most, float((1 + (seconds - single) / x.first - fill).max()))
+
+        alone = any(most(x) >= self._wanted for x in parts)
+        return single if alone else several
+
+    @property
+    def num_open(self) -> int:
+        """Nodes left."""
+        return len(self._nodes)
+
+    @property
+    def num_roots(self) -> int:
+        """Nodes left that are whole parts of the plans."""
+        return sum(most == -math.inf for most, *_ in self._nodes)
+
+    @property
+    def floor(self) -> float:
+        """No plan is faster, as far as the prices of the whole parts say."""
+        return min(self._floors, default=math.inf)
+
+    def _floor(self, part: BranchPart, upper: float, prices: Sequence[float]) -> float:
+        """A time below which no plan of a part can be, by prices that bound it at a longer one.
+
+        Args:
+            upper: What all devices run at most in the longer time, by the prices.
+            prices: Of a device of each kind.
+        """
+        scale = self._num_microbatches * (1 - 1e-6) / upper
+        prices = [scale * price for price in prices]
+        replicas = int(self._available.sum()) // self._num
+        left = self._wanted - float(np.dot(prices, self._available))
+        worth, floor = left / replicas, math.inf  # of a replica beside its devices
+        for own in part.priced:
+            if own.most - self._num * min(prices) >= worth:
+                fills = own.fills(self._num, prices)
+                floor = min(floor, float(own.seconds_with(worth, fills, prices)[-1]))
+        return part.tail + floor * (1 - 1e-9)
+
+    def _raised(self, node: BranchNode, low: float, high: float) -> float:
+        """A greater time below which no plan is, between one that is known and another."""
+        tail = self._tail_at(node)
+        for _ in range(_MAX_HALVES):
+            if high <= low * _CLOSE:
+                break
+            middle = (low + high) / 2
+            is_enough = self._solve(node, middle - tail)[0] >= self._wanted
+            if is_enough and self._enough_for_cards(node, middle - tail):
+                high = middle
+            else:
+                low = middle
+        return low
+
+    def step(self, seconds: float) -> list[tuple[int, ...]]:
+        """Refute or part one node.
+
+        Args:
+            seconds: Whether plans can be faster than this.
+
+        Returns:
+            Cuts that may have such a plan.
+        """
+        before, _, node = heapq.heappop(self._nodes)
+        part, box = node.part, node.box
+        tail = self._tail_at(node)
+        upper, most, prices, shares, spans = self._solve(node, seconds - tail)
+        self.prices = prices
+        is_refuted = upper < self._wanted
+        if before == -math.inf:
+            floor = seconds if is_refuted else self._floor(part, upper, prices)
+            if self._is_rough:
+                floor = self._raised(node, floor, seconds)
+            self._floors[self._parts.index(part)] = floor
+        if is_refuted:
+            return []
+        single = all(high - low == 1 for low, high in box)
+        work = math.inf if single else _FEW
+        stages = part.bound.stages(self._num, seconds, self._known, box, work=work)
+        bound = part.bound.with_tail(tail)
+        if stages is not None and not bound.possible(stages, seconds):
+            return []
+        if not self._enough_for_cards(node, seconds - tail):
+            return []
+        pinned = not part.grid or FREE not in node.modes
+        if single and stages is not None and pinned:
+            low = max(part.bound.floor, self._least_at(node))
+            if low >= seconds:
+                return []
+            low = bound.least_seconds(stages, low, seconds)
+            self.least = min(self.least, self._raised(node, low, seconds) if part.grid else low)
+            return [tuple(low for low, _ in reversed(box))]
+        if not shares:
+            self.least = 0.0
+            return []
+        total = sum(share for share, _ in shares)
+        cuts = np.array([column.cuts for _, column in shares])
+        weights = np.array([share / total for share, _ in shares])
+        mean = weights @ cuts
+        spread = weights @ np.abs(cuts - mean)
+        middle = tuple(int(x) for x in np.rint(mean))
+        tried = list(dict.fromkeys([*(column.cuts for _, column in shares[:2]), middle]))
+        tried = [x for x in tried if all(a < b for a, b in itertools.pairwise(x))]
+        if not pinned:
+            at = self._disputed(node, shares)
+            for mode in (*range(len(self._available)), MIXED):
+                modes = (*node.modes[:at], mode, *node.modes[at + 1 :])
+                own = None if node.is_free else spans
+                self._push(most, dataclasses.replace(node, modes=modes, prices=prices, spans=own))
+            return tried
+        stage = int(spread.argmax())
+        at = int(np.floor(mean[stage]))
+        if spread[stage] < 1e-9:
+            stage = max(range(self._num), key=lambda i: box[-1 - i][1] - box[-1 - i][0])
+            low, high = box[-1 - stage]
+            at = min(int(cuts[0][stage]), high - 2)
+        low, high = box[-1 - stage]
+        for half in ((low, at + 1), (at + 1, high)):
+            new = tuple(narrowed(box, len(box) - 1 - stage, half))
+            self._push(most, dataclasses.replace(node, box=new, prices=prices, spans=spans))
+        return tried
+
+    def _disputed(self, node: BranchNode, shares: Sequence[tuple[float, Column]]) -> int:
+        """The position of which nothing is laid down, and about whose kind most disagree."""
+        kinds = range(len(self._available))
+
+        def agreed(position: int) -> float:
+            each = [[y for y, c in shares if c.kinds[position] == k] for k in kinds]
+            return max(map(sum, each))
+
+        free = [i for i, mode in enumerate(node.modes) if mode == FREE]
+        return min(free, key=agreed)
+
+    def _spans(self, node: BranchNode) -> list[tuple[tuple[int, int], ...]]:
+        """Per position from the end, the least spans of layers that its stage has one of."""
+        layers = node.part.bound.t.num_layers
+        nexts = [layers, *(low for low, _ in node.box)]
+        return [
+            tuple((a, max(a + 1, after)) for a in range(low, high) if a < layers)
+            for (low, high), after in zip(node.box, nexts, strict=False)
+        ]
+
+    def _tail_at(self, node: BranchNode) -> float:
+        """The least tail of plans of a node."""
+        part, num_kinds = node.part, len(self._available)
+        if node.is_free:
+            return part.tail
+        t, copies = part.bound.t, part.bound.num_copies
+        ring = t.card_sums * (1 - 1 / copies)
+        inside = t.least_reduce(copies)
+        pure, mixed = 0.0, []
+        for mode, spans in zip(node.modes, self._spans(node), strict=True):
+            if mode == MIXED:
+                mixed.append(min(float(ring[span]) for span in spans))
+            elif mode != FREE:
+                pure = max(pure, min(float(inside[mode][span]) for span in spans))
+        # A ring of several kinds passes two cards, and the largest ends with all of a card.
+        shared = max([0.0, *mixed, 2 / num_kinds * sum(mixed)])
+        if FREE not in node.modes:
+            rest = float(ring[0, -1]) - self._most_pure(node, ring)
+            shared = max(shared, 2 / num_kinds * rest)
+        update = part.bound.least_tails(self._num)[1]
+        return max(part.tail, (max(pure, shared) + update) * (1 - 1e-9))
+
+    def _most_pure(self, node: BranchNode, ring: Array) -> float:
+        """The largest rings that stages of one kind would have if they were of several."""
+        layers = node.part.bound.t.num_layers
+        ends = [layers, *(high - 1 for _, high in node.box)]
+        spans = zip(node.modes, node.box, ends, strict=False)
+        return sum(float(ring[low, end]) for mode, (low, _), end in spans if mode != MIXED)
+
+    def _least_at(self, node: BranchNode) -> float:
+        """Of one cut whose stages are of one kind each: the best that like copies can do."""
+        if not node.part.grid or min(node.modes) < 0:
+            return 0.0
+        bound = node.part.bound
+        return like_seconds(bound.t, *cut_of(node), bound.num_copies, self._num_microbatches)
+
+    def _enough_for_cards(self, node: BranchNode, left: float) -> bool:
+        """Whether all microbatches of a node of one cut might pass the cards in a time."""
+        bound, num_kinds = node.part.bound, len(self._available)
+        free = sum(mode < 0 for mode in node.modes)
+        single = all(high - low == 1 for low, high in node.box)
+        if not (node.part.grid and single) or num_kinds**free > _MAX_CHOICES:
+            return True
+        copies = range(bound.num_copies, self._copies_of(node) + 1)
+        return enough_for_cards(bound.t, *cut_of(node), copies, self._num_microbatches, left)
+
+    def _pins_of(self, node: BranchNode) -> Pins | None:
+        """What is laid down of a node's stages, for `Priced`."""
+        if node.is_free:
+            return None
+        bound = node.part.bound
+        crossed = bound.relaxation.cross[:, None, None]
+        return Pins(
+            kinds=tuple(mode if mode >= 0 else None for mode in node.modes),
+            extra=np.maximum(bound.t.cross[:, :-1, :-1] - crossed, 0.0),
+        )
+
+    def may_pay(self, cuts: tuple[int, ...], seconds: float) -> bool:
+        """Whether a cut may have a plan faster than `seconds`."""
+        box = tuple((c, c + 1) for c in reversed(cuts))
+        free = (FREE,) * self._num
+        nodes = [BranchNode(part=x, box=box, modes=free, prices=self.prices) for x in self._parts]
+        return any(self._solve(node, seconds - node.part.tail)[0] >= self._wanted for node in nodes)
+
+    def _push(self, most: float, node: BranchNode) -> None:
+        if all(low < high for low, high in node.box) and self._copies_of(node):
+            self._made += 1
+            heapq.heappush(self._nodes, (-most, self._made, node))
+
+    def _copies_of(self, node: BranchNode) -> int:
+        """The most copies that the devices of stages of one kind allow (0: too few)."""
+        pure = [(node.modes.count(k), int(n)) for k, n in enumerate(self._available)]
+        most = min([int(self._available.sum()) // self._num, *(n // m for m, n in pure if m)])
+        return most if most >= node.part.bound.num_copies or not any(m for m, _ in pure) else 0
+
+    def _solve(
+        self, node: BranchNode, left: float
+    ) -> tuple[float, float, list[float], list[tuple[float, Column]], Spans | None]:
+        """What the best prices bound it by, its maximum, the prices, the columns it uses, and
+        which periods a plan can have that runs all microbatches, by these prices.
+        """
+        part, box, prices = node.part, node.box, node.prices
+        wanted, replicas = self._wanted, self._copies_of(node)
+        mine = [
+            column
+            for column in part.columns
+            if column.modes == node.modes
+            and all(a <= c < b for c, (a, b) in zip(reversed(column.cuts), box, strict=True))
+        ]
+        best, at, most, spans = np.inf, prices, 0.0, node.spans
+        shares: list[tuple[float, Column]] = []
+        programmes, pins = node.programmes(), self._pins_of(node)
+        for _ in range(_MAX_PASSES):
+            top, excess, new = self._price(node, programmes, pins, left, prices)
+            worth = float(np.dot(prices, self._available))
+            others = worth + (replicas - 1) * max(0.0, top)
+            upper = others + top  # every plan has a pipeline
+            if upper < best:
+                best, at = upper, prices
+                kept = [span_of(others + own >= wanted) for own in excess]
+                before = node.spans or [(0, 0)] * len(kept)
+                spans = tuple(
+                    (a + low, a + high) for (a, _), (low, high) in zip(before, kept, strict=True)
+                )
+            if best < wanted:
+                break
+            new = [column for column in new if column not in mine]
+            if not new and shares:
+                break
+            mine += new
+            part.columns.extend(new)
+            if not mine:  # too dear for any pipeline
+                prices = [price / 2 for price in prices]
+                continue
+            value = np.array([max(0.0, min(c.most, 1 + (left - c.fill) / c.period)) for c in mine])
+            counts, dual, most = fractional_packing(
+                np.array([c.used for c in mine]), value, self._available.tolist()
+            )
+            shares = sorted(
+                ((float(y), c) for y, c in zip(counts, mine, strict=True) if y > 1e-6),
+                key=lambda x: (-x[0], x[1].cuts),
+            )
+            if most >= wanted or best - most < 1e-4 * wanted:
+                break
+            prices = [(a + b) / 2 for a, b in zip(at, map(float, dual), strict=True)]
+        return best, most, at, shares, spans
+
+    def _price(
+        self,
+        node: BranchNode,
+        programmes: Sequence[Priced],
+        pins: Pins | None,
+        left: float,
+        prices: list[float],
+    ) -> tuple[float, list[Array], list[Column]]:
+        """The greatest excess of a pipeline, that of each programme's periods, and the pipelines
+        of great excess.
+        """
+        top, every, found = -np.inf, [], []
+        for own in programmes:
+            worth = own.most - self._num * min(prices)
+            if not len(own.first):
+                every.append(own.first)
+                continue
+            if worth <= max(0.0, top):  # no need to look closer
+                every.append(np.full(len(own.first), worth))
+                top = max(top, worth)
+                continue
+            rests = own.rests(self._num, prices, node.box, pins)
+            excess = np.minimum(1 + left / own.first - rests[-1][:, 0], worth)
+            every.append(excess)
+            top = max(top, float(excess.max()))
+            great = np.argsort(-excess, kind="stable")[:_NEW]
+            found += [(float(excess[w]), own, int(w), rests) for w in great if excess[w] > -np.inf]
+        found.sort(key=lambda x: -x[0])
+        new = []
+        for _, own, w, rests in found[:_NEW]:
+            cuts, kinds, fill, period = own.pipeline(w, rests, prices, pins)
+            new.append(
+                Column(
+                    cuts=cuts,
+                    kinds=kinds,
+                    used=tuple(kinds.count(k) for k in range(len(prices))),
+                    fill=fill,
+                    period=period,
+                    most=own.most,
+                    modes=node.modes,
+                )
+            )
+        return top, every, new

@@ -1,0 +1,397 @@
+"""Cutting a chain of layers into stages: the problem, its solution, and its seconds and bytes."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from ..core.errors import PlanError
+
+UNBOUNDED = 2.0**60  # bytes of memory: no limit that a plan could meet
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """Like devices, each "device" of which may be a whole tensor-parallel group.
+
+    Attributes:
+        memory_bytes: That each may use.
+        forward_seconds: Of one microbatch, per layer of the chain.
+        backward_seconds: The same for backward.
+        update_seconds: Optimizer update per layer, once a step.
+        parameter_bytes: Per layer, on one device.
+        stash_bytes: Per layer, what one microbatch keeps on one device from its forward to its
+            backward.
+    """
+
+    kind: str
+    num_devices: int
+    memory_bytes: float
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+    update_seconds: tuple[float, ...]
+    parameter_bytes: tuple[float, ...]
+    stash_bytes: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rings:
+    """What sums over copies of a stage take as rings over the links that they pass.
+
+    A ring's reduce-scatter and all-gather send `2 (n - 1) / n` of the bytes of a stage of n copies,
+    so that rates are those of very many copies and n of them take `(n - 1) / n` of it.
+
+    Attributes:
+        inside_seconds: Per group, seconds per byte of gradient where all copies of a stage are in
+            one node.
+        copies_inside: Per group, the most copies of a stage that one node holds.
+        num_nodes: Per group, how many nodes it has.
+        card_seconds: `card_seconds[a][b]`: seconds per byte that a copy sends from a node of group
+            a to another of group b, where no node is of two groups; else none.
+        card_sum_seconds: There, seconds per byte of gradient that a card is busy with the ring of a
+            stage of very many copies in several nodes.
+
+    References:
+        Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 69, 2009, section 3.
+    """
+
+    inside_seconds: tuple[float, ...]
+    copies_inside: tuple[int, ...]
+    num_nodes: tuple[int, ...] = ()
+    card_seconds: tuple[tuple[float, ...], ...] = ()
+    card_sum_seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chain:
+    """A chain of layers and the devices that may hold its stages.
+
+    Attributes:
+        groups: One per kind of device; all have the same number of layers.
+        num_microbatches: Of a global batch, over all replicas.
+        state_factor: Bytes of a device per byte of parameters: 1 for the parameters, 1 for the
+            gradient's sum and what the optimizer keeps (Adam: 2).
+        workspace_bytes: That every device needs besides.
+        keeps_inputs: Whether a microbatch in flight keeps its stage's input only, of which the
+            backward makes the stash of the whole stage again, one microbatch at a time. The
+            first stage's input is the batch, which counts elsewhere.
+        output_bytes: Per layer, what one microbatch sends to the next layer.
+        send_seconds: `send_seconds[a][b]`: seconds per byte from a device of group a to one of b.
+        send_latency_seconds: The same for the latency of one message.
+        reduce_seconds: Per group, seconds per byte of gradient of the reduction over replicas
+            (0: not counted).
+        rings: What of that falls to few copies, or to those in one node; None: it is the same for
+            all, as where it was measured.
+    """
+
+    groups: tuple[Group, ...]
+    num_microbatches: int
+    output_bytes: tuple[float, ...]
+    state_factor: float = 4.0
+    workspace_bytes: float = 0.0
+    keeps_inputs: bool = False
+    send_seconds: tuple[tuple[float, ...], ...] = ()
+    send_latency_seconds: tuple[tuple[float, ...], ...] = ()
+    reduce_seconds: tuple[float, ...] = ()
+    rings: Rings | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplicaSort:
+    """Replicas of one sort: the kind of each stage's device.
+
+    Attributes:
+        groups: Index of the group of each stage's device.
+        count: How many such replicas there are.
+        num_microbatches: That each of them runs in a step.
+    """
+
+    groups: tuple[int, ...]
+    count: int
+    num_microbatches: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Staging:
+    """A cut of the chain and a placement of its stages.
+
+    Attributes:
+        cuts: First layer of each stage; begins with 0. All replicas share it.
+        replicas: Sorts of replicas; their microbatches sum to the chain's.
+        step_seconds: Predicted time of a step.
+    """
+
+    cuts: tuple[int, ...]
+    replicas: tuple[ReplicaSort, ...]
+    step_seconds: float
+
+
+Array = np.ndarray
+
+_OF_LAYERS = (
+    *("forward_seconds", "backward_seconds", "update_seconds"),
+    *("parameter_bytes", "stash_bytes"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tables:
+    """A chain as arrays. K kinds, L layers, boundary l lies before layer l.
+
+    Attributes:
+        seconds: [K, L+1, L+1] `seconds[k, l, e]`: forward and backward of layers l to e - 1.
+        update: [K, L+1, L+1] Their optimizer update.
+        reduce: [K, L+1, L+1] The reduction of their gradients over very many replicas, not all of
+            them in one node.
+        reduce_inside: [K, L+1, L+1] The same where all are in one node.
+        copies_inside: [K] The most copies of a stage that one node holds; none: the reduction is
+            the same for any number.
+        num_nodes: [K] Nodes of a kind; none: not known.
+        shared: [L+1, K, K] `shared[l, b, a]`: what crossing a boundary from a node of kind b to
+            another of kind a and back takes at least, where no node has devices of two kinds;
+            None: some has.
+        card_sums: [L+1, L+1] There, what a card is busy with the ring of a stage of very many
+            copies in several nodes.
+        state_bytes: [K, L+1, L+1] Parameters, gradients and optimizer state, the workspace, and
+            what a backward makes again.
+        stash_bytes: [K, L+1, L+1] What one microbatch in flight keeps.
+        cross: [L+1, K+1, K+1] `cross[l, b, a]`: one microbatch's activations over boundary l from
+            kind b to kind a and its gradients back. Index K stands for no stage: 0.
+        memory: [K] Bytes of a device.
+        num_devices: [K]
+    """
+
+    seconds: Array
+    update: Array
+    reduce: Array
+    reduce_inside: Array
+    copies_inside: tuple[int, ...]
+    num_nodes: tuple[int, ...]
+    shared: Array | None
+    card_sums: Array
+    state_bytes: Array
+    stash_bytes: Array
+    cross: Array
+    memory: Array
+    num_devices: tuple[int, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the chain."""
+        return self.seconds.shape[1] - 1
+
+    @property
+    def num_kinds(self) -> int:
+        """Kinds of devices."""
+        return len(self.num_devices)
+
+    @property
+    def knows_cards(self) -> bool:
+        """Whether every kind is a node of its own, so that kinds say which cards are passed."""
+        return self.shared is not None and max(self.num_nodes) == 1
+
+    def least_reduce(self, num_copies: int) -> Array:
+        """[K, L+1, L+1] The least reduction over so many replicas, or more (0: a single one)."""
+        if num_copies < 2:
+            return np.zeros_like(self.reduce)
+        if not self.copies_inside:
+            return self.reduce
+        inside = num_copies <= np.array(self.copies_inside)
+        own = np.where(inside[:, None, None], self.reduce_inside, self.reduce)
+        return own * (1 - 1 / num_copies)
+
+    def fits(self, depth: int) -> Array:
+        """[K, L+1, L+1] Whether a stage fits its device with `depth` microbatches in flight."""
+        if depth not in self._fitting:
+            need = self.state_bytes + depth * self.stash_bytes
+            self._fitting[depth] = need <= self.memory[:, None, None]
+            self._fitting[depth].setflags(write=False)
+        return self._fitting[depth]
+
+    @functools.cached_property
+    def _fitting(self) -> dict[int, Array]:
+        """What `fits` has said, by depth: a search asks for the same again and again."""
+        return {}
+
+
+def tables(chain: Chain) -> Tables:
+    """The chain's sums over all intervals of layers.
+
+    Raises:
+        PlanError: If the chain is no such thing; all faults are listed.
+    """
+    faults = list(_faults(chain))
+    if faults:
+        raise PlanError("the chain cannot be planned:\n" + "\n".join(f"  {f}" for f in faults))
+    num_kinds, num_layers = len(chain.groups), len(chain.output_bytes)
+
+    def spans(rows: Sequence[Sequence[float]]) -> Array:
+        sums = np.concatenate([np.zeros((num_kinds, 1)), np.cumsum(rows, axis=1)], axis=1)
+        return np.maximum(sums[:, None, :] - sums[:, :, None], 0.0)
+
+    parameters = spans([g.parameter_bytes for g in chain.groups])
+    rates = np.array(chain.reduce_seconds or [0.0] * num_kinds)
+    inside = np.array(chain.rings.inside_seconds) if chain.rings else rates
+    zero = np.zeros((num_kinds, num_kinds))
+    rate = np.array(chain.send_seconds) if chain.send_seconds else zero
+    latency = np.array(chain.send_latency_seconds) if chain.send_latency_seconds else zero
+    cross = np.zeros((num_layers + 1, num_kinds + 1, num_kinds + 1))
+    sent = np.array(chain.output_bytes)[:-1, None, None]
+    cross[1:-1, :-1, :-1] = (latency + latency.T) + sent * (rate + rate.T)
+    shared = None
+    if chain.rings and chain.rings.card_seconds:
+        card = np.array(chain.rings.card_seconds)
+        shared = np.zeros((num_layers + 1, num_kinds, num_kinds))
+        shared[1:-1] = sent * (card + card.T)
+    state = chain.state_factor * parameters + chain.workspace_bytes
+    stash = spans([g.stash_bytes for g in chain.groups])
+    if chain.keeps_inputs:
+        state = state + stash
+        inputs = np.array([0.0, *chain.output_bytes])
+        stash = np.broadcast_to(inputs[None, :, None], stash.shape)
+    return Tables(
+        seconds=spans(
+            [np.add(g.forward_seconds, g.backward_seconds).tolist() for g in chain.groups]
+        ),
+        update=spans([g.update_seconds for g in chain.groups]),
+        reduce=parameters * rates[:, None, None],
+        reduce_inside=parameters * np.minimum(rates, inside)[:, None, None],
+        copies_inside=chain.rings.copies_inside if chain.rings else (),
+        num_nodes=chain.rings.num_nodes if chain.rings else (),
+        shared=shared,
+        card_sums=parameters.min(axis=0) * (chain.rings.card_sum_seconds if chain.rings else 0.0),
+        state_bytes=state,
+        stash_bytes=stash,
+        cross=cross,
+        memory=np.array([g.memory_bytes for g in chain.groups], float),
+        num_devices=tuple(g.num_devices for g in chain.groups),
+    )
+
+
+def fill_and_period(t: Tables, cuts: Sequence[int], groups: Sequence[int]) -> tuple[float, float]:
+    """Seconds of a pipeline's first microbatch, and of each further one.
+
+    A device cannot compute while it sends or receives (XLA's permutes stand between the
+    computations of a step), so a transfer is part of the period of both its ends:
+    `period = max over stages of (forward + backward + transfers at both boundaries)`, and the fill
+    counts each stage and each transfer once. m microbatches then take
+
+        fill + (m - 1) * period.
+
+    Replaying the 1F1B schedule event by event never takes longer where all stages spend the same
+    share of their time on the forward, whether transfers hold up both ends, one, or only the data.
+    Where shares differ, a backward can wait behind a longer forward while the pipeline fills:
+    at most (S - 2) * (longest forward + longest backward - period) more, once a step, for S >= 3.
+
+    References:
+        Narayanan et al., "PipeDream", SOSP 2019, section 3.2 (1F1B); Narayanan et al., "Efficient
+        Large-Scale Language Model Training on GPU Clusters", SC 2021, section 2.2.1 (fill).
+    """
+    num, ends = len(cuts), (*cuts[1:], t.num_layers)
+    kinds = (t.num_kinds, *groups, t.num_kinds)
+    edges = [t.cross[cut, kinds[i], kinds[i + 1]] for i, cut in enumerate((*cuts, t.num_layers))]
+    busy = [t.seconds[k, a, b] for k, a, b in zip(groups, cuts, ends, strict=True)]
+    fill = math.fsum(busy) + math.fsum(edges)
+    return float(fill), float(max(busy[i] + edges[i] + edges[i + 1] for i in range(num)))
+
+
+def times_with_edges(
+    t: Tables, cuts: Sequence[int], groups: Sequence[int], edges: Sequence[float]
+) -> tuple[float, float]:
+    """Fill and period of a copy whose boundaries take times of their own.
+
+    Args:
+        cuts: First layer of each stage.
+        groups: The kind of each stage.
+        edges: Seconds of crossing each boundary between two stages.
+    """
+    around = [0.0, *edges, 0.0]
+    busy = [float(t.seconds[s]) for s in zip(groups, cuts, (*cuts[1:], t.num_layers), strict=True)]
+    period = max(own + around[i] + around[i + 1] for i, own in enumerate(busy))
+    return sum(busy) + sum(around), period
+
+
+def reductions(t: Tables, cuts: Sequence[int], replicas: Sequence[ReplicaSort]) -> list[float]:
+    """Of each stage the reduction of its gradients over replicas (none for a single one).
+
+    A ring of one kind of devices, of which a node holds so many, is counted as one in that node:
+    where a plan has no places it is not known to leave it.
+    """
+    ends, num = (*cuts[1:], t.num_layers), sum(r.count for r in replicas)
+    if num < 2:
+        return [0.0] * len(cuts)
+    found = []
+    for i, (a, b) in enumerate(zip(cuts, ends, strict=True)):
+        kinds = {r.groups[i] for r in replicas if r.count}
+        own = max(float(t.reduce[k, a, b]) for k in kinds)
+        if t.copies_inside:
+            (kind, *others) = kinds
+            if not others and num <= t.copies_inside[kind]:
+                own = float(t.reduce_inside[kind, a, b])
+            own *= 1 - 1 / num
+        found.append(own)
+    return found
+
+
+def tail_seconds(t: Tables, cuts: Sequence[int], replicas: Sequence[ReplicaSort]) -> float:
+    """Slowest reduction of gradients and slowest optimizer update."""
+    ends = (*cuts[1:], t.num_layers)
+    stages = [
+        (k, a, b) for r in replicas for k, a, b in zip(r.groups, cuts, ends, strict=True) if r.count
+    ]
+    return max(reductions(t, cuts, replicas)) + float(max(t.update[s] for s in stages))
+
+
+def step_seconds(chain: Chain, cuts: Sequence[int], replicas: Sequence[ReplicaSort]) -> float:
+    """Slowest replica, then the reduction of gradients over replicas, then the update."""
+    t = tables(chain)
+    slowest = 0.0
+    for r in replicas:
+        fill, period = fill_and_period(t, cuts, r.groups)
+        slowest = max(slowest, fill + (r.num_microbatches - 1) * period)
+    return slowest + tail_seconds(t, cuts, replicas)
+
+
+def _faults(chain: Chain) -> Iterator[str]:
+    groups, num_layers = chain.groups, len(chain.output_bytes)
+    if not any(g.num_devices > 0 for g in groups):
+        yield "there are no devices: give a Group with num_devices of at least 1"
+    if chain.num_microbatches < 1:
+        yield f"num_microbatches is {chain.num_microbatches}: give at least one"
+    if not num_layers:
+        yield "there are no layers: output_bytes is empty"
+    rows = [
+        ("output_bytes", chain.output_bytes, num_layers, "layers"),
+        ("state_factor", [chain.state_factor], 1, "chain"),
+        ("workspace_bytes", [chain.workspace_bytes], 1, "chain"),
+    ]
+    for g in groups:
+        if not (math.isfinite(g.memory_bytes) and g.memory_bytes > 0):
+            yield f"{g.kind}: memory_bytes is {g.memory_bytes}: give what a device may use"
+        if 0 in g.forward_seconds:
+            at = g.forward_seconds.index(0)
+            yield f"{g.kind}: forward_seconds[{at}] is 0: no layer takes no time"
+        rows += [(f"{g.kind}: {x}", getattr(g, x), num_layers, "layers") for x in _OF_LAYERS]
+    for name in ("send_seconds", "send_latency_seconds"):
+        matrix = getattr(chain, name)
+        if matrix and len(matrix) != len(groups):
+            yield f"{name} has {len(matrix)} rows for {len(groups)} groups: give one per group"
+        rows += [(f"{name}[{i}]", row, len(groups), "groups") for i, row in enumerate(matrix)]
+    if chain.reduce_seconds:
+        rows.append(("reduce_seconds", chain.reduce_seconds, len(groups), "groups"))
+    if chain.rings:
+        rings = chain.rings
+        rows.append(("rings.inside_seconds", rings.inside_seconds, len(groups), "groups"))
+        rows.append(("rings.copies_inside", rings.copies_inside, len(groups), "groups"))
+        if rings.card_seconds:
+            rows.append(("rings.num_nodes", rings.num_nodes, len(groups), "groups"))
+        cards = enumerate(rings.card_seconds)
+        rows += [(f"rings.card_seconds[{i}]", own, len(groups), "groups") for i, own in cards]
+    for where, row, num, what in rows:
+        if len(row) != num:
+            yield f"{where} has {len(row)} values for {num} {what}: give one for each"
+        for i, x in enumerate(row):
+            if not (math.isfinite(x) and x >= 0):
+                yield f"{where}[{i}] is {x}: measure it again"

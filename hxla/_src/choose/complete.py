@@ -1,0 +1,236 @@
+"""From how devices share a model to a complete plan: layouts of parameters, counts, stages."""
+
+from collections.abc import Mapping, Sequence
+
+from jax.sharding import PartitionSpec as P
+
+from ..cluster.card_dtypes import slow_cards
+from ..cluster.cluster import Cluster, Device
+from ..core.types import STAGE_AXIS
+from ..graph.graph import Graph, params_of
+from ..graph.parts import ChainPart, graph_at, parts_of
+from ..graph.scans import uncut_scans
+from ..plan.layout import Layout, dtype_name, from_spec
+from ..plan.parts import (
+    Axis,
+    Placement,
+    PlannedDevice,
+    PlannedPipeline,
+    Prediction,
+    ReplicaWork,
+    RunnerUp,
+    SumsForm,
+    Versions,
+    versions_here,
+)
+from ..plan.plan import Plan
+from ..plan.precision import Precision
+from ..plan.stage_storage import check_layers_whole, storage_specs
+from ..profile.profile import Profile
+from .counts import even_counts
+from .inner_split import Sizes, inner_split, lines_of, state_factor
+from .split_times import microbatch_seconds
+from .structures import ReplicaGroups
+
+_MOST_NAMES = 3
+
+
+def complete(
+    graph: Graph,
+    structure: ReplicaGroups,
+    *,
+    cluster: Cluster,
+    batch_size: int,
+    microbatch_size: int,
+    sums: SumsForm,
+    optimizer_bytes: float = 0.0,
+    counts: Sequence[int] | None = None,
+    starts: Sequence[float] | None = None,
+    prediction: Prediction | None = None,
+    runners_up: Sequence[RunnerUp] = (),
+    reasons: Sequence[str] = (),
+    profile: Profile | None = None,
+) -> Plan:
+    """The plan of a structure.
+
+    Args:
+        graph: Of the loss, traced for one microbatch.
+        structure: How the devices share the model.
+        cluster: That the structure's ranks are of.
+        batch_size: Examples of a global batch.
+        sums: How gradients are added up.
+        optimizer_bytes: Of the optimizer's state for the whole model.
+        counts: Microbatches of each copy; None: as even as can be.
+        starts: Seconds of a step after which each copy begins; None: all at once.
+        reasons: Why, besides what the structure says.
+        profile: Times of the model on each kind of device alone, for the sizes of a split.
+
+    Raises:
+        AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
+        PlanError: If the plan cannot be run: every fault.
+    """
+    precision = graph.precision if isinstance(graph.precision, Precision) else Precision()
+    kinds = [cluster.devices[r].kind for ranks in structure.replicas for r in ranks]
+    specs: list[P] = [P()] * len(graph.param_names)
+    said = [
+        f"axis {name!r} of the model has one member, the microbatch: what it averages or gathers "
+        f"over {name!r}, as BatchNorm does, is of {microbatch_size} examples"
+        for name in graph.bound_axes
+    ]
+    if graph.normalizes and not graph.bound_axes and microbatch_size < batch_size:
+        said.append(
+            f"BatchNorm takes its statistics over a microbatch, {microbatch_size} examples, and "
+            f"not over the batch of {batch_size}"
+        )
+    said += [
+        f"variable {name!r} depends on the batch: it changes by the mean of what the microbatches "
+        f"make of it; merge={{{name!r}: ...}} says otherwise"
+        for name in graph.averaged
+    ]
+    said += _narrow_sums(graph, sums)
+    said += structure.reasons
+    for dtype in precision.low_dtypes:
+        slow = slow_cards(dtype, kinds)
+        if slow:
+            said.append(f"{', '.join(slow)} multiplies slower in {dtype} than in float32")
+    shares: tuple[int, ...] = ()
+    sizes: Sequence[Sizes] = ((),) * len(specs)
+    if structure.inner:
+        factor = state_factor(graph, optimizer_bytes, sums)
+        split = inner_split(graph, structure, cluster, factor, profile)
+        sharded, shares, sizes = split.sharded, split.shares, split.sizes
+        specs = sharded.param_specs()
+        said += lines_of(split)
+        said += sharded.gathered_params().values()
+        sent = sum(axis.sent_bytes for axis in sharded.axes.values())
+        prediction = (prediction or Prediction()).model_copy(update={"sent_bytes": float(sent)})
+    pipeline: PlannedPipeline | None = None
+    if structure.pipeline is not None:
+        pipeline = structure.pipeline.planned(graph, recompute=structure.pipeline.recompute)
+        specs = storage_specs(
+            graph.param_shapes, specs, dict(structure.inner), structure.pipeline.num
+        )
+        ordered, points = graph_at(graph, pipeline.cut_by, pipeline.points)
+        check_layers_whole(ordered, layouts(graph, specs, sizes))
+        if pipeline.cut_by == "work":
+            said += uncut_scans(graph)
+        said += _shares_of_work(parts_of(ordered, points), structure.pipeline.num)
+    parameters = layouts(graph, specs, sizes)
+    if profile is not None and structure.pipeline is None and len(structure.inner) == 1:
+        own = microbatch_seconds(graph, sharded, parameters, structure.replicas, cluster, profile)
+        if own:
+            copies = len(structure.replicas)
+            known = {"microbatch_seconds": (own,) * copies, "fixed_seconds": (0.0,) * copies}
+            prediction = (prediction or Prediction()).model_copy(update=known)
+    num = batch_size // microbatch_size
+    used = sorted({rank for ranks in structure.replicas for rank in ranks})
+    fields = {
+        "made_with": versions_for(cluster),
+        "cluster": cluster.name,
+        "mesh_file": cluster.file,
+        "batch_size": batch_size,
+        "microbatch_size": microbatch_size,
+        "devices": tuple(
+            PlannedDevice(rank=rank, kind=cluster.devices[rank].label) for rank in used
+        ),
+        "axes": tuple(
+            Axis(
+                name=name,
+                size=size,
+                roles=tuple(structure.roles.get(name, ())),
+                shares=shares if name != STAGE_AXIS else (),
+            )
+            for name, size in structure.axes
+        ),
+        "replicas": tuple(
+            ReplicaWork(devices=ranks, num_microbatches=int(count), start_seconds=start)
+            for ranks, count, start in zip(
+                structure.replicas,
+                counts or even_counts(num, len(structure.replicas)),
+                starts or [0.0] * len(structure.replicas),
+                strict=True,
+            )
+        ),
+        "pipeline": pipeline,
+        "parameters": parameters,
+        "sums": sums,
+        "precision": precision,
+        "placement": placement_for(
+            parameters,
+            dict(structure.axes),
+            sums,
+            optimizer_bytes,
+            [cluster.devices[r] for r in used],
+        ),
+        "prediction": prediction,
+        "runners_up": tuple(runners_up),
+        "reasons": (*said, *reasons),
+    }
+    return Plan.checked(fields)
+
+
+def placement_for(
+    parameters: Sequence[Layout],
+    axes: Mapping[str, int],
+    sums: SumsForm,
+    optimizer_bytes: float,
+    devices: Sequence[Device],
+) -> Placement:
+    """Sums are let go between steps where some device does not hold them beside all else.
+
+    That is the state, the gradients of a microbatch, and on a CPU the state once more, for what a
+    checkpoint writes stays in the same memory.
+    """
+    known = [device.memory_bytes for device in devices if device.memory_bytes is not None]
+    whole = sum(p.num_bytes for p in parameters)
+    own = sum(p.device_bytes(axes) for p in parameters)
+    state = own * (1 + optimizer_bytes / max(whole, 1))
+    copies = 2 if any(device.kind == "cpu" for device in devices) else 1
+    needed = copies * state + (sums.num_parts + 1) * own
+    return Placement(sums="released" if known and needed > min(known) else "kept")
+
+
+def versions_for(cluster: Cluster) -> Versions:
+    """What decides bits besides a plan for a cluster, as it is here."""
+    return versions_here(on_cpu=any(device.kind == "cpu" for device in cluster.devices))
+
+
+def layouts(graph: Graph, specs: Sequence[P], sizes: Sequence[Sizes]) -> tuple[Layout, ...]:
+    """How each parameter of a graph lies."""
+    return tuple(
+        Layout(
+            name=name,
+            shape=graph.values[v].shape,
+            dtype=dtype_name(graph.values[v].dtype),
+            spec=from_spec(spec, len(graph.values[v].shape)),
+            sizes=own,
+        )
+        for name, v, spec, own in zip(
+            graph.param_names, graph.param_values, specs, sizes, strict=True
+        )
+    )
+
+
+def _narrow_sums(graph: Graph, sums: SumsForm) -> list[str]:
+    """Which trained parameters are wider than the sums of their gradients."""
+    trained = [
+        (graph.param_names[p], graph.values[v])
+        for p, v in zip(params_of(graph), graph.param_values, strict=True)
+    ]
+    wide = ("float64", "complex128")
+    names = list(dict.fromkeys(n for n, v in trained if v.differentiable and str(v.dtype) in wide))
+    if not names:
+        return []
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return [
+        f"{', '.join(names[:_MOST_NAMES])}{more}: float64, and the gradients are rounded to "
+        f"{sums.dtype} where they are summed, about 6e-8 of each"
+    ]
+
+
+def _shares_of_work(parts: Sequence[ChainPart], num_stages: int) -> list[str]:
+    total = sum(part.segment.flops for part in parts) or 1.0
+    return [
+        f"stage {p % num_stages}: {part.segment.name}, {part.segment.flops / total:.0%} of the work"
+        for p, part in enumerate(parts)
+    ]

@@ -1,0 +1,456 @@
+"""What the axes inside a replica cut, how large each device's shard is, and whether it can run.
+
+Parts are alike where nothing asks for more: then XLA cuts the program. They are unlike where a
+ratio is stated, where sizes do not divide over the devices, or where the devices of a copy are
+known to be of unlike speed.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..cluster.cluster import Cluster, Device
+from ..core.errors import AnnotationError, PlanError
+from ..graph.factors import fits
+from ..graph.graph import Graph
+from ..graph.local_ops import EXTREMES, SUMS, run_custom, run_part
+from ..graph.operations import Op, leaves
+from ..plan.axis_assignment import shard_graph
+from ..plan.layout import from_spec
+from ..plan.linked_dims import LinkedDims, in_shares
+from ..plan.parts import SumsForm
+from ..plan.sharding import AxisAssignment, Sharded
+from ..profile.profile import Profile
+from .mesh_axes import resolve_rules
+from .split_sizes import SplitDevice, best_sizes
+from .split_times import NUM_GRANULES, Place, are_alike, places_of, split_devices
+from .structures import ReplicaGroups
+
+States = Sequence[int | None]
+
+_REMEDY = "leave it out of the split, or let the parts be alike"
+
+
+def check_parts(graph: Graph, axis: AxisAssignment, linked: LinkedDims) -> None:
+    """Run each kind of equation on the shapes of one unit; nothing is computed.
+
+    Args:
+        linked: The dimensions that it cuts together.
+
+    Raises:
+        PlanError: If hxla cannot: the first equation.
+    """
+    seen = set()
+    for op in _cut_ops(graph.ops, axis):
+        states, results = _states(op, axis)
+        shapes = tuple(tuple(v.aval.shape) for v in op.eqn.invars)
+        key = op.name, shapes, states, results
+        if key in seen and op.kind != "custom":
+            continue
+        seen.add(key)
+        groups = {linked.of_value(v) for v in op.outputs} | {
+            linked.of_value(v) if op.kind == "custom" else (linked.of_operand(op, k) or (None,))[0]
+            for k, v in enumerate(op.inputs)
+            if isinstance(v, int)
+        }
+        own = [linked.groups[g].num_units for g in groups if g is not None]
+        if len(own) != 1:
+            raise PlanError(
+                f"{_where(op)} joins dimensions that are cut at different places: {_REMEDY}"
+            )
+        if not any(dim is not None for dim in results) and op.name not in (*SUMS, *EXTREMES):
+            raise PlanError(
+                f"{_where(op)}: partial results are not completed over unlike parts: {_REMEDY}"
+            )
+        try:
+            _try(op, states, results, own[0])
+        except PlanError as error:
+            raise PlanError(f"{_where(op)}: {error}") from None
+
+
+def _cut_ops(ops: Sequence[Op], axis: AxisAssignment) -> Iterator[Op]:
+    for op in ops:
+        if op.body and op.kind != "custom":
+            yield from _cut_ops(op.body, axis)
+        elif op.outputs and any(d is not None for side in _states(op, axis) for d in side):
+            yield op
+
+
+def _states(op: Op, axis: AxisAssignment) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
+    """The dimensions of operands and results that are cut."""
+    if op.kind == "custom":
+        own = (axis.made.get(v) if isinstance(v, int) else None for v in op.inputs)
+        states = tuple(own)
+    else:
+        states = axis.wanted[op.outputs[0]]
+    return states, tuple(axis.made.get(v) for v in op.outputs)
+
+
+def _try(op: Op, states: States, results: States, num_units: int) -> None:
+    """On shapes of one unit."""
+
+    def run(start: Any, *operands: Any) -> Any:
+        def part(size: int) -> tuple[int, Any]:
+            return size // num_units, start
+
+        if op.kind == "custom":
+            found, dims = run_custom(op.eqn, operands, states, part)
+            if any(d is not None and d != own for d, own in zip(dims, results, strict=True)):
+                raise PlanError(
+                    f"it has rules of its own for gradients, and cuts inside: {_REMEDY}"
+                )
+            floats = [x for x in found if jnp.issubdtype(x.dtype, jnp.inexact)]
+            return sum(jnp.sum(x) for x in floats)
+        return run_part(op.eqn, operands, states, results, part)
+
+    shapes = [
+        jax.ShapeDtypeStruct(
+            tuple(n // num_units if d == dim else n for d, n in enumerate(v.aval.shape)),
+            v.aval.dtype,
+        )
+        for v, dim in zip(op.eqn.invars, states, strict=True)
+    ]
+    start = jax.ShapeDtypeStruct((), jnp.int32)
+    is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in shapes]
+    if op.kind != "custom" or not any(is_float):
+        jax.eval_shape(run, start, *shapes)
+        return
+    places = tuple(i + 1 for i, f in enumerate(is_float) if f)
+    jax.eval_shape(jax.grad(run, argnums=places), start, *shapes)
+
+
+def _where(op: Op) -> str:
+    module = "/".join(p for p in op.stack.split("/") if not p.startswith("hxla."))
+    return f"{op.name} in {module or 'the loss'} ({op.source})"
+
+
+#: For each dimension of a parameter the sizes of its parts, as a layout has them.
+Sizes = tuple[tuple[int, ...], ...]
+
+_MOST_TOLD = 8
+_LEAST_GRANULES = 64  # of a dimension, for each device: parts are then within a percent or two
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InnerSplit:
+    """What the axes inside a copy cut.
+
+    Attributes:
+        sharded: The graph with what each axis cuts.
+        shares: The ratio of the one axis whose parts may be unlike; empty where all are alike.
+        sizes: For each parameter its parts, or nothing.
+        reasons: What to say in the plan.
+    """
+
+    sharded: Sharded
+    shares: tuple[int, ...] = ()
+    sizes: tuple[Sizes, ...]
+    reasons: tuple[str, ...] = ()
+
+
+def inner_split(
+    graph: Graph,
+    structure: ReplicaGroups,
+    cluster: Cluster,
+    state_factor: float = 1.0,
+    profile: Profile | None = None,
+) -> InnerSplit:
+    """Choose what is cut, and where.
+
+    Args:
+        structure: How the devices share the model.
+        cluster: That its ranks are of.
+        state_factor: The bytes of a device for each byte of its parameters.
+        profile: Times of the model on each kind of device alone; None: they follow from figures.
+
+    Raises:
+        AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
+        PlanError: If a stated ratio cannot be met.
+    """
+    num_params = len(graph.param_names)
+    why_not = _why_alike(structure)
+    if len(set(structure.shares)) > 1 or (len(structure.shares) > 1 and why_not):
+        if why_not:
+            raise PlanError(
+                f"shares {_ratio(structure.shares)}: {why_not}. Leave the shares out, or the rest"
+            )
+        return _unlike(
+            graph, structure, structure.shares, f"as {structure.shares_are}", stated=True
+        )
+    is_free = not why_not and not structure.shares
+    places = places_of(graph, structure.replicas, cluster, profile) if is_free else ()
+    said: tuple[str, ...] = ()
+    if places:
+        try:
+            own_sizes = _by_speed(graph, structure, places, state_factor)
+            if own_sizes is not None:
+                return own_sizes
+        except (AnnotationError, PlanError) as error:
+            said = (f"parts are alike on devices of unlike speed: {_first_line(error)}",)
+    num = structure.inner[0][1]
+    try:
+        sharded, own = _sharded(graph, structure, unlike=False)
+    except AnnotationError as error:
+        if why_not:
+            raise
+        try:
+            return _unlike(graph, structure, (1,) * num, "for sizes do not divide", error=error)
+        except (AnnotationError, PlanError):
+            raise error from None
+    if not why_not and _cuts_heads(graph, num):
+        try:
+            other = _unlike(graph, structure, (1,) * num, "for heads do not divide")
+        except (AnnotationError, PlanError):
+            pass
+        else:
+            if _sent_bytes(other.sharded) < 0.95 * _sent_bytes(sharded):
+                return other
+    return InnerSplit(sharded=sharded, sizes=((),) * num_params, reasons=(*own, *said))
+
+
+def _why_alike(structure: ReplicaGroups) -> str:
+    if structure.pipeline is not None:
+        return "parts of unlike sizes inside a pipeline's stages are not lowered"
+    if len(structure.inner) != 1:
+        names = ", ".join(name for name, _ in structure.inner)
+        return f"parts of unlike sizes are for copies with one axis, these have {names or 'none'}"
+    return "a single device has all of it" if structure.inner[0][1] < 2 else ""
+
+
+def _sharded(
+    graph: Graph, structure: ReplicaGroups, *, unlike: bool
+) -> tuple[Sharded, tuple[str, ...]]:
+    dims: Sequence[Mapping[str, int]] | None = None
+    warnings: tuple[str, ...] = ()
+    said: tuple[str, ...] = ()
+    if structure.rules is not None:
+        resolved = resolve_rules(graph, structure.rules, structure.inner, unlike=unlike)
+        dims, warnings = resolved.dims, resolved.report()
+        if not any(dims):
+            over = ", ".join(f"{name}={size}" for name, size in structure.inner)
+            said = (
+                f"rules {structure.rules.name!r} cut nothing of this model over {over}: every "
+                "device of a copy holds all parameters and computes the same",
+            )
+    roles = structure.roles
+    return shard_graph(graph, structure.inner, roles, dims, warnings, unlike=unlike), said
+
+
+def _unlike(
+    graph: Graph,
+    structure: ReplicaGroups,
+    shares: Sequence[int],
+    why: str,
+    *,
+    stated: bool = False,
+    error: AnnotationError | None = None,
+    found: tuple[Sharded, tuple[str, ...]] | None = None,
+) -> InnerSplit:
+    """Parts in a ratio, in whole units."""
+    [(axis, num)] = structure.inner
+    if len(shares) != num:
+        raise PlanError(f"shares {_ratio(shares)}: {len(shares)} for the {num} devices of {axis!r}")
+    sharded, said = found or _sharded(graph, structure, unlike=True)
+    linked = LinkedDims(graph, sharded.axes[axis])
+    check_parts(graph, sharded.axes[axis], linked)
+    sizes: list[list[tuple[int, ...]]] = [[()] * len(shape) for shape in graph.param_shapes]
+    told: list[str] = []
+    for group in linked.groups:
+        if group.num_units < num:
+            raise PlanError(_too_few(graph, group.num_units, group.params, num))
+        units = _units(group.num_units, shares, stated=stated)
+        for p, dim in group.params:
+            size = graph.param_shapes[p][dim]
+            parts = tuple(n * (size // group.num_units) for n in units)
+            if len(set(parts)) > 1:
+                sizes[p][dim] = parts
+                padding = max(parts) * num / size - 1
+                told.append(
+                    f"sizes of {graph.param_names[p]} over {axis}: "
+                    f"{' + '.join(map(str, parts))} of {size}, {group.num_units} units, "
+                    f"padded by {padding:.0%}"
+                )
+    if len(told) > _MOST_TOLD:
+        told = [*told[:_MOST_TOLD], f"and sizes of {len(told) - _MOST_TOLD} parameters more"]
+    lines = [f"parts of unlike sizes, {why}: {_ratio(shares)} over {axis}"]
+    if error is not None:
+        lines.append(f"even parts are not possible: {_first_line(error)}")
+    return InnerSplit(
+        sharded=sharded,
+        shares=tuple(shares),
+        sizes=tuple(tuple(own) if any(own) else () for own in sizes),
+        reasons=(*said, *lines, *told),
+    )
+
+
+def _by_speed(
+    graph: Graph, structure: ReplicaGroups, places: Sequence[Place], state_factor: float
+) -> InnerSplit | None:
+    """Parts that suit the devices' speeds and memory; None where devices are alike."""
+    found = _sharded(graph, structure, unlike=True)
+    sharded = found[0]
+    devices = split_devices(graph, sharded, places, NUM_GRANULES)
+    if are_alike(devices, NUM_GRANULES):
+        return None
+    granules = best_shares(graph, sharded, devices, state_factor)
+    seconds = [d.seconds(n) for d, n in zip(devices, granules, strict=True)]
+    shares = in_lowest_terms(granules)
+    if len(set(shares)) == 1:
+        raise PlanError("the memory of the slower devices is needed in full")
+    repeated = "/".join(
+        f"{d.fixed_seconds / own:.0%}" for d, own in zip(devices, seconds, strict=True)
+    )
+    how = "measured" if places[0].measured_seconds is not None else "estimated"
+    why = f"by the speeds of the devices ({how}; of their time {repeated} is for what each repeats)"
+    made = _unlike(graph, structure, shares, why, found=found)
+    return dataclasses.replace(
+        made, reasons=(*made.reasons, _who_waits(graph, made, devices, structure.inner[0][0]))
+    )
+
+
+def best_shares(
+    graph: Graph, sharded: Sharded, devices: Sequence[SplitDevice], state_factor: float
+) -> tuple[int, ...]:
+    """Granules of each device, `NUM_GRANULES` in all, under their memory.
+
+    Args:
+        sharded: What its one axis cuts.
+        state_factor: The bytes of a device for each byte of its parameters.
+
+    Raises:
+        PlanError: If they do not fit.
+    """
+    bytes_of = {
+        is_cut: state_factor
+        * sum(
+            graph.values[v].num_bytes
+            for v in graph.param_values
+            if (sharded.num_parts(v) > 1) == is_cut
+        )
+        for is_cut in (False, True)
+    }
+    return best_sizes(
+        NUM_GRANULES,
+        [dataclasses.replace(d, fixed_bytes=bytes_of[False]) for d in devices],
+        padded_bytes=bytes_of[True] / NUM_GRANULES,
+    )
+
+
+def in_lowest_terms(granules: Sequence[int]) -> tuple[int, ...]:
+    """The same ratio in the smallest whole numbers."""
+    common = math.gcd(*granules)
+    return tuple(n // common for n in granules)
+
+
+def state_factor(graph: Graph, optimizer_bytes: float, sums: SumsForm) -> float:
+    """The bytes of a device for each byte of its parameters, a gradient among them.
+
+    Args:
+        optimizer_bytes: Of the optimizer's state for the whole model.
+        sums: How gradients are added up.
+    """
+    whole = sum(graph.values[v].num_bytes for v in graph.param_values)
+    return 2 + optimizer_bytes / max(whole, 1) + sums.num_parts
+
+
+def _who_waits(graph: Graph, made: InnerSplit, devices: Sequence[SplitDevice], axis: str) -> str:
+    """Which device the others wait for, and how long, with the sizes in whole units."""
+    cut = [0.0] * len(devices)
+    for v, specs, sizes in zip(
+        graph.param_values, made.sharded.param_specs(), made.sizes, strict=True
+    ):
+        shape = graph.values[v].shape
+        for dim, names in enumerate(from_spec(specs, len(shape))):
+            if axis in names:
+                even = (shape[dim] / len(devices),) * len(devices)
+                for d, own in enumerate((sizes[dim] if sizes else ()) or even):
+                    cut[d] += graph.values[v].num_bytes * own / shape[dim]
+    parts = [own / (sum(cut) or 1) * NUM_GRANULES for own in cut]
+    seconds = [d.fixed_seconds + d.unit_seconds * n for d, n in zip(devices, parts, strict=True)]
+    last = max(range(len(devices)), key=seconds.__getitem__)
+    waits = "; ".join(
+        f"{d.name} waits {1 - own / seconds[last]:.0%} of it"
+        for d, own in zip(devices, seconds, strict=True)
+        if d is not devices[last]
+    )
+    return f"of a microbatch {devices[last].name} works all the time; {waits}"
+
+
+def _units(num_units: int, shares: Sequence[int], *, stated: bool) -> tuple[int, ...]:
+    """A stated ratio is rounded; speeds are met by the optimum.
+
+    Many units, as columns are, are handed out in powers of two, for no kernel likes odd sizes.
+    """
+    granule, least = 1, _LEAST_GRANULES * len(shares)
+    while num_units % (2 * granule) == 0 and num_units // (2 * granule) >= least:
+        granule *= 2
+    num = num_units // granule
+    if stated:
+        sizes = in_shares(num, shares)
+    else:
+        devices = [SplitDevice(name=str(d), unit_seconds=1 / s) for d, s in enumerate(shares)]
+        sizes = best_sizes(num, devices)
+    return tuple(n * granule for n in sizes)
+
+
+def _too_few(
+    graph: Graph, num_units: int, params: Sequence[tuple[int, int]], num_devices: int
+) -> str:
+    names = ", ".join(
+        f"dimension {dim} of {graph.param_names[p]} {list(graph.param_shapes[p])}"
+        for p, dim in params[:3]
+    )
+    of = f"{names or 'the batch'}"
+    return (
+        f"{of}: {num_units} whole units, such as heads, cannot be cut over {num_devices} devices; "
+        "ask for fewer devices, or leave it out of the split"
+    )
+
+
+def _cuts_heads(graph: Graph, num: int) -> bool:
+    """Whether columns divide over the devices that are no whole units, as heads are."""
+    values = graph.values
+    for op in leaves(graph.ops):
+        if op.name != "reshape" or not isinstance(op.inputs[0], int):
+            continue
+        shapes = [values[op.inputs[0]].shape], [values[v].shape for v in op.outputs]
+        for factor in op.factors:
+            [a], [b] = factor.operands, factor.results
+            sizes = [shape[0][d] for shape, d in zip(shapes, (a, b), strict=True) if d is not None]
+            if (
+                not fits(factor, *shapes, num)
+                and fits(factor, *shapes, num, unlike=True)
+                and any(size % num == 0 for size in sizes)
+            ):
+                return True
+    return False
+
+
+def _sent_bytes(sharded: Sharded) -> float:
+    return sum(axis.sent_bytes for axis in sharded.axes.values())
+
+
+def described_speed(device: Device, arithmetic: str) -> float:
+    """Of products in an arithmetic, in any unit that devices of a cluster share; 0: not known."""
+    if device.core_share is not None or device.kind == "cpu":
+        return device.core_share or 1.0
+    rate = device.product_rate(arithmetic)
+    return rate.flops_per_second if rate is not None else 0.0
+
+
+def _ratio(shares: Sequence[int]) -> str:
+    return ":".join(map(str, shares))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n")[0]
+
+
+def lines_of(split: InnerSplit) -> Iterator[str]:
+    """What the plan says of it."""
+    yield from split.reasons
+    yield from split.sharded.explain()

@@ -1,0 +1,217 @@
+"""Microbatch counts of replicas, by measured times and memory, and their prediction."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import numpy as np
+
+from ..cluster.cluster import Cluster
+from ..cluster.job_devices import Devices
+from ..core.errors import ConfigError, PlanError
+from ..core.format import num_bytes
+from ..core.types import PyTree
+from ..job.context import JobContext
+from ..lower.sum import Reducer
+from ..plan.parts import DevicePrediction, Prediction
+from ..plan.plan import Plan
+from .counts import best_counts, bound_seconds, even_counts, finish_seconds
+
+#: `measured`, `even`, or the microbatches of each copy of the model in a step.
+Counts = Literal["measured", "even"] | Sequence[int]
+
+
+def own_ids(counts: Sequence[int], reducer: Reducer) -> list[range]:
+    """Microbatch ids of each local replica: replicas take consecutive runs in their order."""
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    return [range(int(starts[r.index]), int(starts[r.index + 1])) for r in reducer.local]
+
+
+def shared_numbers(reducer: Reducer, local: Sequence[float]) -> tuple[float, ...]:
+    """Every replica's number, known to every process."""
+    if jax.process_count() == 1:
+        return tuple(map(float, local))
+    row = np.zeros(len(reducer.replicas), np.float32)
+    for replica, number in zip(reducer.local, local, strict=True):
+        if replica.is_led_here:
+            row[replica.index] = number
+    return tuple(float(s) for s in reducer.host.exchange(row))
+
+
+def pooled(seconds: Sequence[float], plan: Plan) -> tuple[float, ...]:
+    """Seconds of each replica where those of like devices get their mean.
+
+    A few measured microbatches differ by chance, so like devices are to start alike; those that are
+    not alike after all show it in their first steps.
+
+    Args:
+        seconds: Of a microbatch on each replica.
+        plan: Says of what kind their devices are.
+    """
+    kinds = {device.rank: device.kind for device in plan.devices}
+    own = [tuple(kinds[rank] for rank in replica.devices) for replica in plan.replicas]
+    alike = {kind: [s for s, k in zip(seconds, own, strict=True) if k == kind] for kind in own}
+    return tuple(statistics.mean(alike[kind]) for kind in own)
+
+
+def count_limits(
+    plan: Plan,
+    cluster: Cluster,
+    memory_bytes: Sequence[float],
+    batch: PyTree,
+    at_once: int = 1,
+) -> tuple[int | None, ...]:
+    """Most microbatches that each replica's memory takes.
+
+    Microbatches run one after another, so only their inputs add up: memory is that of the
+    programs, plus one microbatch's arrays for each microbatch on the device. A pipeline has room
+    for those of as many as it may ever run, however many there are.
+
+    Args:
+        cluster: Says how much memory they have.
+        memory_bytes: That a device of each replica needs without inputs.
+        at_once: Microbatches whose inputs a device holds, whatever its count, if more than one.
+
+    Raises:
+        PlanError: If a device cannot hold a single microbatch, with the missing bytes.
+    """
+    each = at_once * sum(np.asarray(x).nbytes for x in jax.tree.leaves(batch))
+    what = "a microbatch needs" if at_once == 1 else f"a pipeline of {at_once} microbatches needs"
+    limits: list[int | None] = []
+    for replica, own in zip(plan.replicas, map(int, memory_bytes), strict=True):
+        known = {r: m for r in replica.devices if (m := cluster.devices[r].memory_bytes)}
+        if not known:
+            limits.append(None)
+            continue
+        rank = min(known, key=known.__getitem__)
+        free = known[rank] - own
+        if free < each:
+            raise PlanError(
+                f"device {rank} has {num_bytes(known[rank])}, {what} {num_bytes(own + each)}: "
+                f"{num_bytes(each - free)} are missing; "
+                "use a smaller microbatch_size or leave the device out"
+            )
+        limits.append(free // each if at_once == 1 else at_once)
+    return tuple(limits)
+
+
+def lack(devices: Devices, cluster: Cluster, num: int) -> bool:
+    """Whether one of the devices here is known to have less than so many bytes."""
+    known = [own.memory_bytes for own, d in zip(cluster.devices, devices, strict=True) if d]
+    return any(own is not None and own < num for own in known)
+
+
+def asked_counts(counts: Counts, num_microbatches: int, num_replicas: int) -> tuple[int, ...]:
+    """Counts that are even or given; `measured` ones begin even.
+
+    Raises:
+        ConfigError: If they are none of these or do not fit.
+    """
+    if isinstance(counts, str):
+        if counts not in ("measured", "even"):
+            raise ConfigError(f"counts={counts!r}: use 'measured', 'even' or one count per device")
+        return even_counts(num_microbatches, num_replicas)
+    found = tuple(int(c) for c in counts)
+    if len(found) != num_replicas or sum(found) != num_microbatches or min(found) < 0:
+        raise ConfigError(
+            f"counts={found} does not hand out {num_microbatches} microbatches to "
+            f"{num_replicas} devices: give {num_replicas} counts that sum to {num_microbatches}"
+        )
+    return found
+
+
+def check_limits(counts: Sequence[int], limits: Sequence[int | None]) -> None:
+    """Refuse counts that some device's memory does not take.
+
+    Raises:
+        PlanError: Naming the devices and what they take.
+    """
+    over = [d for d, limit in enumerate(limits) if limit is not None and counts[d] > limit]
+    if over:
+        raise PlanError(
+            f"counts={tuple(counts)}: devices {over} have memory for {[limits[d] for d in over]} "
+            "microbatches only; use counts='measured'"
+        )
+
+
+def share_of(num_microbatches: int, counts: Sequence[int]) -> tuple[int, ...]:
+    """Counts for another number of microbatches in about the same proportions."""
+    # A device that runs c microbatches while the others run theirs takes 1/c of the time for one.
+    return best_counts(num_microbatches, [1 / c if c else 1e9 for c in counts])
+
+
+def predicted(
+    plan: Plan,
+    seconds: Sequence[float],
+    fixed: Sequence[float],
+    *,
+    memory_bytes: Sequence[float],
+    cluster: Cluster,
+) -> Prediction:
+    """What a step of the plan should take, from measured times where there are any.
+
+    Args:
+        plan: With the counts to predict.
+        seconds: Of one microbatch on each replica (0: not measured).
+        fixed: Of each replica's step outside its microbatches.
+        memory_bytes: That a device of each copy needs without its microbatches' inputs; empty: not
+            known.
+        cluster: Says how much memory there is.
+    """
+    own = {
+        rank: float(number)
+        for replica, number in zip(plan.replicas, memory_bytes, strict=bool(memory_bytes))
+        for rank in replica.devices
+    }
+    before = plan.prediction.devices if plan.prediction is not None else ()
+    held = {device.rank: device.held for device in before}
+    devices = tuple(
+        DevicePrediction(
+            rank=d.rank,
+            memory_bytes=own.get(d.rank, 0.0),
+            capacity_bytes=float(cluster.devices[d.rank].memory_bytes or 0),
+            held=held.get(d.rank),
+        )
+        for d in plan.devices
+    )
+    known = Prediction(
+        stage_fractions=plan.prediction.stage_fractions if plan.prediction else (),
+        sent_bytes=plan.prediction.sent_bytes if plan.prediction else 0.0,
+        devices=devices,
+    )
+    if not all(seconds):
+        return known
+    finish = finish_seconds(plan.counts, seconds, fixed)
+    starts = [replica.start_seconds * bool(replica.num_microbatches) for replica in plan.replicas]
+    return known.model_copy(
+        update={
+            "step_seconds": max(map(sum, zip(starts, finish, strict=True))),
+            "bound_seconds": bound_seconds(sum(plan.counts), seconds, fixed),
+            "microbatch_seconds": tuple(seconds),
+            "fixed_seconds": tuple(fixed),
+        }
+    )
+
+
+def with_executors(plan: Plan, executors: tuple[int, ...]) -> Plan:
+    """The plan with other numbers of executors on its copies.
+
+    Raises:
+        PlanError: If its copies cannot have several.
+    """
+    pairs = zip(plan.replicas, executors, strict=True)
+    replicas = tuple(r.model_copy(update={"executors": int(num)}) for r, num in pairs)
+    return plan.replaced(replicas=replicas)
+
+
+def with_asked_calls(job: JobContext, plan: Plan) -> Plan:
+    """The plan with what `cluster` asks of calls: executors, and microbatches of each call.
+
+    Raises:
+        PlanError: If its copies cannot have several.
+    """
+    asked, num = job.settings.cluster.executors, job.settings.cluster.microbatches_per_call
+    if num > 1:
+        plan = plan.replaced(microbatches_per_call=num)
+    return plan if asked == "auto" else with_executors(plan, (asked,) * len(plan.replicas))

@@ -1,0 +1,266 @@
+"""A pipeline as the user asks for it, and where it cuts a graph."""
+
+import dataclasses
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import Any, Literal, SupportsIndex
+
+from ..core.config import PipelineConfig
+from ..core.errors import ConfigError, PlanError
+from ..graph.graph import Graph
+from ..graph.operations import source_of
+from ..graph.parts import graph_of
+from ..graph.scans import uncut_scans
+from ..graph.segments import cut_points, segments_at, task_points
+from ..jax.jaxpr import scan_counts
+from ..plan.parts import PlannedPipeline, PlannedSegment
+
+_FINE = 4  # segments that each part is chosen from
+_MOST_SEGMENTS = 32
+_MICROBATCHES_PER_STAGE = 4  # a bubble of at most a fifth
+
+Table = Sequence[Sequence[str]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PipelineRequest:
+    """A pipeline as the user asks for it.
+
+    Attributes:
+        is_asked: Whether a number of stages, good or bad, was asked for.
+        schedule: `gpipe`, `1f1b`, `interleaved`, `zb-h1`, or a table of the user's own.
+        num_chunks: Parts of the model on each stage, for `interleaved`.
+        recompute: Whether backwards run their forwards again.
+        shares: Work of each part in proportion; None: even.
+        by_annotations: Whether the cuts are those of the annotations.
+        num_segments: Segments that the chain is cut into; 0: some that suit the parts.
+        cut: Segments of each part, once they are chosen; None: by `shares`.
+    """
+
+    num: int
+    is_asked: bool = True
+    schedule: str | Table = "1f1b"
+    num_chunks: int = 1
+    recompute: bool = False
+    shares: tuple[float, ...] | None = None
+    by_annotations: bool = False
+    num_segments: int = 0
+    cut: tuple[int, ...] | None = None
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of the chain."""
+        return self.num * self.num_chunks
+
+    @property
+    def most_segments(self) -> int:
+        """Segments that the chain is cut into before they are put together to parts."""
+        some = max(self.num_parts, min(_FINE * self.num_parts, _MOST_SEGMENTS))
+        if self.shares is not None:  # nothing is measured, so a fine chain costs nothing
+            some = max(some, _MOST_SEGMENTS)
+        return self.num_segments or some
+
+    @property
+    def needs_even_counts(self) -> bool:
+        """Whether the schedule is made for some numbers of microbatches only."""
+        return self.schedule == "interleaved" or not isinstance(self.schedule, str)
+
+    def unit(self, num_microbatches: int) -> int:
+        """The number of which a pipeline's microbatches are a multiple.
+
+        Args:
+            num_microbatches: Of each pipeline, if counts are even.
+        """
+        if not isinstance(self.schedule, str):
+            return num_microbatches
+        return self.num if self.schedule == "interleaved" else 1
+
+    @property
+    def has_weight(self) -> bool:
+        """Whether weight gradients are actions of their own."""
+        table = self.schedule if not isinstance(self.schedule, str) else ()
+        return self.schedule == "zb-h1" or any("W" in text for tick in table for text in tick)
+
+    def check_inside(self, size: int) -> None:
+        """Stages of several devices keep the inputs of microbatches only.
+
+        Raises:
+            ConfigError: If the schedule needs residuals.
+        """
+        if size > 1 and self.has_weight:
+            raise ConfigError(
+                "weight gradients of their own (pipeline.schedule='zb-h1') need residuals, which "
+                f"stages of {size} devices each do not keep: use schedule='1f1b', or stages of one "
+                "device"
+            )
+
+    def planned(self, graph: Graph, *, recompute: bool) -> PlannedPipeline:
+        """The pipeline of a graph.
+
+        Args:
+            recompute: Whether forwards run again.
+
+        Raises:
+            PlanError: If there are fewer places to cut than it takes.
+        """
+        cut_by: Literal["work", "annotations"] = "annotations" if self.by_annotations else "work"
+        graph = graph_of(graph, cut_by)
+        if self.by_annotations:
+            points = task_points(graph)
+            if len(points) + 1 != self.num_parts:
+                raise PlanError(
+                    f"the annotations make {len(points) + 1} parts for {self.num_parts} stages: "
+                    "each takes a TaskGraph with equations of its own, and one chunk"
+                )
+            cut = (1,) * self.num_parts
+        else:
+            points = cut_points(graph, self.most_segments)
+        chain = segments_at(graph, points)
+        if len(chain) < self.num_parts:
+            raise _too_few(graph, [segment.name for segment in chain], self)
+        if self.cut is not None:
+            assert sum(self.cut) == len(chain), (self.cut, len(chain))
+            cut = self.cut
+        elif not self.by_annotations:
+            cut = _even([s.flops for s in chain], self.shares or (1.0,) * self.num_parts)
+        parts = [part for part, num in enumerate(cut) for _ in range(num)]
+        table = self.schedule
+        return PlannedPipeline(
+            cut_by=cut_by,
+            segments=tuple(
+                PlannedSegment(
+                    name=segment.name,
+                    first=first,
+                    part=part,
+                    keep="inputs" if recompute else "residuals",
+                )
+                for segment, first, part in zip(chain, (0, *points), parts, strict=True)
+            ),
+            schedule=table if isinstance(table, str) else tuple(tuple(tick) for tick in table),
+            num_chunks=self.num_chunks,
+        )
+
+
+def _too_few(graph: Graph, names: Sequence[str], request: PipelineRequest) -> PlanError:
+    scans = [op for op in graph.ops if op.kind == "scan" and op.iterations is None]
+    uncut = uncut_scans(graph)
+    why = "".join(f" ({line})" for line in uncut)
+    if scans and not uncut:
+        lacks = "takes no slices of parameters"
+        if scan_counts(scans[0].eqn)[1] == 0:
+            lacks = "hands nothing from one iteration to the next"
+        why = (
+            f" (a scan, {source_of(scans[0].eqn)}, is one: it {lacks}, as a scan over layers does)"
+        )
+    remedy = f"use at most {len(names) // request.num_chunks}"
+    if len(names) == 1 and scans:
+        remedy = "stack its layers' parameters for the scan, or write its layers as a Python loop"
+    elif len(names) < 2 * request.num_chunks:
+        remedy = "train copies of it, without stages"
+    return PlanError(
+        f"the loss has {len(names)} parts that can be told apart{why}, {', '.join(names)}: too few "
+        f"for {request.num_parts} stages; {remedy}"
+    )
+
+
+def asked(stages: int | Sequence[float] | None, config: PipelineConfig) -> PipelineRequest:
+    """What arguments and configuration say of a pipeline; of the number of stages, if they do.
+
+    Raises:
+        ConfigError: If it is no number, or the shares are not positive numbers, one per part.
+    """
+    num, shares = 0, None
+    if isinstance(stages, SupportsIndex):
+        num = operator.index(stages)
+    elif stages is not None:
+        try:
+            shares = tuple(map(float, stages))
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"stages={stages!r} is neither a number of stages nor one share of the work for "
+                "each"
+            ) from None
+        num, rest = divmod(len(shares), config.num_chunks)
+        if rest or not all(0 < x < float("inf") for x in shares):
+            raise ConfigError(
+                f"stages={list(stages)} must be positive shares of the work, one for each of the "
+                f"{config.num_chunks} chunks of each stage"
+            )
+    if config.num_chunks > 1 and config.schedule in ("gpipe", "1f1b", "zb-h1"):
+        raise ConfigError(
+            f"pipeline.num_chunks={config.num_chunks} needs pipeline.schedule='interleaved', not "
+            f"{config.schedule!r}"
+        )
+    request = PipelineRequest(
+        num=num,
+        is_asked=stages is not None,
+        schedule=config.schedule,
+        num_chunks=config.num_chunks,
+        recompute=config.recompute,
+        shares=shares,
+    )
+    if config.recompute and request.has_weight:
+        raise ConfigError(
+            "pipeline.recompute=True with weight gradients of their own would run each forward "
+            "three times: use schedule='1f1b', or keep residuals"
+        )
+    return request
+
+
+def microbatch_size(
+    request: PipelineRequest, batch_size: int, num_pipelines: int
+) -> tuple[int, str]:
+    """The largest that leaves every stage enough microbatches, and why."""
+    num = num_pipelines * request.num * _MICROBATCHES_PER_STAGE
+    divisors = [b for b in range(1, batch_size + 1) if batch_size % b == 0]
+    size = max((b for b in divisors if b * num <= batch_size), default=1)
+    return size, f"microbatch_size={size}: at least {_MICROBATCHES_PER_STAGE} per stage"
+
+
+def check_even(
+    request: PipelineRequest, num_microbatches: int, num_pipelines: int, counts: Any
+) -> None:
+    """A schedule for some numbers of microbatches only gets one of them on every pipeline.
+
+    Others take any counts.
+
+    Raises:
+        PlanError: If the microbatches do not suit the pipelines.
+        ConfigError: If the counts are uneven.
+    """
+    if num_microbatches % (num_pipelines * request.unit(num_microbatches // num_pipelines)):
+        name = request.schedule if isinstance(request.schedule, str) else "of your own"
+        raise PlanError(
+            f"{num_microbatches} microbatches do not suit {num_pipelines} pipelines of schedule "
+            f"{name}: use a multiple of {num_pipelines * request.num}"
+        )
+    if request.needs_even_counts and not isinstance(counts, str) and len(set(counts)) > 1:
+        raise ConfigError(
+            f"counts={tuple(counts)}: this schedule gives every pipeline as many microbatches; use "
+            "counts='even', or pipeline.schedule='1f1b'"
+        )
+
+
+def _even(work: Sequence[float], shares: Sequence[float]) -> tuple[int, ...]:
+    """Sizes of consecutive groups whose work over its share is at most as large as it must be."""
+    total = list(itertools.accumulate(work, initial=0.0))
+    size = len(work)
+    infinite = float("inf")
+    best: list[tuple[float, list[int]]] = [
+        (0.0, []) if e == 0 else (infinite, []) for e in range(size + 1)
+    ]
+    for share in shares:
+        best = [
+            min(
+                (
+                    (max(best[s][0], (total[e] - total[s]) / share), [*best[s][1], e])
+                    for s in range(e)
+                    if best[s][0] < infinite
+                ),
+                default=(infinite, []),
+            )
+            for e in range(size + 1)
+        ]
+    ends = best[size][1]
+    return tuple(b - a for a, b in itertools.pairwise((0, *ends)))

@@ -1,0 +1,488 @@
+"""Plans of a job for devices that are here: what arguments, annotations and measurements say."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from ..cluster.cluster import Cluster
+from ..core.errors import ConfigError, PlanError
+from ..core.format import num_bytes
+from ..core.whole_numbers import as_whole_number, check_whole_numbers
+from ..graph.graph import Graph, rows_touched
+from ..graph.parts import graph_of
+from ..graph.segments import segments
+from ..jax.devices import is_here, share_cores
+from ..job.context import JobContext
+from ..launch.member import Pinned, pinned
+from ..model.functional import tree_bytes
+from ..plan.axis_assignment import Axes, shard_graph
+from ..plan.parts import Prediction, SparseRows, SumsForm
+from ..plan.plan import Plan
+from ..plan.rules import RuleSet
+from ..profile.profile import Profile, Setting
+from ..profile.segment_times import layer_sizes
+from .complete import complete
+from .counts import best_counts
+from .layer_times import Alternative, layer_times
+from .measure import Measure
+from .microbatch_counts import Counts, asked_counts, predicted
+from .microbatch_sizes import best_size, candidate_sizes, default_sizes
+from .pipeline_request import asked, check_even, microbatch_size
+from .reduction import with_sums_and_memory
+from .short_profile import segment_profile
+from .stage_cut import best_cut
+from .structures import ReplicaGroups, grid_of, pipelined, shares_of, structure_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What the user asks of a plan.
+
+    Attributes:
+        microbatch_size: Examples of a microbatch; None: as `default_sizes` says.
+        mesh: A mesh of devices, or its axes and their sizes; None: as annotated.
+        rules: Say what the inner axes of the mesh cut.
+        stages: Of a pipeline, or the shares of the work of each.
+        counts: `measured`, `even`, or one count for each copy of the model.
+        reduction: `exact` or `float`.
+        kept: What a checkpoint that training resumes from has of what is not asked for.
+    """
+
+    microbatch_size: int | Literal["measured"] | None = None
+    mesh: Mesh | Mapping[str, int | tuple[int, ...]] | None = None
+    rules: RuleSet | None = None
+    stages: int | Sequence[float] | None = None
+    counts: Counts = "measured"
+    reduction: str = "exact"
+    kept: Pinned = dataclasses.field(default_factory=Pinned)
+
+    def __post_init__(self) -> None:
+        for name in ("microbatch_size", "stages"):
+            object.__setattr__(self, name, as_whole_number(getattr(self, name)))
+        if not isinstance(self.counts, str):
+            counts = tuple(map(as_whole_number, self.counts))
+            object.__setattr__(self, "counts", counts)
+        if self.mesh is not None and not isinstance(self.mesh, Mesh | Mapping):
+            raise ConfigError(
+                f"mesh={self.mesh!r} is no mesh: pass its axes and their sizes, such as "
+                "{'data': 4}, or a jax.sharding.Mesh"
+            )
+        if isinstance(self.mesh, Mapping):
+            sizes = {f"mesh axis {n}": s for n, s in self.mesh.items() if not _is_ratio(s)}
+            check_whole_numbers(1, **sizes)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The ratio that the mesh states for one of its axes; empty: none."""
+        return shares_of(self.mesh) if isinstance(self.mesh, Mapping) else ()
+
+    @property
+    def pinned(self) -> Pinned:
+        """What is as it was: in the generations before, else in the checkpoint."""
+        before = pinned()
+        return before if before.microbatch_size is not None else self.kept
+
+
+def _is_ratio(size: object) -> bool:
+    return isinstance(size, tuple | list)
+
+
+def size_asked(job: JobContext, wishes: PlanRequest) -> int | None:
+    """The microbatch size that the arguments and `pipeline.num_micro_batch` mean, or was pinned.
+
+    Raises:
+        ConfigError: For sizes below one, or that do not divide, or disagree.
+    """
+    batch_size, num = job.batch_size, job.settings.pipeline.num_micro_batch
+    size = wishes.microbatch_size
+    if isinstance(size, str):
+        if size != "measured":
+            raise ConfigError(f"microbatch_size={size!r}: use a number, 'measured' or None")
+        if num is not None:
+            raise ConfigError(
+                f"microbatch_size='measured' and pipeline.num_micro_batch={num} disagree: give one"
+            )
+        size = None
+    check_whole_numbers(1, microbatch_size=size)
+    if num is not None:
+        if batch_size % num:
+            raise ConfigError(
+                f"batch_size={batch_size} is not divisible into pipeline.num_micro_batch={num} "
+                "microbatches: use a divisor"
+            )
+        if size is not None and size != batch_size // num:
+            raise ConfigError(
+                f"microbatch_size={size} and pipeline.num_micro_batch={num} disagree: "
+                f"{batch_size} examples in {num} microbatches are {batch_size // num} each; give "
+                "one"
+            )
+        size = batch_size // num
+    size = wishes.pinned.microbatch_size if size is None else size
+    if size is not None and batch_size % size:
+        divisors = [b for b in range(1, batch_size + 1) if batch_size % b == 0]
+        near = min(divisors, key=lambda b: abs(b - size))
+        raise ConfigError(
+            f"batch_size={batch_size} is not divisible by microbatch_size={size}: the nearest "
+            f"size that fits is {near}"
+        )
+    return size
+
+
+def check_enough(batch_size: int, size: int, num_replicas: int, *, is_kept: bool = False) -> None:
+    """Refuse more copies of the model than microbatches.
+
+    Args:
+        is_kept: Whether the size is that of a run which goes on.
+
+    Raises:
+        PlanError: With both numbers.
+    """
+    num = batch_size // size
+    if num < num_replicas:
+        remedy = f"use fewer devices or microbatch_size <= {max(batch_size // num_replicas, 1)}"
+        if is_kept:
+            remedy = (
+                f"the size is the checkpoint's, and the run keeps it: resume with {num} "
+                f"device{'s' * (num > 1)} or fewer, let several devices share a copy of the model "
+                "(mesh, stages), or begin anew in another checkpoint_dir"
+            )
+        raise PlanError(
+            f"{num_replicas} devices but only {num} microbatches "
+            f"(batch_size {batch_size} / microbatch_size {size}): {remedy}"
+        )
+
+
+def plan_for(
+    job: JobContext,
+    wishes: PlanRequest,
+    cluster: Cluster,
+    devices: tuple[jax.Device, ...] | None,
+    measure: Measure,
+    profile: Profile | None = None,
+) -> tuple[Plan, bool]:
+    """The plan that the user's wishes mean, and whether its counts may follow measured times.
+
+    Args:
+        devices: Those devices, if they are here to be measured.
+        profile: Times that were measured before.
+
+    Raises:
+        ConfigError: Wishes that contradict each other or cannot be met.
+        PlanError: If the devices do not fit.
+        AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
+    """
+    size = size_asked(job, wishes)
+    is_measured = size is None and wishes.microbatch_size == "measured"
+    is_kept = size != wishes.microbatch_size and size == wishes.pinned.microbatch_size
+    graph = job.graph(size or default_sizes(job.batch_size, 1)[0])
+    stages = wishes.stages if wishes.stages is not None else job.settings.auto.num_stages
+    asked_stages = asked(stages, job.settings.pipeline)
+    axes, grid = _mesh(wishes.mesh, cluster, devices)
+    structure = structure_of(
+        graph, cluster, job.settings.cluster, asked_stages, axes, grid, wishes.rules
+    )
+    shares = wishes.shares or _pinned_shares(structure, wishes.pinned)
+    if shares:
+        structure = dataclasses.replace(structure, shares=shares)
+    num, counts = len(structure.replicas), wishes.counts
+    fractions: tuple[float, ...] = ()
+    reasons: list[str] = []
+    local = [d for d in devices or () if is_here(d)]
+    several = structure.axes and len(local) > len(structure.replicas[0])
+    if counts == "measured" and several and local[0].platform == "cpu":
+        # Their programs run one after another: a time would say where in the queue, not how fast.
+        counts = "even"
+        reasons.append("even counts: the replicas share the cores of one process")
+    request = structure.pipeline
+    if request is not None:
+        _check_clip(job)
+        if is_measured:
+            raise ConfigError(
+                "microbatch_size='measured': that of a pipeline follows from its stages; give a "
+                "number, or leave it out"
+            )
+        if size is None:
+            size, reason = microbatch_size(request, job.batch_size, num)
+            reasons.append(reason)
+        check_enough(job.batch_size, size, num, is_kept=is_kept)
+        check_even(request, job.batch_size // size, num, counts)
+        if request.needs_even_counts:
+            counts = "even" if counts == "measured" else counts
+        if wishes.mesh is None:
+            structure, fractions = _cut(job, structure, size, wishes, cluster, devices, profile)
+    elif profile is not None and structure.axes and len(structure.inner) != 1:
+        reasons.append("the profile is of a model on one device: not used")
+    timed = profile if counts == "measured" and not structure.axes else None
+    if size is not None:
+        check_enough(job.batch_size, size, num, is_kept=is_kept)
+
+    def make(size: int, reasons: Sequence[str], structure: ReplicaGroups = structure) -> Plan:
+        own = job.graph(size)
+        sums, said = _with_sparse(job, own, structure, job.sums(wishes.reduction), size)
+        plan = complete(
+            own,
+            structure,
+            cluster=cluster,
+            batch_size=job.batch_size,
+            microbatch_size=size,
+            sums=sums,
+            optimizer_bytes=job.optimizer_bytes(size),
+            counts=asked_counts(counts, job.batch_size // size, num),
+            prediction=Prediction(stage_fractions=fractions) if fractions else None,
+            reasons=(*reasons, *_what_is_trained(job, size), *said),
+            profile=profile,
+        )
+        plan = with_sums_and_memory(job, plan, cluster, devices)
+        if timed is not None:
+            return _with_profiled_counts(plan, own, timed, cluster)
+        return plan if profile is None else _with_profiled_split(plan, profile, cluster)
+
+    def tried(plan: Plan) -> Plan:
+        """With the sizes of a split that devices which are here were measured to need."""
+        is_free = not shares and wishes.counts != "even" and profile is None
+        found = None
+        if is_free and plan.is_uneven and devices:
+            found = measure.split_sizes(job, plan, devices)
+        if found is None:
+            return plan
+        if not found.shares:
+            return plan.replaced(reasons=(*plan.reasons, found.reason))
+        own = dataclasses.replace(structure, shares=found.shares, shares_are="measured")
+        return make(plan.microbatch_size, (*reasons, found.reason), own)
+
+    balance = counts == "measured"
+    if size is not None:
+        if is_kept:
+            reasons.append(f"microbatch_size={size}, as it was before")
+        return tried(make(size, reasons)), balance
+    if not is_measured and timed is None:
+        return tried(_by_default(job.batch_size, num, make, reasons)), balance
+    if devices is None and timed is None:
+        raise ConfigError(
+            "microbatch_size='measured' needs devices that are here, or a profile of those that "
+            "are described: pass one, give a number, or leave it out"
+        )
+    measured: dict[int, tuple[float, ...]] = {}
+    plans = {}
+    sizes = candidate_sizes(job.batch_size, num)
+    if timed is not None:
+        sizes = tuple(sorted({setting.microbatch_size for setting in timed.times}))
+    fault: PlanError | None = None
+    for candidate in sizes:
+        try:
+            plans[candidate] = make(candidate, ())
+        except PlanError as error:
+            fault = error
+            reasons.append(f"microbatch_size={candidate} left out: {error}")
+            continue
+        known = plans[candidate].prediction
+        if timed is not None and known is not None:
+            measured[candidate] = known.microbatch_seconds
+        elif devices is not None:
+            measured[candidate] = measure.microbatch_seconds(job, plans[candidate], devices)
+    if fault is not None and not plans:
+        raise fault
+    winner, steps = best_size(job.batch_size, measured)
+    reasons += [
+        f"microbatch_size={winner} chosen: predicted step "
+        + ", ".join(f"{s:.3f} s with {b}" for b, s in steps.items()),
+        "pass it as microbatch_size to get the same bits where other sizes would win",
+    ]
+    chosen = tried(plans[winner])
+    return chosen.replaced(reasons=(*chosen.reasons, *reasons)), balance
+
+
+def _by_default(
+    batch_size: int,
+    num_replicas: int,
+    make: Callable[[int, Sequence[str]], Plan],
+    reasons: Sequence[str],
+) -> Plan:
+    """The plan of the first default size with which one can be made.
+
+    Raises:
+        PlanError: If there is none: why not with the first.
+    """
+    check_enough(batch_size, 1, num_replicas)
+    usual, sizes = default_sizes(batch_size, 1)[0], default_sizes(batch_size, num_replicas)
+    why = "whatever the devices"
+    if sizes[0] != usual:
+        why = f"as {usual} would make too few microbatches for {num_replicas}"
+    said, fault = list(reasons), None
+    for size in sizes:
+        try:
+            return make(size, (*said, f"microbatch_size={size} by default, {why}"))
+        except PlanError as error:
+            fault = fault or error
+            said.append(f"microbatch_size={size} left out: {error}")
+    assert fault is not None  # there is one size at least
+    raise fault
+
+
+def _mesh(
+    mesh: Mesh | Mapping[str, int | tuple[int, ...]] | None,
+    cluster: Cluster,
+    devices: tuple[jax.Device, ...] | None,
+) -> tuple[Axes | None, np.ndarray]:
+    """Axes of a mesh with their sizes, and ranks of its devices."""
+    if mesh is None:
+        return None, np.arange(len(cluster.devices))
+    if not isinstance(mesh, Mesh):
+        return grid_of(mesh, len(cluster.devices))
+    if devices is None:
+        raise ConfigError("a jax mesh is of devices that are here: pass its axes, {'data': 4}")
+    ranks = {device: rank for rank, device in enumerate(devices)}
+    grid = np.vectorize(ranks.__getitem__, otypes=[int])(mesh.devices)
+    return tuple((str(n), int(s)) for n, s in mesh.shape.items()), grid
+
+
+def _pinned_shares(structure: ReplicaGroups, before: Pinned) -> tuple[int, ...]:
+    own = before.shares
+    return own if [size for _, size in structure.inner] == [len(own)] else ()
+
+
+def _cut(
+    job: JobContext,
+    structure: ReplicaGroups,
+    size: int,
+    wishes: PlanRequest,
+    cluster: Cluster,
+    devices: tuple[jax.Device, ...] | None,
+    profile: Profile | None,
+) -> tuple[ReplicaGroups, tuple[float, ...]]:
+    """Pipelines cut by the times of their devices, where these say something.
+
+    Returns:
+        With the shares of the stages' work, if it is measured.
+    """
+    request, graph, sums = structure.pipeline, job.graph(size), job.sums(wishes.reduction)
+    if (
+        request is None
+        or not request.is_asked
+        or wishes.counts == "even"
+        or request.shares is not None
+        or request.num_chunks > 1
+        or (profile is None and (devices is None or share_cores(devices)))
+    ):
+        return structure, ()
+    kept, chain = wishes.pinned.cut, segments(graph_of(graph), request.most_segments)
+    if (len(kept), sum(kept)) == (request.num_parts, len(chain)):
+        request = dataclasses.replace(request, cut=kept)
+        return pipelined(range(len(cluster.devices)), request), ()
+    times: dict[int, np.ndarray] = {}
+    if profile is not None:
+        request = dataclasses.replace(request, num_segments=profile.most_segments)
+        times |= _profiled(profile, graph, size, cluster)
+    elif devices is not None:
+        own = {}
+        for rank, device in enumerate(devices):
+            if is_here(device):
+                setting = Setting(cluster.devices[rank].label, size)
+                found = segment_profile(job, setting, request.most_segments, device, sums)
+                own[rank] = [(t.forward, t.backward) for t in found.times[setting]]
+        for text in job.gather("segments", json.dumps(own)):
+            times |= {int(rank): np.array(rows).T for rank, rows in json.loads(text).items()}
+    cut = best_cut(
+        graph,
+        request,
+        times,
+        memory_bytes={i: d.memory_bytes for i, d in enumerate(cluster.devices)},
+        num_microbatches=job.batch_size // size,
+        optimizer_bytes=job.optimizer_bytes(size),
+        num_parts=sums.num_parts,
+        trained=job.functional(size).trained_places,
+    )
+    structure = pipelined(cut.order, dataclasses.replace(request, cut=cut.layers))
+    return dataclasses.replace(structure, reasons=(cut.reason,)), cut.fractions
+
+
+def _profiled(profile: Profile, graph: Graph, size: int, cluster: Cluster) -> dict[int, np.ndarray]:
+    """[3, L] Seconds of the segments on each device, as a profile has them."""
+    graph = graph_of(graph)
+    chain = segments(graph, profile.most_segments)
+    profile.check([segment.name for segment in chain])
+    sizes = layer_sizes(graph, chain, shard_graph(graph, (), {}))
+    return {
+        rank: layer_times(device, Alternative(size), sizes, profile)[0]
+        for rank, device in enumerate(cluster.devices)
+    }
+
+
+def _with_profiled_counts(plan: Plan, graph: Graph, profile: Profile, cluster: Cluster) -> Plan:
+    """A plan whose copies have a device each, with the counts that suit a profile's times."""
+    times = _profiled(profile, graph, plan.microbatch_size, cluster)
+    own = [times[rank] for replica in plan.replicas for rank in replica.devices]
+    seconds = [float(copy[:2].sum()) for copy in own]
+    fixed = [float(copy[2].sum()) for copy in own]
+    plan = plan.with_counts(best_counts(plan.num_microbatches, seconds, fixed))
+    known = predicted(plan, seconds, fixed, memory_bytes=(), cluster=cluster)
+    return plan.replaced(prediction=known)
+
+
+def _with_profiled_split(plan: Plan, profile: Profile, cluster: Cluster) -> Plan:
+    """A plan whose copies one axis cuts, with the step that follows from a profile's times.
+
+    Every device updates arrays of the shape of the largest part.
+    """
+    seconds = plan.prediction.microbatch_seconds if plan.prediction is not None else ()
+    if not seconds:
+        return plan
+    part = plan.device_parameter_bytes / plan.parameter_bytes
+
+    def update(rank: int) -> float:
+        setting = Setting(cluster.devices[rank].label, plan.microbatch_size)
+        return part * sum(t.update for t in profile.times[setting])
+
+    fixed = [max(map(update, replica.devices)) for replica in plan.replicas]
+    known = predicted(plan, seconds, fixed, memory_bytes=(), cluster=cluster)
+    return plan.replaced(prediction=known)
+
+
+def _check_clip(job: JobContext) -> None:
+    communication = job.settings.communication
+    if communication.microbatch_clip_norm is not None:
+        raise ConfigError(
+            "communication.clip='before' needs the whole gradient of a microbatch, which no "
+            "stage of a pipeline has: use clip='after'"
+        )
+
+
+def _what_is_trained(job: JobContext, size: int) -> tuple[str, ...]:
+    model = job.functional(size)
+    if not model.frozen:
+        return ()
+    num, every = sum(model.is_trained), len(model.is_trained)
+    trained, whole = (num_bytes(tree_bytes(tree)) for tree in (model.trained, model.params))
+    return (f"trained: {num} of {every} parameters, {trained} of {whole}; the others are frozen",)
+
+
+def _with_sparse(
+    job: JobContext, graph: Graph, structure: ReplicaGroups, sums: SumsForm, size: int
+) -> tuple[SumsForm, tuple[str, ...]]:
+    """The form of the sums with embeddings whose rows travel one by one, and why."""
+    if not job.settings.communication.sparse_embeddings:
+        return sums, ()
+    if structure.axes:
+        return sums, ("sparse_embeddings: whole, for the devices of a copy share them",)
+    num, found, said = len(structure.replicas), [], []
+    is_trained = job.functional(size).is_trained
+    for p, most in rows_touched(graph, job.batch_size // size).items():
+        if not is_trained[p]:
+            continue
+        name, height = graph.param_names[p], graph.param_shapes[p][0]
+        # Gathered from all, against reduce-scattered in parts and gathered as floats.
+        if num * most * sums.num_parts < height * (sums.num_parts + 1):
+            found.append(SparseRows(name=name, most_rows=most))
+            said.append(f"sparse_embeddings: at most {most} of {height} rows of {name}")
+        else:
+            said.append(
+                f"sparse_embeddings: {name} whole, {most} rows from each of {num} would be more "
+                f"than its {height}"
+            )
+    none = "sparse_embeddings: no parameter is only looked up by rows"
+    return sums.model_copy(update={"sparse": tuple(found)}), tuple(said) or (none,)

@@ -1,0 +1,126 @@
+"""How gradients are summed: limbs of an element, and collectives of devices or of hosts."""
+
+import math
+
+from ..cluster.cluster import Cluster
+from ..cluster.job_devices import Devices
+from ..cluster.libraries import are_unlike, in_words
+from ..core.errors import PlanError
+from ..graph.parts import graph_at, parts_of
+from ..job.context import JobContext
+from ..lower.contribution import num_terms
+from ..lower.exact import Limbs
+from ..lower.segment_part import direct_parts
+from ..plan.plan import Plan
+from .memory import with_memory
+from .microbatch_counts import with_asked_calls
+
+
+def with_sums_over(job: JobContext, plan: Plan) -> Plan:
+    """The plan with the sums where the settings ask for, or where its devices can meet.
+
+    Args:
+        plan: Of it, with the sums over the devices.
+
+    Raises:
+        PlanError: If its devices share no library for collectives and are to meet in one.
+    """
+    asked, kinds = job.settings.communication.over, [device.kind for device in plan.devices]
+    unlike = are_unlike(kinds)
+    if unlike and asked == "device":
+        raise PlanError(
+            f"communication.over='device': {in_words(kinds)} share no library for collectives: "
+            "leave it out or set it to 'host', or use devices of one sort"
+        )
+    if not unlike and asked != "host":
+        return plan
+    if plan.axes:
+        axes = ", ".join(axis.name for axis in plan.axes)
+        why = f"{in_words(kinds)} meet over the host" if unlike else "communication.over='host'"
+        raise PlanError(
+            f"{why}, where copies of one device meet, and the axes {axes} need collectives inside "
+            "a copy: leave out mesh, rules, stages and splits, or "
+            + ("use devices of one sort" if unlike else "set communication.over to 'device'")
+        )
+    said = ("sums over the host: devices take part in no collective",)
+    if unlike:
+        said = (
+            f"sums over the host, for {in_words(kinds)} share no library for collectives. Each "
+            "kind rounds its microbatches in its own way, so bits depend on who runs which, and "
+            "the numerics with them; what is updated is updated on one device and handed to all, "
+            "so the copies of the state are alike to the bit",
+        )
+    sums = plan.sums.model_copy(update={"over": "host"})
+    return plan.replaced(sums=sums, reasons=(*plan.reasons, *said))
+
+
+#: The most that `communication.limbs = "auto"` lets an element of the mean gradient err, of the
+#: largest magnitude of its tensor: with 64 microbatches or fewer.
+_MOST_ERROR = 2.0**-16
+
+
+def with_sums_and_memory(
+    job: JobContext,
+    plan: Plan,
+    cluster: Cluster,
+    devices: Devices | None = None,
+    *,
+    timed_form: str = "",
+) -> Plan:
+    """The plan with its sums and its memory as the settings ask, `communication.limbs` among them.
+
+    Args:
+        plan: Of it, with the state whole on every copy and the sums over the devices; with one limb
+            only if it is asked for.
+        devices: By rank, if they are here.
+        timed_form: As for `with_memory`.
+
+    Raises:
+        PlanError: If it cannot be as the settings ask, or does not fit.
+    """
+
+    def in_memory(own: Plan) -> Plan:
+        return with_memory(job, own, cluster, devices, timed_form=timed_form)
+
+    plan = with_asked_calls(job, with_sums_over(job, plan))
+    asked = job.settings.communication.limbs
+    if plan.sums.kind != "exact" or asked == 2:
+        return in_memory(plan)
+    terms = _terms(job, plan)
+    if asked == 1 or _mean_error(terms) <= _MOST_ERROR:
+        sums = plan.sums.model_copy(update={"limbs": 1})
+        one = in_memory(plan.replaced(sums=sums))
+        terms = _terms(job, one)  # more, where its cuts part what shares a parameter
+    if asked == "auto" and (mean := _mean_error(terms)) > _MOST_ERROR:
+        reason = (
+            f"two limbs: one would let the mean of {terms} terms err by 2**{_power(mean)} of "
+            f"its tensor's largest, more than 2**{_power(_MOST_ERROR)}"
+        )
+        return in_memory(plan.replaced(reasons=(*plan.reasons, reason)))
+    bound = Limbs(1, terms).error_bound
+    reason = (
+        f"one limb: an element's sum of {terms} terms errs by at most 2**{_power(bound)} of the "
+        f"largest magnitude in its tensor, their mean by 2**{_power(bound / terms)}"
+    )
+    return one.replaced(reasons=(*one.reasons, reason))
+
+
+def _mean_error(terms: int) -> float:
+    """Of the mean of so many terms with one limb, of its tensor's largest magnitude."""
+    return Limbs(1, terms).error_bound / terms
+
+
+def _power(bound: float) -> str:
+    return f"{math.log2(bound):.3g}"
+
+
+def _terms(job: JobContext, plan: Plan) -> int:
+    """The most terms of an element's sum: parts that share a parameter add to it one each."""
+    graph, num = job.graph(plan.microbatch_size), plan.num_microbatches
+    if plan.pipeline is not None:
+        ordered, points = graph_at(graph, plan.pipeline.cut_by, plan.pipeline.points)
+        return num_terms(ordered, parts_of(ordered, points), num)
+    if plan.chain is not None:
+        ordered, points = graph_at(graph, "work", plan.chain.points)
+        return num_terms(ordered, direct_parts(ordered, points), num)
+    return num

@@ -1,0 +1,354 @@
+"""Plans of a job by search: for a cluster that is described, or for the devices that are here."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from ..cluster.cluster import Cluster, Device, Link, Node
+from ..cluster.job_devices import Devices
+from ..core.errors import AnnotationError, ConfigError, PlanError
+from ..graph.parts import graph_of
+from ..graph.segments import segments
+from ..job.agreement import facts_of_plan
+from ..job.context import JobContext
+from ..model.functional import tree_bytes
+from ..plan.axis_assignment import shard_graph
+from ..plan.parts import RunnerUp, SumsForm
+from ..plan.plan import Plan
+from ..plan.sharding import Sharded
+from ..profile.profile import LayerSize, Profile
+from ..profile.segment_times import kept_bytes, layer_sizes
+from ..schedule.replay import Timeline
+from .complete import complete
+from .mesh_axes import split_over
+from .microbatch_sizes import candidate_sizes
+from .pipeline_request import PipelineRequest
+from .proposals import ChainWork, Proposal, propose
+from .reduction import with_sums_and_memory
+from .search import NothingFitsError
+from .short_profile import measured_link, short_profile
+from .structures import ReplicaGroups, check_unannotated
+from .zero_search import SharingCopies, least_seconds, sharing_copies
+
+_MAX_TENSOR = 8  # a node of NVLinked cards
+_MEASURED_SEGMENTS = 8  # each takes a compilation
+_MOST_SEGMENTS = 96  # of estimated times; the search is measured up to so many
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """What is searched.
+
+    Attributes:
+        microbatch_sizes: To try; empty: those of the profile, or some that suit the cluster.
+        num_segments: Most segments of the chain, where no profile says; None: 8 if they are
+            measured, otherwise two for each device, from 8 to 96.
+        seconds: Time budget of the search.
+        most_seconds: Up to which it may take as long as half a step of the plan.
+        max_stages: Most stages of a plan; None: any number.
+        tensors: Sizes of tensor-parallel groups to try besides 1, also over links that are not
+            described; empty: powers of two that a node has like devices for.
+        recompute: Whether to try plans that run forwards again.
+    """
+
+    microbatch_sizes: tuple[int, ...] = ()
+    num_segments: int | None = None
+    seconds: float = 10.0
+    most_seconds: float = 40.0
+    max_stages: int | None = None
+    tensors: tuple[int, ...] = ()
+    recompute: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FoundPlan:
+    """A plan, and what a search knows of it.
+
+    Attributes:
+        timelines: Its replayed step, of the first copy of the model of each sort.
+    """
+
+    plan: Plan
+    timelines: Mapping[int, Timeline] = dataclasses.field(default_factory=dict)
+
+
+def search_plan(
+    job: JobContext,
+    cluster: Cluster,
+    profile: Profile | None,
+    wishes: SearchOptions,
+    *,
+    sums: SumsForm,
+    size: int | None = None,
+    all_devices: bool = False,
+    devices: Devices | None = None,
+) -> FoundPlan:
+    """The fastest plan that the search finds for a cluster.
+
+    Args:
+        profile: Measured times; what it lacks is estimated from the mesh file's rates.
+        sums: How gradients are added up.
+        size: Examples of a microbatch, if that is asked for.
+        all_devices: Whether only plans in which every device takes part are wanted.
+        devices: By rank, if they are here.
+
+    Raises:
+        ConfigError: If the model is annotated, or sizes do not divide the batch.
+        PlanError: If a kind of device has neither a profile nor a rate, or nothing fits.
+    """
+    tried = wishes.microbatch_sizes
+    if profile is not None and not tried and size is None:
+        tried = tuple({s.microbatch_size for s in profile.times})
+    sizes = _sizes(job, tried, size, len(cluster.devices))
+    check_unannotated(job.graph(sizes[0]), "plan='auto'")
+    some = min(max(_MEASURED_SEGMENTS, 2 * len(cluster.devices)), _MOST_SEGMENTS)
+    num_segments = wishes.num_segments or some
+    if profile is not None:
+        num_segments = profile.most_segments
+
+    timed_form = "" if profile is None else profile.form
+
+    def in_form(plan: Plan) -> Plan:
+        if devices is not None:  # programs are compiled, by every process
+            job.agree("a plan of the search", lambda: facts_of_plan(plan))
+        return with_sums_and_memory(job, plan, cluster, devices, timed_form=timed_form)
+
+    def least(plan: Plan, seconds: float) -> float:
+        # Times that were measured in a form know what it runs again, and hardly without it.
+        return seconds if timed_form else least_seconds(job, plan, cluster, seconds)
+
+    def of(sizes: Sequence[int], num_segments: int, said: Sequence[str] = ()) -> FoundPlan:
+        tensors = _tensors(wishes.tensors, cluster)
+        work, uncut = chain_work(job, sizes, tensors, num_segments, sums)
+        if profile is not None:
+            profile.check(work.layers)
+        whole: FoundPlan | None = None
+        refused: PlanError | None = None
+        try:
+            found, timelines = propose(
+                work,
+                cluster,
+                profile,
+                max_stages=wishes.max_stages,
+                recompute=wishes.recompute,
+                uncounted=bool(wishes.tensors),
+                all_devices=all_devices,
+                time_budget_seconds=wishes.seconds,
+                most_seconds=wishes.most_seconds,
+            )
+            plan = _completed(job, cluster, found, num_segments, sums, (*said, *uncut))
+            whole = FoundPlan(plan=in_form(plan), timelines=timelines)
+        except PlanError as error:  # nothing fits, or what is found cannot be as settings ask
+            refused = error
+        shared = sharing_copies(
+            work,
+            cluster,
+            profile,
+            lambda own: _completed(job, cluster, own, num_segments, sums, said),
+            in_form,
+            least,
+            faster_than=_step_seconds(whole),
+            all_devices=all_devices,
+            seconds=wishes.seconds,
+        )
+        if shared is None:
+            if whole is None:
+                assert refused is not None
+                raise refused
+            return whole
+        return FoundPlan(plan=_beside(shared, whole))
+
+    if tried or size is not None:
+        return of(sizes, num_segments)
+    try:
+        return of(sizes, num_segments)
+    except NothingFitsError:
+        finer, segments = _finer(job, sizes), wishes.num_segments or _MOST_SEGMENTS
+        if (finer, segments) == (sizes, num_segments):
+            raise
+        larger = ", ".join(map(str, sizes))
+        said = f"nothing fits of sizes {larger} in {num_segments} segments: finer ones were tried"
+        return of(finer, segments, (said,))
+
+
+def auto_plan(
+    job: JobContext, devices: tuple[jax.Device, ...], *, sums: SumsForm, size: int | None
+) -> Plan:
+    """The fastest plan for the devices that are here, by a short profile of them.
+
+    Every process of the job takes part, and finds the same plan.
+
+    Args:
+        devices: By rank, those of other processes included.
+        sums: How gradients are added up.
+        size: Examples of a microbatch, if that is asked for.
+    """
+    wishes = SearchOptions()
+    cluster = _linked(job, job.cluster(devices), devices)
+    sizes = _sizes(job, (), size, len(devices))
+    profile = short_profile(job, cluster, devices, sizes, _MEASURED_SEGMENTS, sums)
+    found = search_plan(
+        job, cluster, profile, wishes, sums=sums, size=size, all_devices=True, devices=devices
+    )
+    return found.plan.replaced(reasons=("chosen by search", *found.plan.reasons))
+
+
+def _linked(job: JobContext, cluster: Cluster, devices: tuple[jax.Device, ...]) -> Cluster:
+    """The cluster with what its devices' transfers were measured to take, where no file says."""
+    nodes = cluster.nodes or (Node(name="here"),)
+    known = cluster.default_link is not None or len(nodes) == 1
+    if len(devices) == 1 or (known and all(node.link is not None for node in nodes)):
+        return cluster
+    link: Link = measured_link(job, devices)
+    filled = tuple(
+        node if node.link is not None else node.model_copy(update={"link": link}) for node in nodes
+    )
+    return cluster.model_copy(
+        update={"nodes": filled, "default_link": cluster.default_link or link}
+    )
+
+
+def _sizes(
+    job: JobContext, asked: Sequence[int], size: int | None, num_devices: int
+) -> tuple[int, ...]:
+    sizes = tuple(asked) or ((size,) if size else candidate_sizes(job.batch_size, num_devices))
+    wrong = [b for b in sizes if job.batch_size % b]
+    if wrong:
+        raise ConfigError(
+            f"microbatch sizes {wrong} do not divide the job's batch_size={job.batch_size}"
+        )
+    return tuple(sorted(sizes))
+
+
+def _finer(job: JobContext, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The least of sizes that were tried, two below it, and single examples."""
+    least = min(sizes)
+    below = [size for size in range(1, least) if job.batch_size % size == 0]
+    return tuple(sorted({1, *below[-2:], least}))
+
+
+def _tensors(asked: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
+    """Sizes of tensor-parallel groups: powers of two of like devices of a node."""
+    if asked:
+        return tuple(sorted({1, *asked}))
+
+    def key(device: Device) -> tuple[str, int | None, int]:
+        return device.label, device.memory_bytes, device.node
+
+    largest = max(collections.Counter(map(key, cluster.devices)).values())
+    return tuple(2**k for k in range(min(largest, _MAX_TENSOR).bit_length()))
+
+
+def chain_work(
+    job: JobContext,
+    sizes: Sequence[int],
+    tensors: Sequence[int],
+    num_segments: int,
+    sums: SumsForm,
+) -> tuple[ChainWork, tuple[str, ...]]:
+    """The job's chain at every size, as the search takes it, and what could not be cut."""
+    chains: dict[tuple[int, int], tuple[LayerSize, ...]] = {}
+    sent: dict[tuple[int, int], tuple[float, ...]] = {}
+    names: tuple[str, ...] = ()
+    said: dict[str, None] = {}
+    solved: dict[int, Sharded] = {}
+    for size in sorted(sizes, reverse=True):  # the largest sends most, so its cut is what matters
+        graph = job.graph(size)
+        opened = graph_of(graph)
+        chain = segments(opened, num_segments)
+        names = names or tuple(s.name for s in chain)
+        kept = kept_bytes(opened, chain, job.functional(size).trained_places)
+        for tensor in tensors:
+            try:
+                cut = shard_graph(graph, *split_over(graph, tensor), like=solved.get(tensor))
+            except (AnnotationError, PlanError) as error:
+                said[f"tensor {tensor}: not tried: {str(error).splitlines()[0]}"] = None
+                continue
+            solved.setdefault(tensor, cut)
+            chains[size, tensor] = layer_sizes(opened, chain, cut.over(opened), kept=kept)
+            total = sum(s.flops for s in chain) or 1.0
+            bytes_sent = sum(axis.sent_bytes for axis in cut.axes.values())
+            sent[size, tensor] = tuple(bytes_sent * s.flops / total for s in chain)
+    param_bytes = tree_bytes(job.functional(sizes[0]).params)
+    state_bytes = job.optimizer_bytes(sizes[0])
+    work = ChainWork(
+        layers=names,
+        sizes=chains,
+        sent_bytes=sent,
+        input_bytes={size: job.batch_bytes(size) for size in sizes},
+        batch_size=job.batch_size,
+        # Itself, its gradient, what gradients are summed in, the optimizer's state.
+        state_factor=2 + sums.num_parts + state_bytes / max(1, param_bytes),
+        reduce_factor=sums.travel_factor,
+    )
+    return work, tuple(said)
+
+
+def _completed(
+    job: JobContext,
+    cluster: Cluster,
+    found: Proposal,
+    num_segments: int,
+    sums: SumsForm,
+    said: Sequence[str],
+) -> Plan:
+    own, num_stages = found.alternative, len(found.cuts)
+    graph = job.graph(own.microbatch_size)
+    inner, roles = split_over(graph, own.tensor)
+    structure = ReplicaGroups(replicas=found.replicas, axes=inner, roles=roles)
+    if num_stages > 1:
+        ends = (*found.cuts[1:], len(segments(graph_of(graph), num_segments)))
+        request = PipelineRequest(
+            num=num_stages,
+            recompute=own.recompute,
+            num_segments=num_segments,
+            cut=tuple(b - a for a, b in zip(found.cuts, ends, strict=True)),
+        )
+        structure = dataclasses.replace(
+            structure, axes=(("stage", num_stages), *inner), pipeline=request
+        )
+    return complete(
+        graph,
+        structure,
+        cluster=cluster,
+        batch_size=job.batch_size,
+        microbatch_size=own.microbatch_size,
+        sums=sums,
+        optimizer_bytes=job.optimizer_bytes(own.microbatch_size),
+        counts=found.counts,
+        starts=found.starts,
+        prediction=found.prediction,
+        runners_up=found.runners_up,
+        reasons=(*found.reasons, *said),
+    )
+
+
+def _step_seconds(found: FoundPlan | None) -> float:
+    known = found.plan.prediction if found is not None else None
+    return math.inf if known is None else known.step_seconds
+
+
+def _beside(shared: SharingCopies, whole: FoundPlan | None) -> Plan:
+    """Copies that share their state, with the best plan of whole state as their runner-up."""
+    plan, known = shared.plan, shared.plan.prediction
+    assert known is not None
+    bound = shared.bound_seconds
+    others: tuple[RunnerUp, ...] = ()
+    if whole is None:
+        said = "no plan with whole state fits, or can be as settings ask"
+    else:
+        before = whole.plan.prediction
+        assert before is not None
+        bound = min(bound, before.bound_seconds)
+        words = f"microbatches of {whole.plan.microbatch_size}, {whole.plan.mesh_in_words}"
+        best = RunnerUp(description=words, step_seconds=before.step_seconds)
+        others = (best, *whole.plan.runners_up)
+        said = f"with whole state the best plan takes {before.step_seconds:.4g} s"
+    return plan.replaced(
+        prediction=known.model_copy(update={"bound_seconds": bound}),
+        runners_up=(*others, *plan.runners_up),
+        reasons=(f"copies of one device each: {said}", *plan.reasons),
+    )

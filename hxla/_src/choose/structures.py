@@ -1,0 +1,302 @@
+"""Makers of plans: how devices share a model, by annotations, by a mesh, by a number of stages.
+
+A structure says which devices hold a copy of the model and what its mesh axes are for; `complete`
+makes the plan of it.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..cluster.cluster import Cluster
+from ..core.config import ClusterConfig
+from ..core.errors import ConfigError, PlanError
+from ..core.types import DATA_AXIS, STAGE_AXIS
+from ..core.whole_numbers import check_whole_numbers
+from ..graph.graph import Graph
+from ..plan.axis_assignment import Axes
+from ..plan.parts import Role
+from ..plan.rules import RuleSet
+from .mesh_axes import BATCH_AXES, axes_of_annotations, roles_of_mesh
+from .pipeline_request import PipelineRequest
+
+Ranks = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplicaGroups:
+    """How devices share a model.
+
+    Attributes:
+        replicas: Ranks of each copy's devices, in the order of the axes.
+        axes: Mesh axes inside a copy, with their sizes.
+        roles: For each of them but `stage`, the part of each TaskGraph.
+        rules: Decide which parameters the axes cut; None: what needs least communication.
+        pipeline: How the stages are cut, where there are any.
+        shares: The ratio in which the devices of a copy share what is cut, where it is known.
+        shares_are: `stated`, or `measured` in a trial.
+        reasons: What to say about it in the plan.
+    """
+
+    replicas: tuple[Ranks, ...]
+    axes: Axes = ()
+    roles: Mapping[str, tuple[Role, ...]] = dataclasses.field(default_factory=dict)
+    rules: RuleSet | None = None
+    pipeline: PipelineRequest | None = None
+    shares: tuple[int, ...] = ()
+    shares_are: str = "stated"
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def inner(self) -> Axes:
+        """The axes inside a copy, or inside each of its stages."""
+        return tuple(axis for axis in self.axes if axis[0] != STAGE_AXIS)
+
+
+def structure_of(
+    graph: Graph,
+    cluster: Cluster,
+    config: ClusterConfig,
+    request: PipelineRequest,
+    axes: Axes | None,
+    grid: np.ndarray,
+    rules: RuleSet | None,
+) -> ReplicaGroups:
+    """What arguments and annotations say together.
+
+    Args:
+        cluster: All of its devices are used.
+        axes: Of a mesh, names and sizes; None: there is none.
+        grid: Ranks of the mesh's devices.
+        rules: Decide which parameters the inner axes cut.
+
+    Raises:
+        ConfigError: If they contradict each other.
+        PlanError: If the devices do not fit.
+    """
+    if axes is not None and set(dict(axes)) != {DATA_AXIS}:
+        return from_mesh(graph, axes, grid, rules, request)
+    if rules is not None:
+        raise ConfigError(
+            f"rules {rules.name!r} need a mesh whose axes they name, such as "
+            f"mesh={{'data': {len(cluster.devices)}, 'tensor': 1}}"
+        )
+    if request.num:
+        check_unannotated(graph, f"stages={request.num}")
+    if request.is_asked:
+        return pipelined(range(len(cluster.devices)), request)
+    return from_annotations(graph, cluster, config, request)
+
+
+def shares_of(mesh: Mapping[str, Any] | None) -> tuple[int, ...]:
+    """The ratio that a mesh states for one of its axes, `{"tensor": (2, 1)}`; empty: none.
+
+    Raises:
+        ConfigError: If it states several, or one between copies of the model.
+    """
+    stated = {str(n): s for n, s in (mesh or {}).items() if isinstance(s, tuple | list)}
+    check_whole_numbers(
+        1,
+        **{f"mesh axis {n}, share {i}": s for n, own in stated.items() for i, s in enumerate(own)},
+    )
+    if len(stated) > 1:
+        raise ConfigError(f"the mesh states shares for {', '.join(stated)}: one axis may have them")
+    for name, own in stated.items():
+        if name in (DATA_AXIS, STAGE_AXIS, *BATCH_AXES):
+            raise ConfigError(
+                f"the mesh states shares {tuple(own)} for {name!r}, which cuts no parameters: "
+                "counts= are for copies of the model, stages= for stages"
+            )
+        if len(own) == 0:
+            raise ConfigError(f"the mesh states no share for {name!r}: give one for each device")
+        return tuple(map(int, own))
+    return ()
+
+
+def grid_of(mesh: Mapping[str, Any], num_devices: int) -> tuple[Axes, np.ndarray]:
+    """Axes of a mesh over all devices, and the ranks of its devices.
+
+    Raises:
+        PlanError: If it takes another number of devices.
+    """
+    axes = tuple(
+        (str(n), len(s) if isinstance(s, tuple | list) else int(s)) for n, s in mesh.items()
+    )
+    size = math.prod(s for _, s in axes)
+    if size != num_devices:
+        raise PlanError(f"mesh {dict(axes)} takes {size} devices, there are {num_devices}")
+    return axes, np.arange(num_devices).reshape([s for _, s in axes])
+
+
+def replicated(ranks: Sequence[int]) -> ReplicaGroups:
+    """Every device a copy."""
+    return ReplicaGroups(replicas=tuple((rank,) for rank in ranks))
+
+
+def from_annotations(
+    graph: Graph, cluster: Cluster, config: ClusterConfig, request: PipelineRequest
+) -> ReplicaGroups:
+    """What `replicate` and `split` ask for.
+
+    Args:
+        cluster: All of its devices are used.
+        request: How a pipeline is to run, where the annotations make one.
+
+    Raises:
+        PlanError: If the devices do not fit.
+    """
+    virtual, axes, roles = axes_of_annotations(
+        graph,
+        len(cluster.devices),
+        nodes=devices_of_nodes(cluster),
+        share=config.share_devices,
+        prefer_intra_node=config.prefer_intra_node,
+        layout=config.layout,
+    )
+    if not axes:
+        return replicated(range(len(cluster.devices)))
+    if axes[0][0] == STAGE_AXIS:
+        own = dataclasses.replace(request, num=axes[0][1], by_annotations=True)
+        if axes[1:]:
+            whole = [virtual.replica(i) for i in range(virtual.num_replicas)]
+            return _pipelines(whole, own, axes[1:], roles)
+        groups = [pipeline for tasks in virtual.devices for pipeline in zip(*tasks, strict=True)]
+        return _pipelines(groups, own)
+    replicas = tuple(virtual.replica(i) for i in range(virtual.num_replicas))
+    return ReplicaGroups(replicas=replicas, axes=axes, roles=roles)
+
+
+def pipelined(ranks: Sequence[int], request: PipelineRequest) -> ReplicaGroups:
+    """Pipelines of consecutive devices.
+
+    Raises:
+        PlanError: If the devices are no multiple of the stages.
+    """
+    num = request.num
+    if num < 2 or len(ranks) % num:
+        fitting = [n for n in range(2, len(ranks) + 1) if len(ranks) % n == 0]
+        raise PlanError(
+            f"{len(ranks)} devices cannot make pipelines of {num} stages: use "
+            f"{' or '.join(map(str, fitting)) or 'at least two devices and as many'} stages, or "
+            "leave devices out with cluster.visible_devices"
+        )
+    return _pipelines([tuple(ranks[i : i + num]) for i in range(0, len(ranks), num)], request)
+
+
+def from_mesh(
+    graph: Graph,
+    axes: Axes,
+    grid: np.ndarray,
+    rules: RuleSet | None,
+    request: PipelineRequest,
+) -> ReplicaGroups:
+    """A user's own mesh: `data` between copies of the model, the other axes inside.
+
+    Args:
+        axes: Names and sizes, in the order of the grid's dimensions.
+        rules: Decide which parameters the inner axes cut; None: the annotations do.
+        request: How a pipeline is to run, where the mesh has an axis `stage` or stages are asked
+            for.
+
+    Raises:
+        ConfigError: If the stages asked for are not those of the mesh.
+        PlanError: If nothing says what the inner axes are for.
+    """
+    sizes = dict(axes)
+    num_stages = sizes.get(STAGE_AXIS, 0)
+    if request.num not in (0, num_stages):
+        has = f"an axis of {num_stages}" if num_stages else "none"
+        raise ConfigError(
+            f"stages={request.num} need a mesh axis {STAGE_AXIS!r} of that size, the mesh has "
+            f"{has}: make one, or leave the mesh out"
+        )
+    names = list(sizes)
+    inside = sorted((n for n in names if n != DATA_AXIS), key=lambda n: n != STAGE_AXIS)
+    first = [DATA_AXIS] if DATA_AXIS in sizes else []
+    grid = grid.transpose([names.index(n) for n in (*first, *inside)])
+    rows = [tuple(map(int, row.flat)) for row in (grid if first else grid[None])]
+    own = tuple((n, sizes[n]) for n in inside)
+    if num_stages:
+        return _staged(graph, rows, own, rules, dataclasses.replace(request, num=num_stages))
+    roles = roles_of_mesh(graph, own, by_rules=rules is not None)
+    return ReplicaGroups(replicas=tuple(rows), axes=own, roles=roles, rules=rules)
+
+
+def _staged(
+    graph: Graph,
+    rows: Sequence[Ranks],
+    axes: Axes,
+    rules: RuleSet | None,
+    request: PipelineRequest,
+) -> ReplicaGroups:
+    if request.num < 2:
+        raise PlanError(
+            f"the mesh axis {STAGE_AXIS!r} has size {request.num}: a pipeline has at least two "
+            "stages, leave the axis out"
+        )
+    inner = tuple(axis for axis in axes[1:] if axis[1] > 1)
+    batch_axes = [name for name, _ in inner if name in BATCH_AXES]
+    if batch_axes:
+        raise PlanError(
+            f"the mesh axes {', '.join(batch_axes)} would cut the batch inside a stage, which "
+            f"hxla does not lower: use {DATA_AXIS!r} for copies of the pipeline, and axes that cut "
+            "parameters, such as 'tensor', inside stages"
+        )
+    counted = [t.label for t in graph.task_graphs if t.device_count]
+    if counted:
+        raise ConfigError(
+            f"the mesh's axis {STAGE_AXIS!r} cuts a model that annotations cut already "
+            f"({', '.join(counted)}): leave the mesh out, or the counts of the annotations"
+        )
+    roles = roles_of_mesh(graph, inner, by_rules=rules is not None)
+    return _pipelines(rows, request, inner, roles, rules)
+
+
+def _pipelines(
+    groups: Sequence[Ranks],
+    request: PipelineRequest,
+    inner: Axes = (),
+    roles: Mapping[str, tuple[Role, ...]] | None = None,
+    rules: RuleSet | None = None,
+) -> ReplicaGroups:
+    """Of devices in the order of stages, and within a stage in that of the inner axes."""
+    size = math.prod(n for _, n in inner)
+    request.check_inside(size)
+    reasons: tuple[str, ...] = ()
+    if size > 1 and not request.recompute:
+        reasons = (f"forwards run again: stages of {size} devices keep no residuals",)
+        request = dataclasses.replace(request, recompute=True)
+    return ReplicaGroups(
+        replicas=tuple(groups),
+        axes=((STAGE_AXIS, request.num), *inner),
+        roles=roles or {},
+        rules=rules,
+        pipeline=request,
+        reasons=reasons,
+    )
+
+
+def check_unannotated(graph: Graph, what: str) -> None:
+    """How devices share the model is asked for in one way only.
+
+    Args:
+        what: That asks for it besides annotations.
+
+    Raises:
+        ConfigError: If the model is annotated.
+    """
+    annotated = [t.label for t in graph.task_graphs if t.strategy == "split" or t.device_count]
+    if annotated:
+        raise ConfigError(
+            f"{what} cuts a model that annotations cut already ({', '.join(annotated)}): remove "
+            f"the annotations, or leave {what.split('=')[0]} out"
+        )
+
+
+def devices_of_nodes(cluster: Cluster) -> list[int]:
+    """How many consecutive devices each node has."""
+    return [len(list(same)) for _, same in itertools.groupby(d.node for d in cluster.devices)]

@@ -1,0 +1,1 @@
+"""Devices: described, detected, measured."""

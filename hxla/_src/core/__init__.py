@@ -1,0 +1,1 @@
+"""Values, errors and settings that every room shares."""

@@ -1,0 +1,273 @@
+"""The one reader of files from outside, and what is wrong with a table that a person wrote."""
+
+import difflib
+import json
+import os
+import pathlib
+import re
+import stat
+import tomllib
+import typing
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+from urllib.request import url2pathname
+
+import pydantic
+
+MOST_JSON_BYTES = 1 << 24
+MOST_TOML_BYTES = 1 << 19
+MOST_DUMP_BYTES = 1 << 28
+_MOST_VALUES = 1_000_000  # of a JSON text: each takes a hundred bytes of memory
+_MOST_DEPTH = 64
+_MOST_RATIO = 100  # of unpacked to packed bytes; text of programs has 10 to 20
+_UNPACKED_BYTES = 1 << 24  # that any file may unpack to
+# Keys of many parts take tomllib quadratic time. Atomic groups: the pattern itself takes linear.
+_LONG_KEY = re.compile(
+    rf"""(?<![\w-])(?:(?>[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{_MOST_DEPTH}}}"""
+)
+
+# What stands before the colon of an address; one letter is a drive. A `pathlib.Path` of an address
+# has one slash.
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/.*)", re.DOTALL)
+
+Refuse = Callable[[str], Exception]  # makes the error that is raised; is given what is wrong
+
+
+def local_path(path: Any, what: str, error: type[Exception]) -> pathlib.Path:
+    """Where to write: a path of this machine, with the user's own folder for `~`.
+
+    Args:
+        path: As the user gave it; `file:///...` is a path too.
+        what: What it is, in the error's words.
+        error: What to raise for what is no path, or one of another place.
+    """
+
+    def refused(why: str) -> Exception:
+        return error(f"{what}={str(path)!r} {why}")
+
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise error(f"{what}={path!r} is no path")
+    text = os.fspath(path)
+    if found := _ADDRESS.fullmatch(text):
+        host = re.match("//([^/]*)", found[2])
+        if found[1].lower() != "file" or (host and host[1] not in ("", "localhost")):
+            raise refused(
+                "is an address, and hxla writes to paths of this machine: mount what it names, or "
+                "write here and copy"
+            )
+        text = url2pathname(found[2][host.end() :] if host else found[2])
+    if not text.strip():
+        raise refused("is empty: name a folder, '.' for the one that the process is in")
+    if text.startswith("$"):
+        raise refused("is no path before its variable is replaced: pass os.path.expandvars(...)")
+    if text.startswith("~"):
+        text = os.path.expanduser(text)
+        if text.startswith("~"):
+            raise refused("names a user that is not known here")
+    return pathlib.Path(text)
+
+
+def read_bytes(path: str | os.PathLike[str], most_bytes: int, refuse: Refuse) -> bytes:
+    """What a regular file holds.
+
+    Args:
+        path: Of the file. A pipe, a device or a folder is refused, without waiting for it.
+        most_bytes: A larger file is refused before it is read.
+    """
+    try:
+        # Opening a pipe without a writer would wait for one.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise refuse("is no regular file")
+            data = file.read(most_bytes + 1)
+    except OSError as error:
+        raise refuse(f"cannot be read: {error.strerror}") from None
+    except ValueError:  # of a path with a zero byte
+        raise refuse("cannot be read: it is no path") from None
+    if len(data) > most_bytes:
+        raise refuse(
+            f"is larger than {most_bytes >> 10:,} KiB, the most that is read of such a file"
+        )
+    return data
+
+
+def read_text(path: str | os.PathLike[str], most_bytes: int, refuse: Refuse) -> str:
+    """Likewise, of a file of UTF-8 text."""
+    try:
+        return read_bytes(path, most_bytes, refuse).decode()
+    except UnicodeDecodeError as error:
+        raise refuse(f"is no text: {error}") from None
+
+
+def read_json(path: str | os.PathLike[str], refuse: Refuse) -> Any:
+    """The value of a JSON file; keys that are given several times are refused."""
+    value, repeated = parse_json(read_bytes(path, MOST_JSON_BYTES, refuse), refuse)
+    if repeated:
+        raise refuse("has keys that are given several times: " + ", ".join(repeated[:10]))
+    return value
+
+
+def parse_json(
+    text: str | bytes,
+    refuse: Refuse,
+    *,
+    most_bytes: int = MOST_JSON_BYTES,
+    most_values: int = _MOST_VALUES,
+) -> tuple[Any, list[str]]:
+    """The value of a JSON text, and the keys that it gives several times, each in words."""
+    repeated: list[str] = []
+
+    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            times = Counter(key for key, _ in pairs)
+            repeated.extend(f"{key[:60]}: given {n} times" for key, n in times.items() if n > 1)
+        return found
+
+    data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+    num = sum(map(data.count, (b"[", b"{", b",")))
+    if len(data) > most_bytes or num > most_values:
+        raise refuse(
+            f"holds {num:,} values in {len(data) >> 20} MiB, the most that is read is "
+            f"{most_values:,} in {most_bytes >> 20} MiB"
+        )
+    try:
+        value = json.loads(text, object_pairs_hook=table)
+    except RecursionError:
+        raise refuse(_nested()) from None
+    except ValueError as error:
+        raise refuse(f"is no JSON: {error}") from None
+    _check_depth(value, refuse)
+    return value, repeated
+
+
+def read_toml(path: str | os.PathLike[str], refuse: Refuse) -> dict[str, Any]:
+    """The table of a TOML file."""
+    text = read_text(path, MOST_TOML_BYTES, refuse)
+    if _LONG_KEY.search(text):
+        raise refuse(_nested())
+    try:
+        table = tomllib.loads(text)
+    except RecursionError:
+        raise refuse(_nested()) from None
+    except ValueError as error:
+        raise refuse(f"is not TOML: {error}") from None
+    _check_depth(table, refuse)
+    return table
+
+
+def _nested() -> str:
+    return f"is nested more than {_MOST_DEPTH} levels deep"
+
+
+def _check_depth(value: Any, refuse: Refuse) -> None:
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > _MOST_DEPTH:
+            raise refuse(_nested())
+        level = [x for item in level for x in _inside(item)]
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return (x for x in inner if isinstance(x, dict | list))
+
+
+def unpack(data: bytes) -> tuple[bytes, str]:
+    """What gzip packed, and what is wrong with it in words, or nothing; unpacks no bomb.
+
+    Args:
+        data: The packed bytes; of ones that were cut off what is left is unpacked.
+
+    Raises:
+        ValueError: If they are none, or unpack to too much.
+    """
+    most = min(MOST_DUMP_BYTES, max(_UNPACKED_BYTES, _MOST_RATIO * len(data)))
+    found, rest = bytearray(), data
+    while True:  # a file may be several packed ones after each other
+        unpacking = zlib.decompressobj(wbits=31)  # gzip's format
+        try:
+            found += unpacking.decompress(rest, most + 1 - len(found))
+        except zlib.error as error:
+            raise ValueError(str(error)) from None
+        if len(found) > most:
+            raise ValueError(f"it unpacks to more than {most >> 20} MiB from {len(data):,} bytes")
+        rest = unpacking.unused_data.lstrip(b"\0")
+        if not rest:
+            return bytes(found), "" if unpacking.eof else "it was cut off"
+
+
+def named(what: str, path: str | os.PathLike[str], error: type[Exception]) -> Refuse:
+    """Makes errors that begin with what kind of file it is and its path."""
+    return lambda words: error(f"{what} {pathlib.Path(path)} {words}")
+
+
+_MOST_LINES = 60  # of an error
+_MOST_LETTERS = 80  # of a value or a key
+
+
+def fault(failure: Mapping[str, Any], model: type[pydantic.BaseModel], source: str = "") -> str:
+    """One line: the key, what is wrong with it, and what was found or the nearest known key.
+
+    Args:
+        failure: Of `pydantic.ValidationError.errors()`.
+        source: Where the value came from, if that is worth a word.
+    """
+    path = ".".join(_brief(str(key)) for key in failure["loc"])
+    if failure["type"] == "extra_forbidden":
+        near = nearest(str(failure["loc"][-1]), _keys_beside(model, failure["loc"]))
+        return f"{path}: unknown key, did you mean {near!r}?"
+    if failure["type"] == "missing":
+        return f"{path}: missing, add it"
+    found = failure["input"]
+    told = "" if isinstance(found, dict | list) else f", found {shown(found)}"
+    return f"{path}{source}: {failure['msg'].removeprefix('Value error, ')}{told}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that is most like another."""
+    # A name of a megabyte would be compared letter by letter.
+    return difflib.get_close_matches(name[:_MOST_LETTERS], list(known), n=1, cutoff=0)[0]
+
+
+def shown(value: object) -> str:
+    """A value that was found, as Python writes it, cut off where it is long."""
+    if isinstance(value, int) and abs(value) > 10**_MOST_LETTERS:
+        return "a whole number of more than 80 digits"  # writing it out takes long, or fails
+    if isinstance(value, str | bytes):
+        value = value[:_MOST_LETTERS]
+    return _brief(repr(value))
+
+
+def listed(faults: Sequence[str]) -> str:
+    """A line for each fault, for the first of very many."""
+    more = len(faults) - _MOST_LINES
+    lines = [f"\n  {line}" for line in faults[:_MOST_LINES]]
+    return "".join(lines + ([f"\n  and {more} more"] if more > 0 else []))
+
+
+def _brief(text: str) -> str:
+    return text if len(text) <= _MOST_LETTERS + 2 else text[:_MOST_LETTERS] + "..."
+
+
+def _keys_beside(model: Any, path: Sequence[int | str]) -> list[str]:
+    for key in path[:-1]:
+        fields = [field for name, field in model.model_fields.items() if key in _names(name, field)]
+        if fields:
+            model = _model_in(fields[0].annotation) or model
+    return list(model.model_fields)
+
+
+def _names(name: str, field: Any) -> tuple[Any, ...]:
+    """What a file may call a field."""
+    alias = field.validation_alias
+    return name, *(alias.choices if isinstance(alias, pydantic.AliasChoices) else ())
+
+
+def _model_in(annotation: Any) -> Any:
+    if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
+        return annotation
+    return next(filter(None, map(_model_in, typing.get_args(annotation))), None)

@@ -1,0 +1,1 @@
+"""The user's data as microbatches."""

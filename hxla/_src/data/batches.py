@@ -1,0 +1,189 @@
+"""An iterable of global batches, read in order, whose position goes into checkpoints."""
+
+import threading
+from collections.abc import Iterable, Iterator, Sized
+
+import jax
+import numpy as np
+
+from ..core.errors import DataError
+from ..core.types import PyTree
+from .checks import as_arrays, check_alike, leading_dimension
+from .position import Position
+
+AS_IT_COMES = "as it comes"  # the order of examples that nothing shuffles
+
+
+class Batches:
+    """An iterable of global batches; the last ones read are kept.
+
+    Batches are read ahead of the step, so the states of the iterator stand in a queue: one for each
+    step that may still be the next when a checkpoint is written.
+
+    Args:
+        data: Whatever `iter` takes.
+        batch_size: Examples of a global batch.
+        num_kept: Batches that somebody may still ask for: those loaded ahead, and that of the step
+            at hand, which a re-balance asks for again with other ids.
+    """
+
+    num_examples: int | None = None
+
+    def __init__(self, data: Iterable[PyTree], batch_size: int, num_kept: int = 4):
+        self._position = Position(data)
+        #: Of a pass over the data; None: it has no length, or cannot be begun again.
+        self.num_batches = (
+            None if isinstance(data, Iterator) or not isinstance(data, Sized) else len(data)
+        )
+        self._repeats = False
+        self._batch_size, self._num_kept = batch_size, num_kept
+        self._next = 0
+        self._kept: dict[int, PyTree] = {}
+        self._states: dict[int, str | None] = {}
+        self._failure: Exception | None = None
+        self._first: PyTree = None  # shapes of the first one that was read
+        self._lock = threading.Lock()
+
+    def fetch(self, step: int, positions: np.ndarray) -> PyTree:
+        """Examples at positions of the global batch of a step."""
+        return jax.tree.map(lambda x: x[positions], self.batch(step))
+
+    def example(self) -> PyTree:
+        """One example."""
+        return self.fetch(0, np.arange(1))
+
+    def batch(self, step: int) -> PyTree:
+        """The global batch of a step.
+
+        Raises:
+            DataError: If the data ends before it or is malformed. What the data raises comes as it
+                is, and again to whoever asks later.
+        """
+        with self._lock:
+            if step in self._kept:  # whatever was met while it was read ahead
+                return self._kept[step]
+            if self._failure is not None:
+                raise self._failure
+            if step < self._next and step not in self._kept:
+                self._go_back(step)
+            try:
+                while self._next <= step:
+                    self._read(step)
+            except Exception as error:
+                self._failure = error
+                raise
+            return self._kept[step]
+
+    def state(self, step: int) -> str | None:
+        """The position before the batch of a step, if it is known.
+
+        Waits for nobody: a process that is told to leave may be stuck in its data.
+        """
+        return self._states.get(step)
+
+    def begin(self, step: int, state: str | None) -> str:
+        """Go to the first step of a session: by its state, or by reading up to it when it is asked.
+
+        Returns:
+            What the user should know of it.
+
+        Raises:
+            DataError: If the iterator does not take the state.
+        """
+        with self._lock:
+            self._failure = None
+            if state is not None:
+                self._position.go_to(state)
+                # The first one shows what an example is.
+                self._kept = {k: v for k, v in self._kept.items() if not k and step}
+                self._next, self._states = step, {step: state}
+                return f"data: goes on at global batch {step} by the state of its iterator"
+            why = self._position.problem
+            if step:
+                why = why or "the checkpoint holds no state of it"
+                return f"data: {step} global batches are read again and skipped: {why}"
+            return f"data: a resumed run reads again and skips what was seen: {why}" if why else ""
+
+    def repeat(self) -> None:
+        """Let another pass over the data follow each one."""
+        self._repeats = self.num_batches is not None
+
+    def _next_batch(self) -> PyTree:
+        try:
+            return self._position.read()
+        except StopIteration:
+            if not self._repeats or not self._next:
+                raise
+        assert self.num_batches is not None
+        if left := self._next % self.num_batches:
+            raise DataError(
+                f"data has {self.num_batches} global batches by its length, and a pass ended after "
+                f"{left}: pass steps, not epochs"
+            )
+        self._position.begin_anew()
+        return self._position.read()
+
+    def _go_back(self, step: int) -> None:
+        if not self._position.begin_anew():
+            raise DataError(
+                f"batch {step} of the data was read before, and an iterator cannot go back: pass "
+                "what can be iterated again, such as a Grain dataset or a class with __iter__"
+            )
+        self._next, self._kept, self._states = 0, {}, {}
+
+    def _read(self, step: int) -> None:
+        """Read one batch more, on the way to that of a step."""
+        if self._next not in self._states:
+            self._states[self._next] = self._position.state()
+        try:
+            read = self._next_batch()
+        except StopIteration:
+            raise DataError(
+                f"data shorter than asked: it ended after {self._next} global batches, "
+                f"step {step} needs one more; ask for fewer steps or give more data"
+            ) from None
+        name = f"global batch {self._next}"
+        batch = as_arrays(read, name)
+        size = leading_dimension(batch, name)
+        if size != self._batch_size:
+            raise DataError(
+                f"{name} holds {size} examples, batch_size is {self._batch_size}: iterables must "
+                "yield whole global batches"
+            )
+        if self._first is None:
+            self._first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+        check_alike(batch, name, self._first, "the first")
+        oldest = self._next - self._num_kept
+        # The first one shows what an example is, and initialises Linen modules.
+        self._kept = {k: v for k, v in self._kept.items() if not k or k > oldest}
+        self._kept[self._next] = batch
+        self._next += 1
+        states = self._states | {self._next: self._position.state()}
+        self._states = {k: v for k, v in states.items() if k > oldest}
+
+    def replace(self, step: int, batch: PyTree, same: PyTree) -> None:
+        """Keep a batch where another process can see it, if it is still kept."""
+        with self._lock:
+            if self._kept.get(step) is batch:
+                self._kept[step] = same
+
+    def has(self, step: int) -> bool:
+        """Whether the batch of a step is kept."""
+        return step in self._kept
+
+
+class Unmoving:
+    """What sources of random access have instead of a position."""
+
+    num_batches: int | None = None
+
+    def repeat(self) -> None:
+        """Nothing to do: a callable has no end, and all else no other order."""
+
+    def state(self, step: int) -> str | None:
+        """None: the step says it all."""
+        return None
+
+    def begin(self, step: int, state: str | None) -> str:
+        """Nothing to do, and nothing to say."""
+        return ""

@@ -1,0 +1,166 @@
+"""What an example or a batch of the user's data must be, and how it becomes arrays."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core.errors import DataError
+from ..core.types import PyTree
+from ..model.plain_arrays import is_key
+
+_SCALARS = (int, float, complex, np.generic, str, bytes, type(None))
+
+
+def leaf_name(path: Any) -> str:
+    """An array of a batch, in words."""
+    return jax.tree_util.keystr(path) or "the array"
+
+
+def as_arrays(tree: PyTree, where: str) -> PyTree:
+    """An example or a batch as host arrays that every device can hold.
+
+    A list of numbers, however deep, is an array; other lists hold arrays. A mapping that jax does
+    not know is a dictionary.
+
+    Raises:
+        DataError: With the name of what is no such array.
+    """
+
+    def made(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, Mapping):
+            return mapped(dict(leaf), path)
+        return _as_array(leaf, f"{where}: {leaf_name(path)}")
+
+    def mapped(part: PyTree, before: Any) -> PyTree:
+        own = lambda path, leaf: made((*before, *path), leaf)  # noqa: E731
+        return jax.tree_util.tree_map_with_path(own, part, is_leaf=_is_numbers)
+
+    return mapped(tree, ())
+
+
+def with_dictionaries(data: Any) -> Any:
+    """The user's data with dictionaries for mappings that jax does not know."""
+    if not isinstance(data, Mapping | tuple):
+        return data
+
+    def made(leaf: Any) -> Any:
+        return with_dictionaries(dict(leaf)) if isinstance(leaf, Mapping) else leaf
+
+    return jax.tree.map(made, data)
+
+
+def _is_numbers(x: Any) -> bool:
+    """Whether something is a list of numbers, or of such lists; texts are refused as an array."""
+    if type(x) is not list:
+        return False
+    kinds = set(map(type, x))
+    if kinds == {list}:
+        return all(map(_is_numbers, x))
+    return all(issubclass(kind, _SCALARS) for kind in kinds)
+
+
+def _as_array(x: Any, name: str) -> np.ndarray:
+    check_dtype(x, name)
+    try:
+        array = np.asarray(x)
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(x, list):
+            raise DataError(f"{name}: its lists are of unlike lengths; pad them") from None
+        raise DataError(f"{name} is no array that this process can read: {error}") from error
+    check_dtype(array, name)
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def check_dtype(x: Any, name: str) -> None:
+    """Refuse what no device can hold, or what would not be what it is there.
+
+    Args:
+        x: Anything; what has no dtype passes.
+        name: What it is, in words.
+
+    Raises:
+        DataError: With what to do.
+    """
+    dtype = getattr(x, "dtype", None)
+    if isinstance(x, np.ma.MaskedArray):
+        raise DataError(
+            f"{name} is a masked array, whose mask no device knows: fill it, x.filled(0), and pass "
+            "the mask as an array of its own"
+        )
+    if isinstance(x, jax.Array | jax.ShapeDtypeStruct) and is_key(x):
+        raise DataError(
+            f"{name} holds random keys; leave them out, and let the loss take its key as third "
+            "argument, loss(model, batch, key)"
+        )
+    if isinstance(dtype, np.dtype) and not _is_held(dtype):
+        raise DataError(
+            f"{name} has dtype {dtype}, which no device can hold; encode it as numbers of 64 bits "
+            "at most"
+        )
+
+
+def _is_held(dtype: np.dtype[Any]) -> bool:
+    is_number = jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
+    return is_number and dtype.kind != "m" and dtype.itemsize <= (16 if dtype.kind == "c" else 8)
+
+
+def leading_dimension(tree: PyTree, where: str) -> int:
+    """The one leading dimension of all arrays.
+
+    Raises:
+        DataError: If they have none, or several.
+    """
+    sizes = {
+        leaf_name(path): (leaf.shape[0] if leaf.ndim else None)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
+    if len(set(sizes.values())) != 1 or None in sizes.values():
+        listed = ", ".join(f"{k}: {v}" for k, v in sizes.items())
+        raise DataError(f"{where}: leaves need one leading dimension, found {listed}")
+    return int(next(iter(sizes.values())) or 0)
+
+
+def check_alike(tree: PyTree, where: str, first: PyTree, there: str, *, leading: int = 0) -> None:
+    """Refuse what has other arrays than the first of its kind: programs are compiled for that.
+
+    Args:
+        where: What it is, in words.
+        first: Arrays or shapes.
+        there: What that is, in words.
+        leading: The leading dimensions that may differ.
+
+    Raises:
+        DataError: With every array that differs.
+    """
+    leaves, like = jax.tree.leaves(tree), jax.tree.leaves(first)
+    pairs = [
+        (x.shape[leading:], x.dtype) == (y.shape[leading:], y.dtype)
+        for x, y in zip(leaves, like, strict=False)
+    ]
+    structures = [jax.tree.structure(t) for t in (tree, first)]
+    if all(pairs) and len(set(structures)) == 1:
+        return
+    found, wanted = _by_name(tree), _by_name(first)
+    faults = [f"{name} is missing" for name in wanted if name not in found]
+    faults += [f"{name} is not in {there}" for name in found if name not in wanted]
+    for name in (name for name in wanted if name in found):
+        x, y = found[name], wanted[name]
+        if x.shape[leading:] != y.shape[leading:]:
+            faults.append(f"{name} has shape {x.shape}, in {there} {y.shape}; pad it to one shape")
+        if _on_device(x) != _on_device(y):
+            faults.append(f"{name} is {x.dtype}, in {there} {y.dtype}")
+    if not faults and str(structures[0]) != str(structures[1]):
+        faults.append(f"its structure is {structures[0]}, in {there} {structures[1]}")
+    if faults:
+        raise DataError(f"{where}: " + "; ".join(faults))
+
+
+def _by_name(tree: PyTree) -> dict[str, Any]:
+    return {leaf_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _on_device(x: Any) -> Any:
+    return jax.dtypes.canonicalize_dtype(x.dtype)

@@ -1,0 +1,483 @@
+"""The user's data, whatever it is, as microbatches that are loaded ahead of the step.
+
+Examples form one continuous stream: position `p = step * batch_size + i` belongs to epoch `p // N`
+and reads example `permutation(epoch)[p % N]`, so nothing is dropped between epochs and the order
+is a function of seed, epoch and step alone.
+"""
+
+import concurrent.futures
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from ..core.errors import DataError
+from ..core.types import PyTree
+from ..plan.plan import Plan
+from .batches import AS_IT_COMES, Batches, Unmoving
+from .checks import (
+    as_arrays,
+    check_alike,
+    check_dtype,
+    leading_dimension,
+    leaf_name,
+    with_dictionaries,
+)
+from .host_batches import HostBatches
+from .sample_order import shuffled
+from .worker_pool import PooledExamples
+
+_KINDS = (
+    "data is one of\n"
+    "  a pytree of arrays of equal length, such as {'x': ..., 'y': ...}\n"
+    "  a sequence of examples (anything with __len__ and __getitem__, or a grain.MapDataset)\n"
+    "  a callable from index to example\n"
+    "  an iterable of global batches (a generator, a grain.IterDataset)"
+)
+
+
+class Source(Protocol):
+    """Random access to the stream of examples."""
+
+    num_examples: int | None
+    num_batches: int | None  # of an iterable that can be begun again
+    order: str  # of the examples, in words
+
+    def repeat(self) -> None:
+        """Let another pass over such an iterable follow each one."""
+
+    def fetch(self, step: int, positions: np.ndarray) -> PyTree:
+        """Examples at positions of the global batch of a step, stacked, as host arrays."""
+
+    def example(self) -> PyTree:
+        """One example with a leading dimension of 1: arrays, or shapes where data is shapes."""
+
+    def sample(self, size: int) -> PyTree | None:
+        """The first examples of the stream; None where they cannot be read at any time."""
+
+    def state(self, step: int) -> str | None:
+        """The position before a step, for a checkpoint; None where the step says it all."""
+
+    def begin(self, step: int, state: str | None) -> str:
+        """Go to the first step of a session; returns what the user should know of it."""
+
+
+def _shapes(tree: PyTree, size: int | None = None) -> PyTree:
+    """Shapes of arrays, with another leading dimension if one is given."""
+    of = lambda x: x.shape if size is None else (size, *x.shape[1:])  # noqa: E731
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(of(x), x.dtype), tree)
+
+
+def _is_arrays(data: Any) -> bool:
+    if hasattr(data, "__iter__") and not (hasattr(data, "shape") or isinstance(data, dict | tuple)):
+        return False  # a list holds examples; a generator or a dataset is no pytree
+    leaves = jax.tree.leaves(data)
+    return bool(leaves) and all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves)
+
+
+class _Arrays:
+    """A pytree of arrays; memory maps stay lazy."""
+
+    def __init__(self, data: PyTree, name: str):
+        self.num_examples: int = leading_dimension(data, name)
+        for path, x in jax.tree_util.tree_leaves_with_path(data):
+            check_dtype(x, f"{name}: {leaf_name(path)}")
+        self._name = name
+        # A jax array may be cut over devices, and rows of it are made by programs.
+        on_host = lambda x: as_arrays(x, name) if isinstance(x, jax.Array) else x  # noqa: E731
+        self._data = jax.tree.map(on_host, data)
+
+    @property
+    def is_shapes(self) -> bool:
+        """Whether it can be planned only."""
+        return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(self._data))
+
+    def take(self, indices: np.ndarray) -> PyTree:
+        if self.is_shapes:
+            raise DataError("data is shapes only: a job of them can be planned, not trained")
+        return as_arrays(jax.tree.map(lambda x: x[indices], self._data), self._name)
+
+    def example(self) -> PyTree:
+        def shape(x: Any) -> jax.ShapeDtypeStruct:
+            dtype = x.dtype.newbyteorder("=") if isinstance(x.dtype, np.dtype) else x.dtype
+            return jax.ShapeDtypeStruct((1, *x.shape[1:]), dtype)
+
+        return jax.tree.map(shape, self._data)
+
+
+class _Examples:
+    """Examples one by one, stacked."""
+
+    def __init__(self, get: Callable[[int], PyTree], num_examples: int | None):
+        self.num_examples = num_examples
+        self._get = get
+        self._first: tuple[str, PyTree] | None = None  # the first one's name and its shapes
+
+    def take(self, indices: np.ndarray) -> PyTree:
+        names = [f"example {int(i)}" for i in indices]
+        pairs = zip(names, indices, strict=True)
+        examples = [as_arrays(self._get(int(i)), name) for name, i in pairs]
+        if self._first is None:
+            self._first = names[0], _shapes(examples[0])
+        there, first = self._first
+        for name, example in zip(names, examples, strict=True):
+            check_alike(example, name, first, there)
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)
+
+    def example(self) -> PyTree:
+        return self.take(np.zeros(1, np.int64))
+
+
+class _Random(Unmoving):
+    """Random access with epochs."""
+
+    def __init__(
+        self, reader: Any, batch_size: int, seed: int, shuffle: bool, examples_per_file: int
+    ):
+        self._reader = reader
+        self._per_file = examples_per_file
+        self.num_examples: int | None = reader.num_examples
+        self._batch_size, self._seed, self._shuffle = batch_size, seed, shuffle
+        files = f" in files of {examples_per_file}" if examples_per_file > 1 else ""
+        self.order = f"shuffled{files}" if shuffle else AS_IT_COMES
+        if self.num_examples is not None and self.num_examples < batch_size:
+            raise DataError(
+                f"data holds {self.num_examples} examples, fewer than one global batch of "
+                f"{batch_size}: use a smaller batch_size or more data"
+            )
+
+    def fetch(self, step: int, positions: np.ndarray) -> PyTree:
+        stream = step * self._batch_size + np.asarray(positions, np.int64)
+        size = self._reader.num_examples
+        if size is None or not self._shuffle:
+            return self._reader.take(stream if size is None else stream % size)
+        epochs, within = np.divmod(stream, size)
+        indices = np.empty_like(within)
+        for epoch in np.unique(epochs):
+            own = epochs == epoch
+            indices[own] = shuffled(
+                within[own], size, self._per_file, seed=self._seed, epoch=int(epoch)
+            )
+        return self._reader.take(indices)
+
+    def example(self) -> PyTree:
+        return self._reader.example()
+
+    def sample(self, size: int) -> PyTree | None:
+        return self.fetch(0, np.arange(size))
+
+
+def _grain(data: Any, kind: str) -> bool:
+    """Whether data is a Grain dataset of a kind, without importing Grain."""
+    grain = sys.modules.get("grain")
+    return grain is not None and isinstance(data, getattr(grain, kind))
+
+
+def _is_batched(data: Any) -> bool:
+    """Whether a Grain dataset, or one that it is made of, puts examples together."""
+    parents = getattr(data, "parents", ())
+    return type(data).__name__ == "BatchMapDataset" or any(map(_is_batched, parents))
+
+
+def _refuse_known(data: Any, name: str, batch_size: int) -> None:
+    """Say what to write instead of what is often given, and is not what it seems to be."""
+    if inspect.isgeneratorfunction(data):
+        called = f"{data.__name__}()"
+        raise DataError(f"{name} is a generator function: call it, {name}={called}")
+    if isinstance(data, type):
+        raise DataError(f"{name} is the class {data.__name__}: pass an instance of it")
+    if isinstance(data, list) and 0 < len(data) < batch_size and _is_arrays(tuple(data)):
+        sizes = {x.shape[0] if x.ndim else 0 for x in jax.tree.leaves(data)}
+        if sizes == {batch_size} and not hasattr(data[0], "shape"):
+            raise DataError(
+                f"{name} is a list of {len(data)} global batches, and a list is a sequence of "
+                f"examples: pass iter(...) of it, {name}=iter(batches)"
+            )
+        if len(sizes) == 1 and min(sizes) >= batch_size:
+            raise DataError(
+                f"{name} is a list of {len(data)} arrays of {min(sizes)} rows each, and a list is "
+                "a sequence of examples: for columns pass a tuple, (x, y), or a dictionary, "
+                "{'x': x, 'y': y}, which each batch then is too"
+            )
+    if isinstance(data, dict) and any(isinstance(x, list) for x in data.values()):
+        raise DataError(f"{name} is a dictionary of lists: make them arrays, numpy.asarray(...)")
+    if hasattr(data, "iloc") and hasattr(data, "columns"):
+        raise DataError(
+            f"{name} is a table ({type(data).__name__}): pass its columns as arrays, "
+            "{'x': table['x'].to_numpy(), ...}"
+        )
+    if callable(data) and not hasattr(data, "__getitem__"):
+        try:
+            inspect.signature(data).bind(0)
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"{name} is a function that cannot be called with the index of an example "
+                f"({error}); {_KINDS}"
+            ) from error
+
+
+def _reader(data: Any, num_examples: int | None, name: str) -> Any:
+    """Random access to examples, or None if `data` offers none."""
+    if _is_arrays(data):
+        return _Arrays(data, name)
+    is_sequence = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if is_sequence and not isinstance(data, dict | str | bytes):
+        return _Examples(data.__getitem__, len(data))
+    if callable(data):
+        return _Examples(data, num_examples)
+    return None
+
+
+def _pooled(reader: Any, num_workers: int) -> Any:
+    """Examples made by worker processes, if there are to be some; arrays need none."""
+    if not num_workers or (isinstance(reader, _Arrays) and reader.is_shapes):
+        return reader
+    if isinstance(reader, _Arrays):
+        raise DataError(
+            f"data.workers={num_workers}: the data is arrays, of which nothing is to be made: "
+            "leave it at 0"
+        )
+    return PooledExamples(reader, num_workers)
+
+
+def as_source(
+    data: Any,
+    *,
+    batch_size: int,
+    seed: int,
+    shuffle: bool = True,
+    num_examples: int | None = None,
+    examples_per_file: int = 1,
+    num_kept: int = 4,
+    is_shared: bool = True,
+    num_workers: int = 0,
+) -> Source:
+    """Recognise the user's data.
+
+    Args:
+        data: See the module and `DataError`'s list of kinds.
+        batch_size: Examples of a global batch.
+        seed: Of the order.
+        shuffle: Whether random-access data is shuffled anew each epoch. A `grain.MapDataset` keeps
+            its own order, and a callable without `num_examples` has no epochs to shuffle.
+        num_examples: Of a callable that is to have epochs.
+        examples_per_file: Examples that stay together when they are shuffled.
+        num_kept: Of an iterable, global batches that are kept for who asks late.
+        is_shared: Whether the processes of a host read an iterable once, together.
+        num_workers: Processes of a host that make examples; 0: a thread of each process does.
+
+    Raises:
+        DataError: If it is none of the kinds, malformed, or smaller than one global batch.
+    """
+    data = with_dictionaries(data)
+    _refuse_known(data, "data", batch_size)
+    reader = None if _grain(data, "MapDataset") else _reader(data, num_examples, "data")
+    if examples_per_file > 1 and (reader is None or reader.num_examples is None):
+        raise DataError(
+            f"io.examples_per_file={examples_per_file} says how hxla shuffles, but this data "
+            f"({type(data).__name__}) brings its own order: leave it at 1, or give random access "
+            "(arrays, a sequence, or a callable with num_examples)"
+        )
+    if _grain(data, "MapDataset"):
+        if _is_batched(data):
+            raise DataError(
+                "data is a grain.MapDataset of batches: hxla makes its own, leave out .batch(...)"
+            )
+        is_endless = len(data) == sys.maxsize  # it was repeated already
+        if len(data) < batch_size:
+            raise DataError(
+                f"data holds {len(data)} examples, fewer than one global batch of {batch_size}"
+            )
+        # Its own repeat reshuffles each epoch, so it is asked for unbounded positions.
+        every = data if is_endless else data.repeat()
+        own = _pooled(_Examples(every.__getitem__, None), num_workers)
+        source = _Random(own, batch_size, seed, False, 1)
+        source.num_examples = None if is_endless else len(data)
+        return source
+    if reader is not None:
+        own_order = shuffle and reader.num_examples is not None
+        reader = _pooled(reader, num_workers)
+        return _Random(reader, batch_size, seed, own_order, examples_per_file)
+    if hasattr(data, "__iter__") and not isinstance(data, dict | str | bytes):
+        if num_workers:
+            raise DataError(
+                f"data.workers={num_workers}: an iterable ({type(data).__name__}) is read in "
+                "order by one process of each host. Let it have processes of its own "
+                "(grain.IterDataset.mp_prefetch), which are then the host's, or give random access"
+            )
+        return HostBatches(Batches(data, batch_size, num_kept), is_shared=is_shared)
+    raise DataError(f"data is {type(data).__name__}; {_KINDS}")
+
+
+def num_steps(source: Source, *, batch_size: int, epochs: int) -> int:
+    """Steps of so many epochs: whole global batches of the continuous stream.
+
+    An iterable is then begun again at the end of each.
+
+    Raises:
+        DataError: If the length of the data is unknown.
+    """
+    if source.num_examples is not None:
+        return epochs * source.num_examples // batch_size
+    if source.num_batches is None:
+        raise DataError(
+            "epochs need data of known length: pass steps, num_examples with a callable, or an "
+            "iterable that has a length and begins anew whenever it is iterated"
+        )
+    source.repeat()
+    return epochs * source.num_batches
+
+
+def eval_batches(data: Any, microbatch_size: int) -> tuple[int, Callable[[int], PyTree]]:
+    """One pass in order; the last microbatch may be shorter.
+
+    Args:
+        data: Any kind of data but an unbounded one; an iterable is read whole.
+        microbatch_size: Examples of all but the last microbatch.
+
+    Returns:
+        The number of examples, and a function from microbatch id to microbatch.
+    """
+    return _in_order(_bounded(data, "eval_data", microbatch_size), microbatch_size)
+
+
+def _bounded(data: Any, name: str, size: int) -> Any:
+    """Random access to data of any kind but an unbounded one; an iterable is read whole."""
+    data = with_dictionaries(data)
+    _refuse_known(data, name, size)
+    reader = _reader(data, None, name)
+    if reader is None and hasattr(data, "__iter__") and not isinstance(data, dict | str | bytes):
+        reader = _Arrays(_read_whole(data, name), name)
+    if reader is None:
+        raise DataError(f"{name} is {type(data).__name__}; {_KINDS}")
+    if not reader.num_examples:
+        raise DataError(f"{name} needs a known length of at least one example")
+    return reader
+
+
+def _read_whole(data: Iterable[PyTree], name: str) -> PyTree:
+    batches: list[PyTree] = []
+    for batch in data:
+        where = f"{name}, batch {len(batches)}"
+        batches.append(as_arrays(batch, where))
+        leading_dimension(batches[-1], where)
+        check_alike(batches[-1], where, batches[0], "batch 0", leading=1)
+    if not batches:
+        again = ", or was read before: an iterator is read once" if is_iterator(data) else ""
+        raise DataError(f"{name} is empty{again}")
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
+
+
+def _in_order(reader: Any, microbatch_size: int) -> tuple[int, Callable[[int], PyTree]]:
+    size: int = reader.num_examples
+
+    def fetch(index: int) -> PyTree:
+        start = index * microbatch_size
+        return reader.take(np.arange(start, min(start + microbatch_size, size)))
+
+    return size, fetch
+
+
+def is_iterator(data: Any) -> bool:
+    """Whether data can be read once only, as a generator can."""
+    return isinstance(data, Iterator)
+
+
+class Loader:
+    """Loads this process's microbatches ahead of the step, in the background.
+
+    Args:
+        num_steps: Steps of the run: nothing is loaded beyond them.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        microbatch_size: int,
+        num_steps: int,
+        depth: int = 2,
+    ):
+        self._source, self._size = source, microbatch_size
+        self._num_steps, self._depth = num_steps, depth
+        # One thread keeps the order of steps, which iterables need.
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, "hxla-loader")
+        self._pending: dict[tuple[int, int], concurrent.futures.Future[dict[int, PyTree]]] = {}
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the thread that loads."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _load(self, step: int, ids: list[int]) -> dict[int, PyTree]:
+        """Several microbatches in one read: a call of the source costs more than an example."""
+        positions = [np.arange(i * self._size, (i + 1) * self._size) for i in ids]
+        leaves, treedef = jax.tree.flatten(self._source.fetch(step, np.concatenate(positions)))
+        parts = [np.split(leaf, len(ids)) for leaf in leaves]
+        return {
+            index: jax.tree.unflatten(treedef, own)
+            for index, own in zip(ids, zip(*parts, strict=True), strict=True)
+        }
+
+    def start(self, step: int, ids: Sequence[int]) -> None:
+        """Begin to load a step's microbatches and those of the steps after it."""
+        for ahead in range(step, min(step + self._depth, self._num_steps)):
+            missing = [index for index in ids if (ahead, index) not in self._pending]
+            if missing:
+                loading = self._pool.submit(self._load, ahead, missing)
+                self._pending |= dict.fromkeys([(ahead, index) for index in missing], loading)
+
+    def get(self, step: int, ids: Sequence[int]) -> list[PyTree]:
+        """Microbatches of a step, in the order of ids; those of later steps go on loading.
+
+        Raises:
+            DataError: And whatever else the user's data raises.
+        """
+        self.start(step, ids)
+        batches = [self._pending[step, index].result()[index] for index in ids]
+        wanted = set(ids)
+        for key in [k for k in self._pending if k[0] <= step or k[1] not in wanted]:
+            del self._pending[key]
+        self.start(step + 1, ids)
+        return batches
+
+
+def cut_batch(
+    batch: PyTree, ids: Sequence[range], plan: Plan, name: str, first: PyTree
+) -> list[list[PyTree]]:
+    """Microbatches of a global batch for each local copy of the model.
+
+    Args:
+        ids: Of the microbatches of each copy.
+        name: What the batch is, in words.
+        first: Arrays of the first examples of the job's data.
+
+    Raises:
+        DataError: If it is malformed, no global batch, or has other arrays than the data.
+    """
+    if isinstance(batch, Mapping | tuple):
+        reader: Any = _Arrays(as_arrays(batch, name), name)
+    else:
+        reader = _bounded(batch, name, plan.batch_size)
+    size, fetch = _in_order(reader, plan.microbatch_size)
+    if size != plan.batch_size:
+        raise DataError(f"{name} holds {size} examples, batch_size is {plan.batch_size}")
+    found, wanted = (_shapes(x, size) for x in (reader.example(), first))
+    check_alike(found, name, wanted, "the job's data")
+    return [[fetch(i) for i in own] for own in ids]
+
+
+def num_tokens(batches: Sequence[Sequence[PyTree]], num_microbatches: int) -> int:
+    """Entries of the largest integer matrix of a global batch: its tokens, if it has any."""
+    some = next((b for own in batches for b in own), None)
+    leaves = [x for x in jax.tree.leaves(some) if hasattr(x, "dtype")]
+    sizes = [x.size for x in leaves if x.ndim == 2 and np.issubdtype(x.dtype, np.integer)]
+    return max(sizes, default=0) * num_microbatches

@@ -1,0 +1,373 @@
+"""Sharding patterns: which dimensions of an equation can be cut together.
+
+A *factor* of an equation is one index of its loop nest, as an einsum's letters are: it names a
+dimension of each operand and result, or none. Cutting an equation along a factor lets every device
+do its part alone; an operand that lacks the factor is needed whole, and a result that lacks it is
+a partial sum which an all-reduce completes. A dense layer `btc,cf->btf` has four patterns: `b` and
+`t` (data), `f` (column parallel) and `c` (row parallel).
+
+References:
+    Whale, USENIX ATC 2022, section 3.2.2 (sharding patterns of a sharding unit).
+    Shardy's OpShardingRule (openxla/shardy), for factors as the common form of all operations.
+"""
+
+import dataclasses
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ..core.errors import AnnotationError
+
+
+@dataclasses.dataclass(frozen=True)
+class Factor:
+    """One way to cut an equation.
+
+    Attributes:
+        name: The name in plans (`batch`, `column`, `row`, `vocabulary`, `d1`, ...).
+        operands: The dimension of each operand that it cuts, or None.
+        results: The dimension of each result that it cuts, or None.
+        partial: Whether results without it are partial sums (or maxima) to be all-reduced.
+    """
+
+    name: str
+    operands: tuple[int | None, ...]
+    results: tuple[int | None, ...]
+    partial: bool = False
+
+
+Shape = tuple[int, ...]
+#: The ways to cut an equation, from its operands' shapes, its results' shapes and its params.
+Pattern = Callable[
+    [Sequence[tuple[int, ...]], Sequence[tuple[int, ...]], dict[str, Any]], list[Factor]
+]
+
+#: Primitives that carry a unit's parameters; in a `split` each of them must be cut.
+UNITS = frozenset({"dot_general", "conv_general_dilated", "gather", "ragged_dot_general"})
+
+# They keep their operand's shape and are not element-wise.
+_BY_SHAPE_NOT = frozenset(
+    {
+        *("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "fft"),
+        *("cholesky", "qr", "lu", "svd", "eigh", "triangular_solve", "approx_top_k"),
+        *("scatter", "scatter-add", "scatter_add", "dynamic_update_slice", "random_wrap"),
+        *("while", "cond"),
+    }
+)
+
+
+class Patterns:
+    """Ways to cut equations, by the primitive's name. Immutable: `with_pattern` makes another."""
+
+    def __init__(self, table: dict[str, Pattern]):
+        self._table = table
+
+    def with_pattern(self, primitive: str, pattern: Pattern) -> "Patterns":
+        """Add a pattern, which takes the place of any for the same primitive.
+
+        Args:
+            primitive: The name of a jax primitive, as a jaxpr prints it.
+            pattern: A function of the operands' shapes, the results' shapes and the equation's
+                params that returns the factors.
+
+        Returns:
+            Another set of patterns.
+
+        Raises:
+            AnnotationError: If the pattern is not callable.
+
+        Example:
+            >>> import hxla
+            >>> def sort(operands, results, params):
+            ...     dims = [d for d in range(len(operands[0])) if d != params["dimension"]]
+            ...     num_in, num_out = len(operands), len(results)
+            ...     return [hxla.Factor(f"d{d}", (d,) * num_in, (d,) * num_out) for d in dims]
+            >>> patterns = hxla.PATTERNS.with_pattern("sort", sort)
+            >>> patterns.factors("sort", [(8, 16)], [(8, 16)], {"dimension": 1})
+            [Factor(name='d0', operands=(0,), results=(0,), partial=False)]
+        """
+        if not callable(pattern):
+            raise AnnotationError(f"the pattern for {primitive!r} is not callable: {pattern!r}")
+        return Patterns({**self._table, primitive: pattern})
+
+    def factors(
+        self,
+        primitive: str,
+        operands: Sequence[tuple[int, ...]],
+        results: Sequence[tuple[int, ...]],
+        params: dict[str, Any],
+    ) -> list[Factor]:
+        """Find all factors of an equation.
+
+        Args:
+            primitive: The name of the jax primitive.
+            operands: The shapes of the operands.
+            results: The shapes of the results.
+            params: The equation's params.
+
+        Returns:
+            The factors; none if the equation can only run whole.
+
+        Raises:
+            AnnotationError: If a pattern returns factors that do not fit the shapes.
+        """
+        pattern = self._table.get(primitive)
+        if pattern is None:
+            if primitive in _BY_SHAPE_NOT:
+                return []
+            pattern = _elementwise
+        found = pattern(operands, results, params)
+        for factor in found:
+            _check(primitive, factor, operands, results)
+        return found
+
+
+def _check(primitive: str, f: Factor, operands: Sequence[Shape], results: Sequence[Shape]) -> None:
+    for what, dims, shapes in (("operand", f.operands, operands), ("result", f.results, results)):
+        if len(dims) != len(shapes):
+            raise AnnotationError(
+                f"pattern {f.name!r} of {primitive} names {len(dims)} {what}s of {len(shapes)}"
+            )
+        for i, (dim, shape) in enumerate(zip(dims, shapes, strict=True)):
+            if dim is not None and not 0 <= dim < len(shape):
+                raise AnnotationError(
+                    f"pattern {f.name!r} of {primitive} cuts dimension {dim} of {what} {i}, whose "
+                    f"shape is {list(shape)}"
+                )
+
+
+def fits(
+    factor: Factor,
+    operands: Sequence[Shape],
+    results: Sequence[Shape],
+    num_devices: int,
+    *,
+    unlike: bool = False,
+) -> bool:
+    """Whether every dimension that the factor cuts divides over the devices.
+
+    Args:
+        factor: A way to cut an equation.
+        operands: The shapes of its operands.
+        results: The shapes of its results.
+        unlike: Whether their parts may be unlike: then there must be a unit for each.
+    """
+    cut = [
+        shape[dim]
+        for dims, shapes in ((factor.operands, operands), (factor.results, results))
+        for dim, shape in zip(dims, shapes, strict=True)
+        if dim is not None
+    ]
+    if unlike:
+        return math.gcd(*cut) >= num_devices
+    return bool(cut) and all(size >= num_devices and size % num_devices == 0 for size in cut)
+
+
+def _elementwise(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    if not outs:
+        return []
+    shape = outs[0]
+    if any(o != shape for o in outs):
+        return []
+    for x in ins:
+        if x and (len(x) != len(shape) or any(a not in (b, 1) for a, b in zip(x, shape))):  # noqa: B905
+            return []
+    return [
+        Factor(
+            f"d{d}",
+            tuple(d if x and x[d] == size else None for x in ins),
+            (d,) * len(outs),
+        )
+        for d, size in enumerate(shape)
+        if size > 1
+    ]
+
+
+def _dot_general(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    (contract_l, contract_r), (batch_l, batch_r) = params["dimension_numbers"]
+    lhs, rhs = ins[:2]
+    free_l = [d for d in range(len(lhs)) if d not in (*contract_l, *batch_l)]
+    free_r = [d for d in range(len(rhs)) if d not in (*contract_r, *batch_r)]
+    out = 0
+    found = []
+    for a, b in zip(batch_l, batch_r, strict=True):
+        found.append(Factor("each", (a, b), (out,)))
+        out += 1
+    for a in free_l:
+        found.append(Factor("left", (a, None), (out,)))
+        out += 1
+    for b in free_r:
+        found.append(Factor("column", (None, b), (out,)))
+        out += 1
+    for a, b in zip(contract_l, contract_r, strict=True):
+        found.append(Factor("row", (a, b), (None,), partial=True))
+    return found
+
+
+def _conv(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    numbers = params["dimension_numbers"]
+    found = [
+        Factor("left", (numbers.lhs_spec[0], None), (numbers.out_spec[0],)),
+        Factor("column", (None, numbers.rhs_spec[0]), (numbers.out_spec[1],)),
+    ]
+    if params["feature_group_count"] == 1 and params["batch_group_count"] == 1:
+        pair = (numbers.lhs_spec[1], numbers.rhs_spec[1])
+        return [*found, Factor("row", pair, (None,), partial=True)]
+    return found[:1]
+
+
+def _gather(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+    table = ins[0]
+    batching = tuple(numbers.operand_batching_dims)
+    kept = [d for d in range(len(table)) if d not in (*numbers.collapsed_slice_dims, *batching)]
+    found = [
+        Factor("column", (d, None), (out,))
+        for d, out in zip(kept, numbers.offset_dims, strict=True)
+        if sizes[d] == table[d]
+    ]
+    batch_out = [d for d in range(len(outs[0])) if d not in numbers.offset_dims]
+    paired = dict(zip(numbers.start_indices_batching_dims, batching, strict=True))
+    found += [
+        Factor("left" if d not in paired else "each", (paired.get(d), d), (out,))
+        for d, out in enumerate(batch_out)
+    ]
+    return found + [
+        Factor("vocabulary", (d, None), (None,), partial=True)
+        for d in numbers.collapsed_slice_dims
+        if d in numbers.start_index_map
+    ]
+
+
+def _dims_of_first(
+    ins: Sequence[Shape], outs: Sequence[Shape], dims: Iterable[tuple[int | None, int]]
+) -> list[Factor]:
+    """A dimension of the first operand becomes one of every result; other operands are whole."""
+    rest = (None,) * (len(ins) - 1)
+    return [Factor(f"d{o}", (d, *rest), (o,) * len(outs)) for d, o in dims]
+
+
+def _broadcast_in_dim(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    placed = enumerate(params["broadcast_dimensions"])
+    source = {out: d for d, out in placed if ins[0][d] == outs[0][out]}
+    return _dims_of_first(ins, outs, ((source.get(out), out) for out in range(len(outs[0]))))
+
+
+def _reshape(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    if params.get("dimensions") is not None or 0 in ins[0]:
+        return []
+    # Two dimensions begin alike where as many elements lie outside of them.
+    here, there = _by_outer_size(ins[0]), _by_outer_size(outs[0])
+    return _dims_of_first(ins, outs, ((here[n], there[n]) for n in here if n in there))
+
+
+def _by_outer_size(shape: Shape) -> dict[int, int]:
+    """Dimensions above size one, by the product of those before them."""
+    outer = itertools.accumulate(shape, operator.mul, initial=1)
+    return {n: d for d, (n, size) in enumerate(zip(outer, shape, strict=False)) if size > 1}
+
+
+def _transpose(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    return _dims_of_first(ins, outs, ((d, out) for out, d in enumerate(params["permutation"])))
+
+
+def _without(name: str) -> Pattern:
+    """The dimensions that a parameter names are gone; the others stay in order."""
+
+    def pattern(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+        kept = [d for d in range(len(ins[0])) if d not in params[name]]
+        return _dims_of_first(ins, outs, ((d, out) for out, d in enumerate(kept)))
+
+    return pattern
+
+
+def _reduce(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    partial = [Factor("row", (d,), (None,), partial=True) for d in params["axes"]]
+    return [*_without("axes")(ins, outs, params), *partial]
+
+
+def _full_slice(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    whole = [d for d, size in enumerate(ins[0]) if all(out[d] == size for out in outs)]
+    return _dims_of_first(ins, outs, ((d, d) for d in whole))
+
+
+def _along_axis(name: str) -> Pattern:
+    """Every dimension but one that a parameter names, of all operands and results alike."""
+
+    def pattern(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+        return [
+            Factor(f"d{d}", (d,) * len(ins), (d,) * len(outs))
+            for d in range(len(ins[0]))
+            if d != params[name]
+        ]
+
+    return pattern
+
+
+def _unstack(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    kept = [d for d in range(len(ins[0])) if d != params["axis"]]
+    return _dims_of_first(ins, outs, ((d, out) for out, d in enumerate(kept)))
+
+
+def _stack(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    axis = params["axis"]
+    return [
+        Factor(f"d{d}", (d,) * len(ins), (d + (d >= axis),) * len(outs)) for d in range(len(ins[0]))
+    ]
+
+
+def _top_k(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    axis = params.get("axis", len(ins[0]) - 1) % len(ins[0])
+    return _dims_of_first(ins, outs, ((d, d) for d in range(len(ins[0])) if d != axis))
+
+
+def _window(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    windows = zip(params["window_dimensions"], params["window_strides"], strict=True)
+    return _dims_of_first(ins, outs, ((d, d) for d, one in enumerate(windows) if one == (1, 1)))
+
+
+def _made(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    """Results made of nothing (iota, random bits): every device can make its own part."""
+    return [Factor(f"d{d}", (None,) * len(ins), (d,)) for d in range(len(outs[0]))]
+
+
+#: The patterns that hxla knows, the default of `Job.patterns`.
+PATTERNS = Patterns(
+    {
+        "dot_general": _dot_general,
+        "conv_general_dilated": _conv,
+        "gather": _gather,
+        "broadcast_in_dim": _broadcast_in_dim,
+        "reshape": _reshape,
+        "transpose": _transpose,
+        "squeeze": _without("dimensions"),
+        "reduce_sum": _reduce,
+        "reduce_max": _reduce,
+        "reduce_min": _reduce,
+        "reduce_and": _reduce,
+        "reduce_or": _reduce,
+        "reduce_prod": _without("axes"),
+        "argmax": _without("axes"),
+        "argmin": _without("axes"),
+        "concatenate": _along_axis("dimension"),
+        "pad": _full_slice,
+        "slice": _full_slice,
+        "dynamic_slice": _full_slice,
+        "split": _full_slice,
+        "stack": _stack,
+        "unstack": _unstack,
+        "cumsum": _along_axis("axis"),
+        "cumprod": _along_axis("axis"),
+        "cummax": _along_axis("axis"),
+        "cumlogsumexp": _along_axis("axis"),
+        "sort": _along_axis("dimension"),
+        "top_k": _top_k,
+        "reduce_window_max": _window,
+        "reduce_window_sum": _window,
+        "reduce_window_min": _window,
+        "iota": _made,
+        "random_bits": _made,
+    }
+)

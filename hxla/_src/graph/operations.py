@@ -1,0 +1,203 @@
+"""The equations of a traced loss in one tree, with their floating-point operations.
+
+Values are numbered; `jit` is inlined, `checkpoint` and `scan` keep their bodies as operations
+inside an operation, so that the program can be run again as it was.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .factors import UNITS, Factor
+
+
+def equation_flops(eqn: Any) -> int:
+    """Floating-point operations of one equation, as XLA's cost analysis counts them.
+
+    A multiplication and an addition are two; a transcendental function is counted apart by XLA and
+    not at all here.
+    """
+    name = eqn.primitive.name
+    shapes = [tuple(getattr(v.aval, "shape", ())) for v in eqn.invars]
+    out = tuple(eqn.outvars[0].aval.shape) if eqn.outvars else ()
+    size = math.prod(out)
+    if name == "dot_general":
+        (contract, _), _ = eqn.params["dimension_numbers"]
+        return 2 * size * math.prod(shapes[0][d] for d in contract)
+    if name == "conv_general_dilated":
+        numbers = eqn.params["dimension_numbers"]
+        kernel = shapes[1]
+        window = math.prod(kernel[d] for d in numbers.rhs_spec[2:])
+        return 2 * size * window * kernel[numbers.rhs_spec[1]]
+    if name in ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"):
+        return math.prod(shapes[0]) - size
+    if name in _ARITHMETIC and eqn.outvars[0].aval.dtype != np.bool_:
+        return size
+    return 0
+
+
+_ARITHMETIC = frozenset(
+    {
+        *("add", "sub", "mul", "div", "max", "min", "neg", "abs", "add_any", "clamp"),
+        *("integer_pow", "square", "select_n", "sign", "floor"),
+    }
+)
+
+
+Input = int | Any  # the number of a value, or a literal (jax.extend.core.Literal)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Value:
+    """An array of a traced loss.
+
+    Attributes:
+        shape: The shape of the whole array.
+        dtype: The dtype.
+        param: The index of the parameter it is or is only a view of (a cast, a reshape), or None.
+        batch_dim: The dimension that runs over examples, or None.
+        differentiable: Whether a gradient flows back through it.
+        rows: Of some rows of a stacked parameter the dimension, the first row and the one after the
+            last; None: it is whole.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    param: int | None
+    batch_dim: int | None
+    differentiable: bool
+    rows: tuple[int, int, int] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the whole array."""
+        return bytes_of(self.shape, self.dtype)
+
+    def __str__(self) -> str:
+        name = str(self.dtype).replace("key<fry>", "key")
+        return f"{name}[{','.join(map(str, self.shape))}]"
+
+
+def bytes_of(shape: tuple[int, ...], dtype: Any) -> int:
+    """The bytes of an array, which may be of random keys."""
+    return math.prod(shape) * _itemsize(dtype)
+
+
+@functools.cache
+def _itemsize(dtype: Any) -> int:
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return 8
+    return np.dtype(dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Op:
+    """An equation of a traced loss.
+
+    Attributes:
+        eqn: The jaxpr's own equation.
+        kind: The way it is run again: `leaf`; `custom` (a rule of its own for gradients: it runs as
+            a whole, and its body is for analysis only); `remat`; or `scan`.
+        inputs: The operands, places of values in `Graph.values` or literals.
+        outputs: The places of the results.
+        body: The operations inside a `custom`, `remat` or `scan`.
+        body_inputs: The values that stand for the operands inside the body.
+        body_outputs: The values or literals that the body returns.
+        body_consts: The arrays that the body closes over, each with its place.
+        task: The index of its TaskGraph.
+        stack: The name stack: modules and scopes.
+        times: The number of runs in a step.
+        flops: The floating-point operations of one run of a leaf.
+        factors: The ways to cut a leaf.
+        iterations: The first of the iterations that it runs of a scan that is cut, and the one
+            after the last; None: all.
+        caller: The equation of the user's code that it was inlined into, as one of `jnp.var` is;
+            None: it was not.
+    """
+
+    eqn: Any
+    kind: str
+    inputs: tuple[int | Any, ...]
+    outputs: tuple[int, ...]
+    body: tuple["Op", ...] = ()
+    body_inputs: tuple[int, ...] = ()
+    body_outputs: tuple[int | Any, ...] = ()
+    body_consts: tuple[tuple[int, Any], ...] = ()
+    task: int
+    stack: str
+    times: int
+    flops: int = 0
+    factors: tuple[Factor, ...] = ()
+    iterations: tuple[int, int] | None = None
+    caller: Any = None
+
+    @property
+    def name(self) -> str:
+        """The name of the primitive."""
+        return self.eqn.primitive.name
+
+    @property
+    def source(self) -> str:
+        """The file and line of the user's code, or an empty string."""
+        own = source_of(self.eqn)
+        return own if own or self.caller is None else source_of(self.caller)
+
+
+def source_of(eqn: Any) -> str:
+    """File and line of the user's code that made an equation, or an empty string."""
+    traceback = eqn.source_info.traceback
+    if traceback is None:
+        return ""
+    for frame in traceback.frames:
+        name = frame.file_name
+        if "/site-packages/" not in name and "/hxla/_" not in name and "<" not in name:
+            return f"{name}:{frame.line_num}"
+    return ""
+
+
+def leaves(ops: tuple[Op, ...]) -> Iterator[Op]:
+    """All equations without a body, in order, those inside bodies included."""
+    for op in ops:
+        if op.body:
+            yield from leaves(op.body)
+        else:
+            yield op
+
+
+def origins(ops: tuple[Op, ...]) -> Callable[[int], int]:
+    """From a value to the one it stands for, outside or inside bodies; else itself."""
+    same = _stand_ins(ops)
+
+    def origin(v: int) -> int:
+        while v in same:
+            v = same[v]
+        return v
+
+    return origin
+
+
+def _stand_ins(ops: tuple[Op, ...]) -> dict[int, int]:
+    """Values that are others under a new number: operands of bodies, results of bodies."""
+    out: dict[int, int] = {}
+    for op in ops:
+        for inner, outer in zip(op.body_inputs, op.inputs, strict=False):
+            if isinstance(outer, int):
+                out[inner] = outer
+        for outer_value, inner_value in zip(op.outputs, op.body_outputs, strict=False):
+            if isinstance(inner_value, int):
+                out[outer_value] = inner_value
+        out |= _stand_ins(op.body)
+    return out
+
+
+def is_unit(op: Op, values: tuple[Value, ...]) -> bool:
+    """Whether the equation applies parameters that a `split` must cut."""
+    return op.name in UNITS and any(
+        isinstance(v, int) and values[v].param is not None for v in op.inputs
+    )

@@ -1,0 +1,60 @@
+"""The dtype of an equation under a precision policy, and which values stay in float32.
+
+The lists follow PyTorch's autocast where it has an operation; `docs/precision.md` sets both side by
+side. What is in no list computes in the dtypes that it was traced with: nothing is guessed.
+"""
+
+from typing import Any, Literal
+
+#: `low`: in the policy's dtype. `float32`: whatever its operands are. `follows`: low where an
+#: operand is, unless what float32 operations made of fewer elements says otherwise. `joins`: the
+#: same of operands of other shapes. `view`: moves elements. `gathers`: a view whose gradient adds
+#: many elements up. `compares`: in the widest dtype of its operands; the result is no float.
+OpClass = Literal["low", "float32", "follows", "joins", "view", "gathers", "compares"]
+
+# fmt: off
+_CLASSES: dict[OpClass, frozenset[str]] = {
+    "low": frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"}),
+    "float32": frozenset({
+        "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
+        "cbrt", "cos", "cosh", "cumlogsumexp", "cumprod", "cumsum", "digamma", "erf_inv", "erfc",
+        "exp", "exp2", "expm1", "igamma", "igammac", "lgamma", "log", "log1p",
+        "nextafter", "polygamma", "pow", "psum", "psum2", "psum_invariant", "reduce_max",
+        "reduce_min", "reduce_precision", "reduce_prod", "reduce_sum", "reduce_window_sum",
+        "regularized_incomplete_beta", "rsqrt", "scatter-add", "scatter_add", "sin", "sinh",
+        "sqrt", "tan", "zeta",
+    }),
+    "follows": frozenset({
+        "abs", "add", "add_any", "ceil", "clamp", "div", "erf", "floor", "integer_pow", "logistic",
+        "max", "min", "mul", "neg", "rem", "round", "select_n", "sign", "square", "sub", "tanh",
+    }),
+    "joins": frozenset({"concatenate", "dynamic_update_slice", "pad", "scatter", "stack"}),
+    "view": frozenset({
+        "convert_element_type", "copy", "copy_p", "cummax", "cummin", "device_put",
+        "dynamic_slice", "expand_dims", "layout_constraint", "name", "optimization_barrier",
+        "pbroadcast", "pvary", "reshape", "rev", "sharding_constraint", "slice", "sort", "split",
+        "squeeze", "stop_gradient", "top_k", "transpose", "unstack",
+    }),
+    "gathers": frozenset({
+        "all_gather", "broadcast_in_dim", "broadcast_to", "gather", "reduce_window_max",
+        "reduce_window_min", "tile",
+    }),
+    "compares": frozenset({
+        "argmax", "argmin", "eq", "ge", "gt", "is_finite", "le", "lt", "ne",
+    }),
+}
+# fmt: on
+_BY_NAME: dict[str, OpClass] = {name: c for c, names in _CLASSES.items() for name in names}
+
+
+def class_of(eqn: Any) -> OpClass | None:
+    """The class of an equation; None: it computes as it was traced."""
+    name = eqn.primitive.name
+    if name == "integer_pow" and eqn.params["y"] < 0:  # a reciprocal
+        return "float32"
+    return _BY_NAME.get(name)
+
+
+def members(op_class: OpClass) -> frozenset[str]:
+    """The primitives of a class."""
+    return _CLASSES[op_class]

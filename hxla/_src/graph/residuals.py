@@ -1,0 +1,258 @@
+"""A forward and its backward as one program, put together from those of its equations.
+
+What is asked of such a program before anything runs is only what it keeps. Most equations of a deep
+model are like another: each kind is differentiated once, and its gradient's equations are repeated
+under other names, which takes a fraction of the time of differentiating the whole.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..jax.jaxpr import Literal, is_cheap, renamed, variables
+from ..jax.min_cut import kept_between
+from .graph import Graph, shapes_of
+from .interpreter import AS_THEY_ARE, evaluate
+from .operations import Op
+from .segments import op_kind
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Variable:
+    """An array of a composed program."""
+
+    aval: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Composed:
+    """A program with the attributes of a jaxpr that cuts are found by.
+
+    Attributes:
+        arguments: By value, of the forward.
+        coming: By value, the gradients of results.
+        eqns: In order.
+        gradients: Of arguments, those that are not zero.
+    """
+
+    constvars: tuple[Variable, ...]
+    arguments: Mapping[int, Variable]
+    coming: Mapping[int, Variable]
+    eqns: tuple[Any, ...]
+    results: tuple[Any, ...]
+    gradients: tuple[Variable, ...]
+
+    @property
+    def invars(self) -> tuple[Variable, ...]:
+        """All arguments."""
+        return *self.arguments.values(), *self.coming.values()
+
+    @property
+    def outvars(self) -> tuple[Any, ...]:
+        """All results."""
+        return *self.results, *self.gradients
+
+    def kept(
+        self,
+        gone: Iterable[int],
+        repeats: Callable[[Any], bool] = is_cheap,
+        *,
+        is_last: bool = False,
+    ) -> set[Variable]:
+        """What the backward keeps of the forward: the fewest bytes, see `kept_between`.
+
+        Args:
+            gone: Arguments that the forward alone has.
+            repeats: Whether the backward may run an equation of the forward again.
+            is_last: Whether the gradients that come are known: that of a loss is 1.
+        """
+        early = [self.arguments[v] for v in gone]
+        late = () if is_last else self.coming.values()
+        return kept_between(self, len(self.results), early, late, repeats)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Gradient:
+    """One kind of equation: from operands and gradients of results to results and gradients.
+
+    Attributes:
+        consts: Variables that its program closes over.
+        operands: Variables of those that are no literals.
+        results: Variables or literals.
+        wanted: Results that a gradient comes from, and their variables.
+        backward: The equations that read them.
+        flowing: Operands with their gradients, but those that are zero.
+    """
+
+    consts: tuple[Any, ...]
+    operands: tuple[Any, ...]
+    results: tuple[Any, ...]
+    forward: tuple[Any, ...]
+    wanted: tuple[tuple[int, Any], ...]
+    backward: tuple[Any, ...]
+    flowing: tuple[tuple[int, Any], ...]
+
+    @classmethod
+    def of(cls, program: Any, floats: Sequence[int], wanted: Sequence[int]) -> "_Gradient":
+        """From a program of all operands and of gradients of the results that are wanted."""
+        num_operands = len(program.invars) - len(wanted)
+        num_results = len(program.outvars) - len(floats)
+        grads = program.invars[num_operands:]
+        late, early, others = set(grads), list[Any](), list[Any]()
+        for eqn in program.eqns:
+            is_late = not late.isdisjoint(variables(eqn.invars))
+            late.update(eqn.outvars if is_late else ())
+            (others if is_late else early).append(eqn)
+        makers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
+        flowing = zip(floats, program.outvars[num_results:], strict=True)
+        return cls(
+            consts=tuple(program.constvars),
+            operands=tuple(program.invars[:num_operands]),
+            results=tuple(program.outvars[:num_results]),
+            forward=tuple(early),
+            wanted=tuple(zip(wanted, grads, strict=True)),
+            backward=tuple(others),
+            flowing=tuple((i, v) for i, v in flowing if not _is_zero(v, makers)),
+        )
+
+
+class ResidualEstimator:
+    """Programs of a graph's equations, of which like ones are differentiated once."""
+
+    def __init__(self, graph: Graph):
+        self._graph = graph
+        self._known: dict[Any, _Gradient] = {}
+        self._sums: dict[Any, Any] = {}
+
+    def program(
+        self,
+        ops: Sequence[Op],
+        arguments: Sequence[int],
+        results: Sequence[int],
+        given_back: Sequence[int],
+        wanted: Sequence[int],
+    ) -> Composed:
+        """Of some operations.
+
+        Args:
+            ops: In order.
+            results: Values that are wanted, made by them or read.
+            given_back: Those of the results whose gradients are arguments too.
+            wanted: Those of the arguments whose gradients are wanted.
+        """
+        kinds = self._gradients(ops, wanted, given_back)
+        consts = self._variables(v for v, _ in self._graph.consts)
+        read, grads = self._variables(arguments), self._variables(given_back)
+        coming, closed_over = {**grads}, [*consts.values()]
+        names: dict[int, Any] = consts | read
+        equations: list[Any] = []
+        inside: list[dict[Any, Any]] = []  # names of each operation's own variables
+        for op, kind in zip(ops, kinds, strict=True):
+            operands = [names[v] for v in op.inputs if isinstance(v, int)]
+            own = dict(zip(kind.operands, operands, strict=True))
+            own |= {v: Variable(v.aval) for v in kind.consts}
+            closed_over += [own[v] for v in kind.consts]
+            equations += _with_names(kind.forward, own)
+            made = [v if isinstance(v, Literal) else own[v] for v in kind.results]
+            names.update(zip(op.outputs, made, strict=True))
+            inside.append(own)
+        for op, kind, own in zip(reversed(ops), reversed(kinds), reversed(inside), strict=True):
+            own |= {v: grads[op.outputs[i]] for i, v in kind.wanted}
+            equations += _with_names(kind.backward, own)
+            for i, v in kind.flowing:
+                operand, total = op.inputs[i], own[v]
+                if operand in grads:
+                    total, eqn = self._sum(grads[operand], total)
+                    equations.append(eqn)
+                grads[operand] = total
+        return Composed(
+            constvars=tuple(closed_over),
+            arguments=read,
+            coming=coming,
+            eqns=tuple(equations),
+            results=tuple(names[v] for v in results),
+            gradients=tuple(grads[v] for v in wanted if v in grads),
+        )
+
+    def _gradients(
+        self, ops: Sequence[Op], wanted: Collection[int], given_back: Collection[int]
+    ) -> list[_Gradient]:
+        """Of each operation."""
+        values = self._graph.values
+        active = set(wanted)
+        for op in ops:
+            if not active.isdisjoint(v for v in op.inputs if isinstance(v, int)):
+                active.update(v for v in op.outputs if values[v].differentiable)
+        coming, found = set(given_back), []
+        for op in reversed(ops):
+            back = [i for i, v in enumerate(op.outputs) if v in coming and v in active]
+            floats = [i for i, v in enumerate(op.inputs) if isinstance(v, int) and v in active]
+            kind = self._gradient(op, tuple(floats) if back else (), tuple(back))
+            coming.update(op.inputs[i] for i, _ in kind.flowing)
+            found.append(kind)
+        return found[::-1]
+
+    def _gradient(self, op: Op, floats: tuple[int, ...], wanted: tuple[int, ...]) -> _Gradient:
+        key = op_kind(self._graph, op), floats, wanted
+        if key not in self._known:
+            self._known[key] = self._differentiated(op, floats, wanted)
+        return self._known[key]
+
+    def _differentiated(
+        self, op: Op, floats: tuple[int, ...], wanted: tuple[int, ...]
+    ) -> _Gradient:
+        def run(operands: Sequence[Any], grads: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            read = iter(operands)
+            every = [next(read) if isinstance(v, int) else v.val for v in op.inputs]
+
+            def made(own: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+                changed = dict(zip(floats, own, strict=True))
+                arrays = [changed.get(i, x) for i, x in enumerate(every)]
+                results = evaluate(op, arrays, AS_THEY_ARE)
+                return [results[i] for i in wanted], results
+
+            if not wanted:
+                return made([])[1], []
+            _, back, results = jax.vjp(made, [every[i] for i in floats], has_aux=True)
+            return results, *back(list(grads))
+
+        shapes = shapes_of(self._graph, [v for v in op.inputs if isinstance(v, int)])
+        given_back = shapes_of(self._graph, [op.outputs[i] for i in wanted])
+        program = jax.make_jaxpr(run)(shapes, given_back).jaxpr
+        return _Gradient.of(program, floats, wanted)
+
+    def _variables(self, values: Iterable[int]) -> dict[int, Variable]:
+        own = dict.fromkeys(values)
+        return {v: Variable(x) for v, x in zip(own, shapes_of(self._graph, own), strict=True)}
+
+    def _sum(self, one: Any, other: Any) -> tuple[Variable, Any]:
+        """Of two gradients, and its equation."""
+        aval = one.aval
+        key = aval.shape, aval.dtype
+        if key not in self._sums:
+            like = jax.ShapeDtypeStruct(*key)
+            [self._sums[key]] = jax.make_jaxpr(jnp.add)(like, like).jaxpr.eqns
+        total = Variable(aval)
+        return total, self._sums[key].replace(invars=[one, other], outvars=[total])
+
+
+def _with_names(equations: Sequence[Any], names: dict[Any, Any]) -> list[Any]:
+    """Equations with other variables; what they make is added to the names."""
+    out = []
+    for eqn in equations:
+        names.update({v: Variable(v.aval) for v in eqn.outvars})
+        out.append(renamed(eqn, names))
+    return out
+
+
+def _is_zero(gradient: Any, makers: Mapping[Any, Any]) -> bool:
+    """Whether it is zero, or that in every place: what jax has for no gradient."""
+    if not isinstance(gradient, Literal):
+        eqn = makers.get(gradient)
+        if eqn is None or eqn.primitive.name != "broadcast_in_dim":
+            return False
+        gradient = eqn.invars[0]
+    return isinstance(gradient, Literal) and not gradient.val

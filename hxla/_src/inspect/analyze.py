@@ -1,0 +1,152 @@
+"""All that the texts and figures of one program tell, put together as a `Program`."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from ..cluster.cluster import Cluster
+from ..core.errors import InspectError
+from ..core.files import shown
+from ..jax.xla_protos import BufferAssignment
+from ..plan.rules import RuleSet
+from .annotated_module import annotate
+from .arguments import Signature, arguments
+from .collectives import collectives
+from .cost_analysis import work
+from .hlo_text import Module
+from .host_transfers import transfers
+from .peak_memory import memory
+from .program import Program
+from .replica_groups import Mesh
+from .warnings import warnings
+
+#: What a text that was damaged, or is of a format not known, may lead to anywhere.
+UNREADABLE = (
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    TypeError,
+    RecursionError,
+    AssertionError,
+)
+
+# The programs of hxla's own step, and whose their arguments are where words do not tell.
+_ROLES = {
+    "jit_hxla_exchange": "sum of small host arrays over the processes",
+    "jit_hxla_micro": "one microbatch",
+    "jit_hxla_update": "update of the parameters",
+    "jit_hxla_sum": "sum over the replicas",
+    "jit_hxla_evaluate": "evaluation of one microbatch",
+    "jit_hxla_embed": "embeddings of one microbatch",
+    "jit_hxla_over_batch": "losses over the whole batch",
+}
+_OF_UPDATE = {
+    "given": "batch",
+    "given.totals": "gradient",
+    "given.words": "gradient",
+    "given.sums": "gradient",
+    "aux": "parameter",
+}
+_OWNERS = {
+    "jit_hxla_sum": {"values": "gradient", "ints": "gradient", "own": "temporary"},
+    "jit_hxla_update": _OF_UPDATE,
+    "jit_hxla_update_group": _OF_UPDATE,
+    "jit_hxla_update_rest": _OF_UPDATE,
+    "jit_hxla_largest": _OF_UPDATE,
+    "jit_hxla_digits": _OF_UPDATE,
+    "jit_hxla_micro": {"sums": "gradient", "aux": "parameter"},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hints:
+    """What the user says about programs.
+
+    Attributes:
+        mesh: Axes and sizes; empty: as the program itself says.
+        cluster: For predicted times, its devices in the order of the mesh.
+        owners: Of arguments, by how their path starts.
+    """
+
+    mesh: Mesh = ()
+    cluster: Cluster | None = None
+    rules: RuleSet | None = None
+    owners: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def analyze(
+    module: Module,
+    hints: Hints,
+    *,
+    source: str,
+    signature: Signature | None = None,
+    assignment: BufferAssignment | None = None,
+    memory_missing: str = "",
+    problems: Sequence[str] = (),
+) -> Program:
+    """Everything about a module.
+
+    Args:
+        source: Where it was read from.
+        signature: What is known of its arguments beside its text.
+        assignment: Of memory, where it is known.
+        memory_missing: Why it is not.
+        problems: That came up on the way.
+
+    Raises:
+        InspectError: For an owner that is none, or a text that contradicts itself.
+        AnnotationError: For rules that do not fit the parameters.
+    """
+    try:
+        return _analyzed(
+            module,
+            hints,
+            source=source,
+            signature=signature or Signature(),
+            assignment=assignment,
+            memory_missing=memory_missing,
+            problems=problems,
+        )
+    except UNREADABLE as error:
+        words = f"{type(error).__name__}: {shown(error)}"
+        raise InspectError(f"{source}: the program is not as XLA writes them: {words}") from error
+
+
+def _analyzed(
+    module: Module,
+    hints: Hints,
+    *,
+    source: str,
+    signature: Signature,
+    assignment: BufferAssignment | None,
+    memory_missing: str,
+    problems: Sequence[str],
+) -> Program:
+    if "num_partitions=" not in module.header and "replica_count=" not in module.header:
+        # Text that jaxlib makes of a protocol buffer does not say how many devices run it.
+        module.num_partitions = math.prod(n for _, n in signature.mesh)
+    mesh = hints.mesh or signature.mesh
+    if mesh and not hints.mesh and math.prod(n for _, n in mesh) != module.num_devices:
+        mesh = ()
+    owners = {**_OWNERS.get(module.name, {}), **hints.owners}
+    read = annotate(module, arguments(module, signature.layouts, owners))
+    listed = collectives(read, mesh, hints.cluster)
+    each, fusions = work(read, listed)
+    lost = (signature.donated | module.donors) - module.aliased
+    return Program(
+        name=module.name,
+        role=_ROLES.get(module.name, ""),
+        source=source,
+        num_devices=module.num_devices,
+        mesh=mesh,
+        arrays=read.arrays,
+        collectives=listed,
+        memory=memory(read, assignment) if assignment is not None and module.entry else None,
+        memory_missing=memory_missing if assignment is None else "",
+        work=each,
+        fusions=fusions,
+        transfers=transfers(read),
+        warnings=warnings(read, listed, mesh=mesh, rules=hints.rules, lost=lost),
+        problems=(*module.problems, *problems),
+    )

@@ -1,0 +1,342 @@
+"""An HLO module with its data flow, its loops and the arguments that values come from."""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Set
+from typing import NamedTuple
+
+from .hlo_text import Computation, Instruction, Module, is_scalar
+from .origin import Origins, module_path, op_name
+from .program import Loop, ProgramArray
+
+_VIEWS = frozenset(
+    {
+        *("copy", "bitcast", "convert", "reshape", "transpose", "optimization-barrier"),
+        "bitcast-convert",
+    }
+)
+_Value = tuple[Computation, str, int | None]  # where, its name, and which element of it
+_SLICES = frozenset({"slice", "dynamic-slice"})
+_DONE = frozenset({"copy-done", "copy-start", "all-gather-done", "async-done"})
+_MAX_STEPS = 64
+
+
+class Viewed(NamedTuple):
+    """What made a value, where it stands, and which element of it the value is."""
+
+    instruction: Instruction
+    computation: Computation
+    picked: int | None
+
+
+class Flow:
+    """Follows operands of one module back to where they come from."""
+
+    def __init__(self, module: Module):
+        self._module = module
+        self._callers: dict[str, tuple[Instruction, Computation]] = {}
+        for computation in module.computations.values():
+            for instruction, _, name in computation.calls:
+                self._callers[name] = instruction, computation
+        self._bare: dict[tuple[str, bool], bool] = {}
+
+    def argument(
+        self, computation: Computation, name: str, picked: int | None = None
+    ) -> Instruction | None:
+        """The program's argument that a value is a view, a cast or a slice of; None if none."""
+        for _ in range(_MAX_STEPS):
+            source = self.source(computation, name, picked, slices=True)
+            if source is None or source.instruction.opcode != "parameter":
+                return None
+            computation, picked = source.computation, source.picked
+            if computation.name == self._module.entry:
+                return source.instruction
+            outer = self._outside(computation, source.instruction, picked)
+            if outer is None or not self.is_invariant(computation, picked):
+                return None
+            computation, name, picked = outer
+        return None
+
+    def carried(self, computation: Computation, name: str, picked: int | None = None) -> int | None:
+        """The element of a loop's carry that a value in its body is; None if it is not one."""
+        source = self.source(computation, name, picked)
+        return source.picked if source and source.instruction.opcode == "parameter" else None
+
+    def constant(
+        self, computation: Computation, name: str, picked: int | None = None
+    ) -> int | None:
+        """The whole number that a value always is; None if it is not one."""
+        source = self.source(computation, name, picked)
+        if source is None or source.instruction.opcode != "constant":
+            return None
+        text = source.instruction.arguments
+        return int(text) if re.fullmatch(r"-?\d+", text) else None
+
+    def is_invariant(self, body: Computation, element: int | None) -> bool:
+        """Whether every iteration hands an element of the carry on as it got it."""
+        root = body.root
+        if element is None or root is None or root.opcode != "tuple":
+            return False
+        if element >= len(root.operands):
+            return False
+        return self.carried(body, *root.operands[element]) == element
+
+    def maker(self, computation: Computation, name: str, picked: int | None) -> Viewed | None:
+        """What first made a value that a loop carries: seen from its body or its result."""
+        return self._followed((computation, name, picked), {"copy"}, first_trip=True)
+
+    def readers(self, computation: Computation, start: Instruction) -> Iterator[Instruction]:
+        """What reads a value, seen through tuples' elements and views."""
+        waiting, seen = [start.name], {start.name}
+        while waiting:
+            for user in computation.users.get(waiting.pop(), ()):
+                if user.name in seen:
+                    continue
+                seen.add(user.name)
+                passes = user.opcode in _VIEWS or user.opcode == "get-tuple-element"
+                if passes or user.opcode.endswith("-done"):
+                    waiting.append(user.name)
+                else:
+                    yield user
+
+    def only_reader(self, body: Computation, element: int | None) -> Instruction | None:
+        """The one instruction that works on an element of a loop's carry; None if several do."""
+        found: dict[str, Instruction] = {}
+        for parameter in body.parameters:
+            for user in body.users.get(parameter.name, ()):
+                if user.opcode == "get-tuple-element":
+                    if user.index == element:
+                        found |= {r.name: r for r in self.readers(body, user)}
+                elif (parameter.name, element) in user.operands:
+                    found[user.name] = user
+        working = [r for r in found.values() if r.opcode != "tuple"]
+        return working[0] if len(working) == 1 else None
+
+    def in_loop(self, computation: Computation) -> bool:
+        """Whether a computation is the body or the condition of a `while`."""
+        caller = self._callers.get(computation.name)
+        return caller is not None and caller[0].opcode == "while"
+
+    def source(
+        self, computation: Computation, name: str, picked: int | None, *, slices: bool = False
+    ) -> Viewed | None:
+        """What a value is a view of, seen from inside fusions, and as far as the loop around it."""
+        views = _VIEWS | _SLICES if slices else _VIEWS
+        return self._followed((computation, name, picked), views)
+
+    def _followed(
+        self, value: _Value, views: Set[str], *, first_trip: bool = False
+    ) -> Viewed | None:
+        """What made a value, seen through views; `first_trip`: through loops to their start."""
+        for _ in range(_MAX_STEPS):
+            computation, name, picked = value
+            if name not in computation.instructions:
+                return None
+            seen = Viewed(computation.instructions[name], computation, picked)
+            before = self._before(seen, views, first_trip=first_trip)
+            if before is None:
+                return seen
+            value = before
+        return None
+
+    def _before(self, seen: Viewed, views: Set[str], *, first_trip: bool) -> _Value | None:
+        """The value that an instruction only passes on."""
+        found, computation, picked = seen
+        operands = found.operands
+        if found.opcode == "parameter" and (first_trip or not self.in_loop(computation)):
+            return self._outside(computation, found, picked)
+        if not operands:
+            return None
+        if found.opcode == "get-tuple-element":
+            name, outer = operands[0]
+            return computation, name, found.index if outer is None else outer
+        if found.opcode == "tuple" and picked is not None and picked < len(operands):
+            return computation, *operands[picked]
+        if found.opcode in views or (found.opcode in _DONE and not first_trip):
+            return computation, *operands[0]
+        if found.opcode == "while" and picked is not None:
+            body = self._module.called(found, "body")
+            is_kept = body is not None and self.is_invariant(body, picked)
+            return (computation, operands[0][0], picked) if first_trip or is_kept else None
+        if found.opcode == "fusion" and not first_trip:
+            large = [o for o in operands if not is_scalar(computation.shape_of(*o))]
+            inner = self._module.called(found)
+            if inner is not None and len(large) == 1 and self._only_views(inner, views):
+                return computation, *large[0]
+        return None
+
+    def _outside(
+        self, computation: Computation, parameter: Instruction, picked: int | None
+    ) -> _Value | None:
+        """What a caller gives for a parameter; a loop, to its first iteration."""
+        if computation.name not in self._callers:
+            return None
+        caller, outer = self._callers[computation.name]
+        number = parameter.number
+        if caller.opcode == "while":
+            number = None if picked is None else 0
+        if caller.opcode == "conditional" or number is None or number >= len(caller.operands):
+            return None
+        name, element = caller.operands[number]
+        return outer, name, picked if element is None else element
+
+    def _only_views(self, inner: Computation, views: Set[str]) -> bool:
+        key = inner.name, "slice" in views
+        if key not in self._bare:
+            self._bare[key] = all(
+                i.opcode in views or i.opcode in ("parameter", "constant") or is_scalar(i.shape)
+                for i in inner.instructions.values()
+            )
+        return self._bare[key]
+
+
+_TRIPS = re.compile(r'known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d+)')
+_MAX_CONTEXTS = 64  # of one computation: callers of callers multiply
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CallContext:
+    """One way to reach a computation.
+
+    Attributes:
+        loops: Around it, outermost first.
+        is_conditional: In some branch only.
+        is_async: Behind an `async-start`.
+    """
+
+    loops: tuple[Loop, ...] = ()
+    is_conditional: bool = False
+    is_async: bool = False
+    is_fused: bool = False
+
+    @property
+    def runs(self) -> int | None:
+        """In one call of the program; None if some loop's trips are not known."""
+        total = 1
+        for loop in self.loops:
+            if loop.trips is None:
+                return None
+            total *= loop.trips
+        return total
+
+
+def contexts(module: Module, flow: Flow) -> dict[str, list[CallContext]]:
+    """Every way to reach every computation from the entry; reducers are left out."""
+    out: dict[str, list[CallContext]] = {}
+    waiting = [(module.entry, CallContext())]
+    loops: dict[str, Loop] = {}
+    while waiting:
+        name, context = waiting.pop()
+        computation = module.computations.get(name)
+        if computation is None:
+            continue
+        ways = out.setdefault(name, [])
+        if len(ways) >= _MAX_CONTEXTS:
+            continue
+        ways.append(context)
+        inner: dict[str, CallContext] = {}  # by what calls: most calls of a kind are alike
+        for instruction, key, target in computation.calls:
+            opcode = instruction.opcode
+            if key == "condition":
+                continue
+            if opcode == "while":
+                if instruction.name not in loops:
+                    loops[instruction.name] = _loop(module, computation, instruction, flow)
+                around = (*context.loops, loops[instruction.name])
+                inner[opcode] = dataclasses.replace(context, loops=around)
+            elif opcode not in inner:
+                inner[opcode] = dataclasses.replace(
+                    context,
+                    is_conditional=context.is_conditional or opcode == "conditional",
+                    is_async=context.is_async or opcode.endswith("-start"),
+                    is_fused=context.is_fused or opcode.startswith("fusion"),
+                )
+            waiting.append((target, inner[opcode]))
+    return out
+
+
+def _loop(module: Module, computation: Computation, loop: Instruction, flow: Flow) -> Loop:
+    where, _ = module_path(op_name(loop))
+    known = _TRIPS.search(loop.rest)
+    trips = int(known[1]) if known else _counted(module, computation, loop, flow)
+    return Loop(name=loop.name, where=where, trips=trips)
+
+
+def _counted(module: Module, computation: Computation, loop: Instruction, flow: Flow) -> int | None:
+    """Trips of a counter that goes from a constant to a constant by constant steps."""
+    condition, body = module.called(loop, "condition"), module.called(loop, "body")
+    if condition is None or condition.root is None or body is None or body.root is None:
+        return None
+    compare, inside = module.root_of(condition.root, condition)
+    direction = (compare.attribute("direction") or "").strip()
+    is_comparison = compare.opcode == "compare" and direction in ("LT", "LE")
+    if not is_comparison or len(compare.operands) != 2 or not loop.operands:
+        return None
+    counter, limit = compare.operands
+    index, stop = flow.carried(inside, *counter), flow.constant(inside, *limit)
+    if index is None or stop is None or index >= len(body.root.operands):
+        return None
+    start = flow.constant(computation, loop.operands[0][0], index)
+    step = _step(module, body, index, flow)
+    if start is None or step is None or step <= 0:
+        return None
+    return max(0, -(-(stop - start + (direction == "LE")) // step))
+
+
+def _step(module: Module, body: Computation, index: int, flow: Flow) -> int | None:
+    """What an iteration adds to an element of its carry, if it adds a constant."""
+    assert body.root is not None
+    made = flow.source(body, *body.root.operands[index])
+    if made is None:
+        return None
+    add, inside = module.root_of(made.instruction, made.computation)
+    if add.opcode != "add":
+        return None
+    counters = [o for o in add.operands if flow.carried(inside, *o) == index]
+    steps = [c for o in add.operands if (c := flow.constant(inside, *o)) is not None]
+    return steps[0] if len(counters) == 1 and len(steps) == 1 else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnnotatedModule:
+    """A module, where its values come from and how often its computations run.
+
+    Attributes:
+        arguments: Its arguments in order, by the names of their instructions.
+        contexts: Every way to reach every computation.
+    """
+
+    module: Module
+    arguments: Mapping[str, ProgramArray]
+    origins: Origins
+    flow: Flow
+    contexts: Mapping[str, list[CallContext]]
+
+    @property
+    def arrays(self) -> tuple[ProgramArray, ...]:
+        """The arguments in order."""
+        return tuple(self.arguments.values())
+
+    def argument(
+        self, computation: Computation, name: str, picked: int | None = None
+    ) -> ProgramArray | None:
+        """The argument that a value is a view, a cast or a slice of; None if none."""
+        found = self.flow.argument(computation, name, picked)
+        return None if found is None else self.arguments.get(found.name)
+
+    def runs(self, computation: Computation) -> int | None:
+        """Of a computation in one call of the program; None if some loop's trips are not known."""
+        each = [context.runs for context in self.contexts.get(computation.name, [])]
+        return None if None in each else sum(r for r in each if r is not None)
+
+
+def annotate(module: Module, arguments: Mapping[str, ProgramArray]) -> AnnotatedModule:
+    """Follow a module's values and calls."""
+    flow = Flow(module)
+    return AnnotatedModule(
+        module=module,
+        arguments=arguments,
+        origins=Origins(module),
+        flow=flow,
+        contexts=contexts(module, flow),
+    )

@@ -1,0 +1,167 @@
+"""Every collective of a module."""
+
+import functools
+import itertools
+import math
+
+from ..choose.collective_costs import LinkSeconds, all_gather_seconds, ring_all_reduce_seconds
+from ..cluster.cluster import Cluster
+from ..cluster.transfers import Send, ring_transfers, transfer_seconds
+from . import hlo_text
+from . import replica_groups as _groups
+from .annotated_module import AnnotatedModule, CallContext
+from .hlo_text import Computation, Instruction, Module
+from .program import Collective, Origin
+from .replica_groups import Groups, Mesh
+
+KINDS = (
+    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
+    *("collective-permute", "collective-broadcast"),
+)
+OPCODES = {kind: (kind, False) for kind in KINDS} | {f"{k}-start": (k, True) for k in KINDS}
+# Their start returns what it was given beside what it makes.
+_START_KEEPS_OPERANDS = frozenset({"all-gather", "reduce-scatter", "collective-permute"})
+_BY_PARTITION = frozenset({"all-to-all", "ragged-all-to-all", "collective-broadcast"})
+_MAX_GROUPS = 4096  # kept in full
+
+
+def collectives(
+    read: AnnotatedModule, mesh: Mesh, cluster: Cluster | None
+) -> tuple[Collective, ...]:
+    """List them.
+
+    Args:
+        mesh: Axes, or nothing.
+        cluster: For predictions, its devices in the order of the mesh.
+    """
+    found = read.module.find(OPCODES.keys())
+    return tuple(_collective(read, i, computation, mesh, cluster) for i, computation in found)
+
+
+def _collective(
+    read: AnnotatedModule,
+    instruction: Instruction,
+    computation: Computation,
+    mesh: Mesh,
+    cluster: Cluster | None,
+) -> Collective:
+    kind, is_start = OPCODES[instruction.opcode]
+    groups, missing = _devices(read.module, instruction, kind)
+    is_permute = kind == "collective-permute"
+    size = 2 if is_permute else max((len(g) for g in groups), default=1)
+    axes = None
+    if not missing:
+        axes, missing = _axes(groups, mesh, read.module, is_permute)
+    shape = instruction.shape
+    if is_start and kind in _START_KEEPS_OPERANDS:
+        elements = hlo_text.tuple_elements(shape)
+        shape = elements[1] if len(elements) > 1 else shape
+    arrays = hlo_text.arrays(shape)
+    num_bytes = hlo_text.shape_bytes(shape)
+    if kind == "reduce-scatter":
+        dim = int((instruction.attribute("dimensions") or "{0}").strip("{} "))
+        arrays = tuple(
+            (t, tuple(n * size if i == dim else n for i, n in enumerate(d))) for t, d in arrays
+        )
+        num_bytes *= size
+    names = tuple(hlo_text.array_text(*array) for array in arrays)
+    if kind == "all-to-all" and len(names) == size and len(set(names)) == 1:
+        names = (f"{size} x {names[0]}",)  # one array, as its pieces
+    ways = read.contexts.get(computation.name, [])
+    first = ways[0] if ways else CallContext()
+    operands = [read.argument(computation, *operand) for operand in instruction.operands]
+    return Collective(
+        kind=kind,
+        name=instruction.name,
+        arrays=names,
+        num_bytes=num_bytes,
+        group_size=size,
+        groups=groups[:_MAX_GROUPS],
+        axes=axes,
+        axes_missing=missing,
+        is_async=is_start or first.is_async,
+        loops=first.loops,
+        runs=read.runs(computation),
+        is_conditional=any(c.is_conditional for c in ways),
+        operands=tuple(a.path for a in operands if a is not None),
+        origin=_origin(read, instruction, computation),
+        seconds=None if cluster is None else _seconds(kind, num_bytes, groups, cluster),
+    )
+
+
+def _origin(read: AnnotatedModule, instruction: Instruction, computation: Computation) -> Origin:
+    """Its own, else that of what it is made for."""
+    own = read.origins.of(instruction, computation)
+    if own.missing:
+        readers = read.flow.readers(computation, instruction)
+        made_for = (read.origins.of(reader, computation) for reader in readers)
+        return next((origin for origin in made_for if not origin.missing), own)
+    return own
+
+
+def _devices(module: Module, instruction: Instruction, kind: str) -> tuple[Groups, str]:
+    if kind == "collective-permute":
+        return _groups.pairs(instruction.attribute("source_target_pairs")), ""
+    text = instruction.attribute("replica_groups")
+    is_global = "use_global_device_ids=true" in instruction.rest
+    n = module.num_partitions
+    try:
+        if n == 1 or is_global or kind in _BY_PARTITION:
+            return _groups.parse(text, module.num_devices), ""
+        # Groups of replicas, and with a channel all partitions of them together.
+        groups = _groups.parse(text, module.num_replicas)
+    except ValueError as error:
+        return (), str(error)
+    if ", channel_id=" in instruction.rest:
+        return tuple(tuple(r * n + p for r in g for p in range(n)) for g in groups), ""
+    return tuple(tuple(r * n + p for r in g) for g in groups for p in range(n)), ""
+
+
+def _axes(
+    groups: Groups, mesh: Mesh, module: Module, is_permute: bool
+) -> tuple[tuple[str, ...] | None, str]:
+    if not mesh:
+        return None, "the mesh is not known: name its axes"
+    total = math.prod(n for _, n in mesh)
+    if total != module.num_devices:
+        return None, f"the mesh has {total} devices and the program {module.num_devices}"
+    axes = _groups.axes_of_pairs(groups, mesh) if is_permute else _groups.axes_of(groups, mesh)
+    return axes, "" if axes is not None else "its groups are not those of whole axes"
+
+
+def _seconds(kind: str, num_bytes: int, groups: Groups, cluster: Cluster) -> float | None:
+    """Time of the slowest group, all at once; None if a link is not described.
+
+    Groups are rings, by their slowest link, and share the network cards of their nodes.
+    """
+    if max((rank for group in groups for rank in group), default=0) >= len(cluster.devices):
+        return None
+    transfers: list[Send] = []
+    sizes: list[int] = []
+    for group in groups:
+        if kind == "collective-permute":
+            pairs = itertools.pairwise(group)
+            own = [Send(sender=a, receiver=b, num_bytes=num_bytes) for a, b in pairs if a != b]
+        else:
+            in_ring = kind != "collective-broadcast"
+            own = ring_transfers(cluster, group, num_bytes / len(group) if in_ring else num_bytes)
+        transfers += own
+        sizes += [len(group)] * len(own)
+    slowest = 0.0
+    for seconds, size in zip(transfer_seconds(cluster, transfers), sizes, strict=True):
+        if seconds is None:
+            return None
+        slowest = max(slowest, _ring(kind, num_bytes, size, functools.partial(_same, seconds)))
+    return slowest
+
+
+def _same(seconds: float, num_bytes: float) -> float:  # the message's size is the transfer's
+    return seconds
+
+
+def _ring(kind: str, num_bytes: int, num_devices: int, link: LinkSeconds) -> float:
+    if kind == "all-reduce":
+        return ring_all_reduce_seconds(num_bytes, num_devices, link)
+    if kind in ("collective-permute", "collective-broadcast"):
+        return link(num_bytes)
+    return all_gather_seconds(num_bytes, num_devices, link)

@@ -1,0 +1,188 @@
+"""One measured step, read from the trace that jax's profiler wrote."""
+
+import collections
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..core.errors import InspectError
+from ..core.files import MOST_DUMP_BYTES, parse_json, read_bytes, shown, unpack
+from ..core.format import span
+from ..report.lanes import COLLECTIVE, COMPUTATION, TRANSFER, Bar, Lanes
+from .collectives import KINDS
+from .program import Program
+
+_SUFFIX = ".trace.json.gz"
+_MOST_VALUES = 20_000_000
+_MOST_MICROSECONDS = 1e18
+_UPDATE = "jit_hxla_update"  # after it hxla may still sum what it tells, evaluate or save
+_TRANSFERS = ("copy-start", "copy-done", "send", "recv", "infeed", "outfeed")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Event:
+    """As the profiler has it, in microseconds."""
+
+    device: str
+    line: str
+    program: str
+    run: str
+    name: str
+    start: float
+    end: float
+
+
+def last_step(path: pathlib.Path, programs: Sequence[Program]) -> Lanes:
+    """The last step of a profile; its bars are operations that hold no others.
+
+    A step ends with the last run of hxla's update, or else of the program that ran last, and begins
+    after its run before. Where several processes wrote a profile each, each one's last step begins
+    at zero.
+
+    Args:
+        path: What was given to `jax.profiler.trace`, a folder that holds several such, or a
+            `trace.json.gz` file.
+        programs: Those of the step; runs of others are left out.
+
+    Raises:
+        InspectError: If there is no profile, or no run of the programs in it.
+    """
+    files = _files(path)
+    if not files:
+        raise InspectError(
+            f"{path} holds no profile: no file like plugins/profile/*/*{_SUFFIX}; make one with "
+            "jax.profiler.trace(FOLDER)"
+        )
+    names = {program.name for program in programs}
+    collectives = {(p.name, c.name) for p in programs for c in p.collectives}
+    lanes: list[str] = []
+    bars: list[Bar] = []
+    num_steps = 0
+    seen: set[str] = set()
+    for number, file in enumerate(files):
+        events = list(_events(file))
+        seen |= {e.program for e in events}
+        own = [e for e in events if e.program in names]
+        if not own:
+            continue
+        step, num_steps = _last_step(own)
+        begin = min(e.start for e in step)
+        devices = sorted({e.device for e in step}, key=lambda d: (len(d), d))
+        lane_of = {device: len(lanes) + i for i, device in enumerate(devices)}
+        process = f"process {number}, " if len(files) > 1 else ""
+        lanes += [f"{process}device {device}" for device in devices]
+        bars += [
+            Bar(
+                lane=lane_of[e.device],
+                kind=_kind(e, collectives),
+                label=e.name,
+                program=e.program,
+                start_seconds=(e.start - begin) * 1e-6,
+                end_seconds=(e.end - begin) * 1e-6,
+            )
+            for e in _leaves(step)
+        ]
+    if not bars:
+        raise InspectError(
+            f"{path} has no run of {', '.join(sorted(names)) or 'any program'}, only of "
+            f"{', '.join(sorted(seen)) or 'none'}: profile the step that is inspected"
+        )
+    return Lanes(
+        title=f"measured: {span(max(bar.end_seconds for bar in bars))}",
+        names=tuple(lanes),
+        bars=tuple(sorted(bars, key=lambda bar: bar.start_seconds)),
+        note=f"The last of {num_steps} profiled steps, from {path}.",
+    )
+
+
+def _files(path: pathlib.Path) -> list[pathlib.Path]:
+    """Of each `plugins/profile` the newest session's, a file for each process."""
+    if path.is_file():
+        return [path]
+    sessions: dict[pathlib.Path, pathlib.Path] = {}
+    for file in sorted(path.rglob(f"*{_SUFFIX}")):
+        sessions[file.parent.parent] = file.parent  # sessions are named by their time
+    return [file for folder in sessions.values() for file in sorted(folder.glob(f"*{_SUFFIX}"))]
+
+
+def _events(file: pathlib.Path) -> Iterator[_Event]:
+    # The file's other form, xplane.pb, is for jax.profiler.ProfileData, which ends the process on
+    # some events of jax 0.12.
+    def refuse(words: str) -> InspectError:
+        return InspectError(f"{file} is no profile: it {words}")
+
+    packed = read_bytes(file, MOST_DUMP_BYTES, refuse)
+    try:
+        text, wrong = unpack(packed)
+    except ValueError as error:
+        text, wrong = b"", str(error)
+    if wrong:
+        raise refuse(f"cannot be unpacked: {wrong}")
+    limits = {"most_bytes": MOST_DUMP_BYTES, "most_values": _MOST_VALUES}
+    table, _ = parse_json(text, refuse, **limits)
+    try:
+        yield from _events_of(table["traceEvents"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise refuse(f"is no trace of jax's profiler: {shown(error)}") from None
+
+
+def _events_of(records: Sequence[Any]) -> Iterator[_Event]:
+    planes = {r["pid"]: r["args"]["name"] for r in records if r.get("name") == "process_name"}
+    for record in records:
+        args = record.get("args", {})
+        name, program = args.get("hlo_op"), args.get("hlo_module")
+        if record.get("ph") != "X" or not name or not program:
+            continue
+        start, took = float(record["ts"]), float(record.get("dur", 0))
+        if not (abs(start) < _MOST_MICROSECONDS and 0 <= took < _MOST_MICROSECONDS):
+            raise ValueError(f"{name} begins at {start} and takes {took} microseconds")
+        device = args.get("device_ordinal") or planes.get(record["pid"], "").split(":")[-1]
+        yield _Event(
+            # On GPUs and TPUs each device has a plane of its own: `/device:GPU:0`.
+            device=str(device),
+            line=f"{record['pid']} {record['tid']}",
+            program=program.split("(")[0],
+            run=str(args.get("run_id", "")),
+            name=str(name),
+            start=start,
+            end=start + took,
+        )
+
+
+def _last_step(events: Sequence[_Event]) -> tuple[list[_Event], int]:
+    """Events of the last step, and how many steps there are."""
+    last = max(events, key=lambda e: e.end).program
+    if any(e.program == _UPDATE for e in events):
+        last = _UPDATE
+    ends: dict[str, dict[str, float]] = collections.defaultdict(dict)
+    for event in events:
+        if event.program == last:
+            own = ends[event.device]
+            own[event.run] = max(own.get(event.run, 0.0), event.end)
+    # One device may begin its next step before another has ended this one.
+    bounds = {device: [0.0, *sorted(own.values())][-2:] for device, own in ends.items()}
+    step = [
+        e
+        for e in events
+        if e.device in bounds and bounds[e.device][0] <= e.start < bounds[e.device][1]
+    ]
+    return step, max(map(len, ends.values()))
+
+
+def _leaves(events: Sequence[_Event]) -> Iterator[_Event]:
+    """Events that hold no others of their line: not the loop, but what runs in it."""
+    lines: dict[tuple[str, str], list[_Event]] = collections.defaultdict(list)
+    for event in events:
+        lines[event.device, event.line].append(event)
+    for own in lines.values():
+        own.sort(key=lambda e: (e.start, -e.end))
+        for event, after in zip(own, [*own[1:], None], strict=True):
+            if after is None or after.start >= event.end:
+                yield event
+
+
+def _kind(event: _Event, collectives: set[tuple[str, str]]) -> str:
+    if (event.program, event.name) in collectives or event.name.startswith(tuple(KINDS)):
+        return COLLECTIVE
+    return TRANSFER if event.name.startswith(_TRANSFERS) else COMPUTATION

@@ -1,0 +1,299 @@
+"""Programs and splits as tables, for a terminal and for a page."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from ..core.format import num_bytes, percent, si, span
+from ..core.format import num_bytes as size
+from ..plan.plan import Plan
+from ..plan.text import parts_in_words
+from ..report.lanes import COLLECTIVE, COMPUTATION, Lanes
+from ..report.tables import Table, as_text
+from .alike_names import alike, group
+from .program import Collective, Memory, Program
+
+
+def shown(programs: Sequence[Program]) -> tuple[list[Program], str]:
+    """hxla's own programs, else all with anything to tell; and names of the others."""
+    has_roles = any(p.role for p in programs)
+    told = [p for p in programs if (p.role if has_roles else _tells(p))] or list(programs)
+    kept = {id(p) for p in told}
+    others = Counter(p.title for p in programs if id(p) not in kept)
+    return told, ", ".join(counted(name, n) for name, n in others.items())
+
+
+def _tells(program: Program) -> bool:
+    has_flops = any(w.flops for w in program.work)
+    return bool(program.collectives or program.warnings or program.problems or has_flops)
+
+
+def counted(what: str, num: int) -> str:
+    """`3 x what`, or what alone if there is one."""
+    return f"{num} x {what}" if num > 1 else what
+
+
+def time(seconds: float | None) -> str:
+    """A time that may not be known."""
+    return "" if seconds is None else span(seconds)
+
+
+def num_runs(found: Sequence[Collective]) -> int:
+    """Of collectives, those in loops of unknown trips counting once."""
+    return sum(c.runs or 1 for c in found)
+
+
+def sent_bytes(found: Sequence[Collective]) -> float:
+    """By one device, in all runs."""
+    return sum(c.sent_bytes * (c.runs or 1) for c in found)
+
+
+def predicted(found: Sequence[Collective]) -> str:
+    """Time of all runs; empty if one's is not known."""
+    times = [c.seconds * (c.runs or 1) for c in found if c.seconds is not None]
+    return span(sum(times)) if times and len(times) == len(found) else ""
+
+
+def sums_table(
+    alikes: Iterable[Sequence[Collective]],
+    words: Mapping[str, Callable[[Sequence[Collective]], str]],
+    took: Mapping[str, float] | None = None,
+) -> Table:
+    """Collectives that are alike in one row, those that send most first.
+
+    Args:
+        words: Columns that say what they are, by their heads.
+        took: Measured seconds, by name.
+    """
+    rows = []
+    for own in sorted(alikes, key=sent_bytes, reverse=True):
+        times = [took[c.name] for c in own if c.name in took] if took else []
+        rows.append(
+            (
+                *(word(own) for word in words.values()),
+                str(len(own)),
+                str(num_runs(own)),
+                size(sent_bytes(own)),
+                predicted(own),
+                span(sum(times)) if times else "",
+            )
+        )
+    figures = ("in the text", "runs", "sent by a device", "predicted", "measured")
+    return Table((*words, *figures), rows, left=range(len(words)))
+
+
+def side_by_side(before: Table, after: Table) -> Table:
+    """Two tables that begin with their words as one: where a figure changed, both."""
+    num_words, num = len(before.left), len(before.heads)
+    sides = [{tuple(row[:num_words]): row for row in table.rows} for table in (before, after)]
+    rows = []
+    for words in {**sides[0], **sides[1]}:
+        old, new = (side.get(words, (*words, *[""] * (num - num_words))) for side in sides)
+        both = zip(old, new, strict=True)
+        rows.append([a if a == b else f"{a or 'none'} -> {b or 'none'}" for a, b in both])
+    return before._replace(rows=rows)
+
+
+def collective_table(found: Sequence[Collective], task_graph: str = "", folder: str = "") -> Table:
+    """Collectives that differ in numbers only in one row, those that send most first.
+
+    Args:
+        task_graph: That all are of, where it is said above the table.
+        folder: Of all source lines, where it is said below the table.
+    """
+    alikes = group(
+        found,
+        lambda c: c.origin.where,
+        lambda c: (c.kind, c.is_async, c.is_conditional, c.arrays, c.over, c.runs, len(c.loops)),
+        lambda c: (c.origin.phase, c.origin.source, c.origin.task_graph),
+    )
+    rows = []
+    for own in sorted(alikes, key=sent_bytes, reverse=True):
+        c = own[0]
+        arrays = Counter(c.arrays)
+        of = ", ".join(counted(array, n) for array, n in arrays.most_common(2))
+        where = alike(x.origin.where for x in own).removeprefix(f"{task_graph} ")
+        rows.append(
+            (
+                counted(c.kind, len(own)) + (" async" if c.is_async else ""),
+                of + (f" and {len(arrays) - 2} kinds" if len(arrays) > 2 else ""),
+                size(c.num_bytes),
+                c.over,
+                counted(_runs(c), len(own)),
+                where + (f" ({c.origin.phase})" if c.origin.phase else ""),
+                c.origin.source.removeprefix(folder),
+                size(sent_bytes(own)),
+                predicted(own),
+            )
+        )
+    heads = ("collective", "of", "bytes", "over", "runs", "where", "line", "sent", "predicted")
+    return Table(heads, rows, left=(0, 1, 3, 4, 5, 6))
+
+
+def _runs(c: Collective) -> str:
+    """Runs, the trips of the loops around, and which loop: `12 = 4 x 3, loop in blocks`."""
+    text = str(c.runs or "?")
+    if c.loops:
+        trips = " x ".join("?" if loop.trips is None else str(loop.trips) for loop in c.loops)
+        text = trips if len(c.loops) == 1 and c.runs is not None else f"{text} = {trips}"
+    loop = next((x.where for x in reversed(c.loops) if x.where), "")
+    return text + (" at most" if c.is_conditional else "") + (f", loop in {loop}" if loop else "")
+
+
+def work_table(program: Program) -> Table:
+    """What each TaskGraph does."""
+    whole = program.total
+    rows = [
+        (
+            "all" if w is whole else w.task_graph or "outside all TaskGraphs",
+            si(w.flops) + ("" if w.is_exact else " or more"),
+            f"{w.flops / whole.flops:.0%}" if whole.flops else "",
+            size(w.num_bytes),
+            str(w.num_collectives),
+            size(w.collective_bytes),
+            time(w.collective_seconds),
+        )
+        for w in ([*program.work, whole] if len(program.work) > 1 else program.work)
+    ]
+    heads = ("TaskGraph", "FLOPs", "share", "memory traffic", "collectives", "sent", "predicted")
+    return Table(heads, rows, left=(0,))
+
+
+def buffer_table(memory: Memory) -> Table:
+    """What is held at the peak, what differs in numbers only in one row, the largest first."""
+    alikes = group(
+        memory.buffers, lambda b: b.name, lambda b: (b.owner, b.array), lambda b: b.origin.phase
+    )
+    rows = []
+    for own in sorted(alikes, key=lambda own: -sum(b.num_bytes for b in own)):
+        held = sum(b.num_bytes for b in own)
+        wheres = group([b for b in own if b.origin.primitive], lambda b: b.origin.where)
+        where = alike(b.origin.where for b in wheres[0]) if wheres else ""
+        rows.append(
+            (
+                alike(b.name for b in own),
+                own[0].owner,
+                counted(own[0].array, len(own)),
+                where + (" and others" if len(wheres) > 1 else ""),
+                size(held),
+                f"{held / max(memory.total_bytes, 1):.1%}",
+            )
+        )
+    return Table(("buffer", "owner", "array", "where", "bytes", "share"), rows, left=(0, 1, 2, 3))
+
+
+def fusion_table(program: Program) -> Table:
+    """The biggest fusions."""
+    rows = [
+        (f.name, f.array, f.origin.where, str(f.runs or "?"), si(f.flops), size(f.num_bytes))
+        for f in program.fusions
+    ]
+    return Table(("", "makes", "where", "runs", "FLOPs", "bytes"), rows, left=(0, 1, 2))
+
+
+def transfer_table(program: Program) -> Table:
+    """What moves between host and device."""
+    rows = [
+        (t.kind, t.name, t.origin.where, str(t.runs or "?"), size(t.num_bytes))
+        for t in program.transfers
+    ]
+    return Table(("transfer", "", "where", "runs", "bytes"), rows, left=(0, 1, 2))
+
+
+def parts_table(plan: Plan) -> Table:
+    """Parameters that are cut into parts of unlike sizes, and what pads them; the largest first."""
+    rows = []
+    for layout in sorted(plan.parameters, key=lambda p: -p.num_bytes):
+        for dim, parts in enumerate(layout.sizes):
+            if parts:
+                padding = max(parts) * len(parts) - sum(parts)
+                rows.append(
+                    (
+                        layout.name,
+                        str(dim),
+                        " + ".join(map(str, parts)),
+                        f"{max(parts)} on each",
+                        percent(padding / layout.shape[dim]),
+                        num_bytes(layout.num_bytes // layout.shape[dim] * padding),
+                    )
+                )
+    heads = ("parameter", "dimension", "parts", "padded to", "padding", "of all devices")
+    return Table(heads, rows)
+
+
+def waiting_table(step: Lanes) -> Table:
+    """What each device of a measured step did.
+
+    Collectives take those who come first as long as those who come last take for all: what a device
+    spends in them beyond the one that spends least, it waits.
+    """
+    lanes = range(len(step.names))
+    computing = [step.busy_seconds(lane, COMPUTATION) for lane in lanes]
+    joining = [step.busy_seconds(lane, COLLECTIVE) for lane in lanes]
+    rows = [
+        (
+            step.names[lane],
+            span(computing[lane]),
+            span(joining[lane]),
+            span(joining[lane] - min(joining)),
+            percent((joining[lane] - min(joining)) / step.seconds),
+        )
+        for lane in lanes
+    ]
+    return Table(("device", "computes", "in collectives", "waits there", "of the step"), rows)
+
+
+_WIDTH = 160
+
+
+def terminal_tables(
+    programs: Sequence[Program],
+    problems: Sequence[str],
+    *,
+    limit: int,
+    plan: Plan | None = None,
+    step: Lanes | None = None,
+) -> str:
+    """Tables of hxla's own programs, else of all with anything to tell; a line for the others.
+
+    Args:
+        problems: What could not be read.
+        limit: The most rows of a table.
+        plan: That ran: its parts of unlike sizes are shown.
+        step: A measured one: who waited is shown.
+    """
+    told, others = shown(programs)
+    parts = [part for program in told for part in _program(program, limit)]
+    if plan is not None:
+        parts.append(("parts of unlike sizes", parts_table(plan), limit))
+        parts += [
+            line
+            for axis in plan.axes
+            if plan.is_uneven
+            for line in parts_in_words(plan.parameters, axis.name, axis.size)
+        ]
+    if step is not None:
+        parts += [("who waits", waiting_table(step), limit), step.note]
+    parts += [f"other programs: {others}"] if others else []
+    parts += [f"not read: {problem}" for problem in problems]
+    return as_text(parts, _WIDTH)
+
+
+def _program(program: Program, limit: int) -> Iterator[str | tuple[str, Table, int]]:
+    mesh = program.mesh_text or "mesh not known"
+    devices = f"{program.num_devices} devices, {mesh}" if program.num_devices > 1 else "1 device"
+    yield f"{program.title}: {devices}, {program.source}"
+    yield from (f"  not read: {problem}" for problem in program.problems)
+    yield from (f"  warning ({w.kind}): {w.text}" for w in program.warnings[:limit])
+    memory = program.memory
+    if memory is not None:
+        by_owner = ", ".join(f"{owner} {size(n)}" for owner, n in memory.by_owner.items())
+        yield f"  peak memory {size(memory.total_bytes)}: {by_owner} (from {memory.source})"
+    elif program.memory_missing:
+        yield f"  memory is not known: {program.memory_missing}"
+    yield "", collective_table(program.collectives), limit
+    yield "on one device, in one call", work_table(program), limit
+    if memory is not None:
+        yield "held at the peak", buffer_table(memory), min(limit, 10)
+    yield "biggest fusions", fusion_table(program), min(limit, 5)
+    yield "host transfers", transfer_table(program), limit
+    yield ""

@@ -1,0 +1,382 @@
+"""All of jax's program representation that hxla uses, in one place.
+
+A model written for `pmap` or `shard_map` averages over an axis such as `batch`. Here it runs alone
+on a microbatch, so the axis has one member.
+"""
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+from jax._src import source_info_util
+from jax.extend import core
+
+ClosedJaxpr = core.ClosedJaxpr
+Literal = core.Literal
+
+
+def inner_jaxpr(eqn: Any) -> ClosedJaxpr | None:
+    """The program inside an equation, if it has exactly one."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        inner = eqn.params.get(key)
+        if isinstance(inner, core.ClosedJaxpr):
+            return inner
+        if isinstance(inner, core.Jaxpr):
+            return core.ClosedJaxpr(inner, ())
+    return None
+
+
+# fmt: off
+_KINDS = {
+    "inlined": {"call", "closed_call", "core_call", "jit", "pjit", "xla_metadata_call"},
+    "custom": {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"},
+    "remat": {"checkpoint", "remat", "remat2"},
+    "scan": {"scan"},
+    "leaf": {
+        "composite", "cond", "custom_linear_solve", "custom_partitioning", "custom_vmap_call",
+        "linear_call", "pallas_call", "reduce", "reduce_window", "remat_opt", "run_state",
+        "scatter", "scatter-add", "scatter_add", "scatter_max", "scatter_min", "scatter_mul",
+        "scatter_sub", "select_and_scatter", "shard_map", "while",
+    },
+}
+# fmt: on
+
+
+def kind_of(eqn: Any) -> str | None:
+    """How an equation runs the programs that it holds.
+
+    Returns:
+        `inlined` (its program stands for it), `custom` (it has gradient rules of its own), `remat`,
+        `scan`, or `leaf`: it holds none, or runs as a whole. None if it holds programs and its
+        primitive is not known: what it does with them then is not known either.
+    """
+    name = eqn.primitive.name
+    known = next((kind for kind, names in _KINDS.items() if name in names), None)
+    if known not in (None, "leaf"):
+        return known if inner_jaxpr(eqn) is not None else None
+    held = any(
+        isinstance(x, core.ClosedJaxpr | core.Jaxpr)
+        for value in eqn.params.values()
+        for x in (value if isinstance(value, tuple | list) else (value,))
+    )
+    return None if held and known is None else "leaf"
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried; slices follow."""
+    params = eqn.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # from jax 0.12 on
+    return len(consts), len(carry)
+
+
+def as_function(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
+    """A program as a function of its arguments; equations keep their name stacks."""
+    return core.jaxpr_as_fun(closed)  # type: ignore[no-any-return]
+
+
+def run_as(
+    function: Callable[..., Any], run: Callable[[ClosedJaxpr, list[Any]], Sequence[Any]]
+) -> Callable[..., Any]:
+    """The same function of trees of arrays, its results made by `run` of its program."""
+
+    @functools.wraps(function)
+    def wrapped(*arguments: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        results = run(closed, jax.tree.leaves(arguments))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return wrapped
+
+
+def run_jaxpr(jaxpr: Any, arguments: Iterable[Any]) -> list[Any]:
+    """The results of a program that closes over nothing."""
+    return list(as_function(ClosedJaxpr(jaxpr, ()))(*arguments))
+
+
+def program_text(program: Any) -> str:
+    """A program as text, without addresses of objects."""
+    return re.sub(r"0x[0-9a-f]+", "", str(program))
+
+
+def with_results(closed: ClosedJaxpr, num: int) -> ClosedJaxpr:
+    """A program without its results after the first `num`."""
+    jaxpr = closed.jaxpr
+    if len(jaxpr.outvars) == num:
+        return closed
+    info = debug_info(len(jaxpr.invars), num)
+    outvars = list(jaxpr.outvars[:num])
+    return ClosedJaxpr(jaxpr.replace(outvars=outvars, debug_info=info), closed.consts)
+
+
+def with_inner(eqn: Any, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> Any:
+    """An equation that runs other programs, with each of them changed; any other as it is."""
+    if eqn.primitive.name not in ("jit", "pjit", "scan", "while", "cond", "checkpoint", "remat2"):
+        return eqn
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, core.ClosedJaxpr):
+            return change(value)
+        if isinstance(value, core.Jaxpr):
+            return change(core.ClosedJaxpr(value, ())).jaxpr
+        if isinstance(value, tuple) and any(isinstance(v, core.ClosedJaxpr) for v in value):
+            new = tuple(map(changed, value))
+            return value if all(a is b for a, b in zip(new, value, strict=True)) else new
+        return value
+
+    params = {key: changed(value) for key, value in eqn.params.items()}
+    same = all(params[key] is eqn.params[key] for key in params)
+    return eqn if same else eqn.replace(params=params)
+
+
+def splice(eqn: Any, function: Callable[..., Any]) -> list[Any]:
+    """The equations of a function of arrays, in the place of an equation.
+
+    Where a result is no equation's, or two are one, it stays as it is.
+    """
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    traced = jax.make_jaxpr(function)(*shapes).jaxpr
+    made = {v for own in traced.eqns for v in own.outvars}
+    results = variables(traced.outvars)
+    if traced.constvars or len(results) < len(eqn.outvars) or not made.issuperset(results):
+        return [eqn]
+    names = dict(zip(traced.invars, eqn.invars, strict=True))
+    names |= dict(zip(traced.outvars, eqn.outvars, strict=True))
+
+    return [renamed(own, names, source_info=eqn.source_info, ctx=eqn.ctx) for own in traced.eqns]
+
+
+def renamed(eqn: Any, names: Mapping[Any, Any], **others: Any) -> Any:
+    """An equation with other variables, where they have other names, and other fields."""
+    own = {
+        side: [v if isinstance(v, Literal) else names.get(v, v) for v in getattr(eqn, side)]
+        for side in ("invars", "outvars")
+    }
+    return eqn.replace(**own, **others)
+
+
+def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A program with the equations of the jitted functions that it calls in their places."""
+    equations = []
+    for eqn in closed.jaxpr.eqns:
+        inner = inner_jaxpr(eqn) if eqn.primitive.name in ("jit", "pjit") else None
+        equations += [eqn] if inner is None else splice(eqn, as_function(inlined(inner)))
+    return ClosedJaxpr(closed.jaxpr.replace(eqns=equations), closed.consts)
+
+
+def variables(values: Iterable[Any]) -> dict[Any, None]:
+    """Those that are not literals, each once and in order."""
+    return dict.fromkeys(v for v in values if not isinstance(v, Literal))
+
+
+def backward_slice(
+    equations: Sequence[Any], wanted: Iterable[Any], given: Container[Any] = ()
+) -> list[Any]:
+    """The equations, in order, that results need.
+
+    Args:
+        equations: In order.
+        given: Variables that are there already.
+    """
+    needed = {v for v in variables(wanted) if v not in given}
+    found = []
+    for eqn in reversed(equations):
+        if not needed.isdisjoint(eqn.outvars):
+            found.append(eqn)
+            needed.update(v for v in variables(eqn.invars) if v not in given)
+    return found[::-1]
+
+
+def part(
+    jaxpr: Any,
+    wanted: Sequence[Any],
+    given: Container[Any] = (),
+    inputs: Sequence[Any] | None = None,
+) -> Any:
+    """The program of some of a program's variables.
+
+    Args:
+        jaxpr: The whole one.
+        given: See `backward_slice`.
+        inputs: The arguments; None: what it reads, numbers that the whole closes over among it.
+    """
+    equations = backward_slice(jaxpr.eqns, wanted, given)
+    if inputs is None:
+        made = {v for eqn in equations for v in eqn.outvars if v not in given}
+        read = variables(v for side in (*(e.invars for e in equations), wanted) for v in side)
+        inputs = [v for v in read if v not in made]
+    return core.Jaxpr(
+        (),
+        list(inputs),
+        list(wanted),
+        equations,
+        frozenset().union(*(e.effects for e in equations)),
+        debug_info=debug_info(len(inputs), len(wanted)),
+    )
+
+
+# An element's work takes about as long as writing and reading it (exp and tanh on a CPU, measured).
+# fmt: off
+_CHEAP = frozenset({
+    "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy",
+    "div", "eq", "erf", "exp", "expand_dims", "ge", "gt", "integer_pow", "iota", "is_finite",
+    "le", "log", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "reshape",
+    "rsqrt", "select_n", "sharding_constraint", "sign", "slice", "split", "sqrt", "square",
+    "squeeze", "sub", "tanh", "transpose", "unstack", "xor",
+})
+# fmt: on
+#: Of these what XLA calls expensive.
+_SLOW = frozenset(
+    {
+        "div",
+        "erf",
+        "exp",
+        "integer_pow",
+        "log",
+        "logistic",
+        "rsqrt",
+        "sqrt",
+        "tanh",
+    }
+)
+
+
+#: What makes each element of its result from the elements at the same place.
+# fmt: off
+BY_ELEMENT = frozenset({
+    "abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos",
+    "div", "eq", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le",
+    "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or",
+    "optimization_barrier", "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n",
+    "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+})
+# fmt: on
+
+
+def is_cheap(eqn: Any) -> bool:
+    """Whether it costs hardly more to run an equation again than to keep its results."""
+    inner = inner_jaxpr(eqn)
+    if inner is not None:
+        return eqn.primitive.name in ("jit", "pjit") and all(map(is_cheap, inner.jaxpr.eqns))
+    return eqn.primitive.name in _CHEAP
+
+
+def is_fused(eqn: Any) -> bool:
+    """Whether XLA makes an equation's results again for each reader, rather than keep them.
+
+    Its fusion does so with element-wise work other than divisions, roots and the like.
+    """
+    inner = inner_jaxpr(eqn)
+    if inner is not None:
+        return eqn.primitive.name in ("jit", "pjit") and all(map(is_fused, inner.jaxpr.eqns))
+    return eqn.primitive.name in _CHEAP - _SLOW
+
+
+def run_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Run one equation again, under its own name stack and context."""
+    given = {
+        var: x for var, x in zip(eqn.invars, operands, strict=True) if not isinstance(var, Literal)
+    }
+    info = debug_info(len(given), len(eqn.outvars))
+    alone = core.Jaxpr((), list(given), eqn.outvars, [eqn], eqn.effects, debug_info=info)
+    return run_jaxpr(alone, given.values())
+
+
+def run_with(eqn: Any, operands: Sequence[Any], **params: Any) -> list[Any]:
+    """`run_equation` with operands of other dtypes, its literals too, and with other parameters."""
+    if any(isinstance(v, Literal) for v in eqn.invars):
+        eqn = eqn.replace(invars=fresh(tuple((v.aval.shape, v.aval.dtype) for v in eqn.invars)))
+    return run_equation(eqn.replace(params=eqn.params | params) if params else eqn, operands)
+
+
+@functools.cache
+def fresh(shapes: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """Variables that stand for operands of an equation that is run alone."""
+    avals = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    return list(jax.make_jaxpr(lambda *xs: xs)(*avals).jaxpr.invars)
+
+
+@contextlib.contextmanager
+def in_place_of(eqn: Any) -> Iterator[None]:
+    """What is traced in here has the names and the source line of an equation."""
+    info = eqn.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=stack):
+        yield
+
+
+def scopes_around(eqn: Any) -> tuple[str, bool]:
+    """The scopes that were entered around an equation, and whether it is of a backward pass."""
+    parts = eqn.source_info.name_stack.stack
+    transforms = [p.name for p in parts if isinstance(p, source_info_util.Transform)]
+    scopes = [p.name for p in parts if isinstance(p, source_info_util.Scope)]
+    return "/".join(scopes), "transpose" in transforms
+
+
+def is_of_jax(eqn: Any) -> bool:
+    """Whether an equation runs a jitted function of jax itself, such as `jnp.where`."""
+    inner = inner_jaxpr(eqn) if kind_of(eqn) == "inlined" else None
+    file = "" if inner is None else inner.jaxpr.debug_info.func_filename or ""
+    return "/jax/_src/" in file.replace("\\", "/")
+
+
+@functools.cache
+def debug_info(num_inputs: int, num_outputs: int) -> Any:
+    """Any of these numbers will do: messages name the equation's own source."""
+    info = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
+    return info._replace(arg_names=("",) * num_inputs, result_paths=("",) * num_outputs)
+
+
+def checkpoint_like(eqn: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` under the rematerialisation that a `checkpoint` equation asks for."""
+    return jax.checkpoint(
+        function,
+        prevent_cse=eqn.params.get("prevent_cse", True),
+        policy=eqn.params.get("policy"),
+    )
+
+
+Found = TypeVar("Found")
+
+_UNBOUND = re.compile(r"unbound axis name: ([^\s.]+)")
+
+
+def unbound_axis(error: BaseException) -> str | None:
+    """The axis name that an error is about, if it is about one."""
+    found = _UNBOUND.search(str(error)) if isinstance(error, NameError) else None
+    return found[1] if found else None
+
+
+def naming_axes(trace: Callable[[], Found], names: list[str]) -> Found:
+    """What `trace` returns, once it complains of no axis any more.
+
+    Args:
+        trace: Runs a function within `with_axes(function, names)`; it is called again for each name
+            that nothing bound, and changes nothing else.
+        names: Those that are bound; others are added as they are found.
+    """
+    while True:
+        try:
+            return trace()
+        except NameError as error:
+            name = unbound_axis(error)
+            if name is None or name in names:
+                raise
+            names.append(name)
+
+
+def with_axes(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    """The same function, to trees of arrays, with axes of one member around it."""
+    for name in names:
+        function = _with_axis(function, name)
+    return function
+
+
+def _with_axis(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    # Nothing is mapped over the axis, but the place in it is, and so is what is made of it.
+    alone = jax.vmap(function, in_axes=None, out_axes=0, axis_name=name, axis_size=1)
+    return lambda *arguments: jax.tree.map(lambda x: x[0], alone(*arguments))

@@ -1,0 +1,146 @@
+"""Which arguments the results of a traced program are, or are made from."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.interpreters import partial_eval
+
+from ..core.fingerprint import fingerprint
+from .jaxpr import ClosedJaxpr, Literal, inner_jaxpr, kind_of, part, program_text, scan_counts
+
+_KEEPS = frozenset({"copy", "copy_p", "optimization_barrier"})
+#: What moves or weighs elements, with the operands that a route goes through; None: all.
+_ON_A_ROUTE: dict[str, tuple[int, ...] | None] = {
+    **dict.fromkeys(
+        (
+            *("add", "add_any", "broadcast_in_dim", "clamp", "concatenate", "copy", "copy_p"),
+            *("convert_element_type", "expand_dims", "max", "min", "mul", "neg", "rev", "reshape"),
+            *("optimization_barrier", "reduce_precision", "slice", "squeeze", "sub", "transpose"),
+            *("and", "or", "xor", "not"),
+        )
+    ),
+    **dict.fromkeys(("div", "dynamic_slice", "gather"), (0,)),
+    **dict.fromkeys(("dynamic_update_slice", "pad"), (0, 1)),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter_max", "scatter_min", "scatter_mul"), (0,)),
+}
+
+
+def sources(closed: ClosedJaxpr) -> list[Any]:
+    """For each result of a program what it is, unchanged: an argument, what an equation made.
+
+    Returns:
+        Variables of the program; None for a literal.
+    """
+    source: dict[Any, Any] = {}
+    for eqn in closed.jaxpr.eqns:
+        for var, k in zip(eqn.outvars, _operands_kept(eqn), strict=True):
+            if k is not None and not isinstance(operand := eqn.invars[k], Literal):
+                source[var] = source.get(operand, operand)
+    return [None if isinstance(v, Literal) else source.get(v, v) for v in closed.jaxpr.outvars]
+
+
+def passed_through(closed: ClosedJaxpr) -> list[int | None]:
+    """For each result of a program the argument that it is, unchanged; None: it is none."""
+    place: dict[Any, int | None] = {v: i for i, v in enumerate(closed.jaxpr.invars)}
+    return [None if v is None else place.get(v) for v in sources(closed)]
+
+
+def _operands_kept(eqn: Any) -> Sequence[int | None]:
+    """For each result of an equation the operand that it is."""
+    name, none = eqn.primitive.name, [None] * len(eqn.outvars)
+    if name in _KEEPS:
+        return range(len(eqn.outvars))
+    if name in ("convert_element_type", "reshape"):
+        first, made = eqn.invars[0].aval, eqn.outvars[0].aval
+        return [0] if (made.shape, made.dtype) == (first.shape, first.dtype) else none
+    if name == "cond":
+        each = [passed_through(branch) for branch in eqn.params["branches"]]
+        kept = [own[0] if len(set(own)) == 1 else None for own in zip(*each, strict=True)]
+        return [None if k is None else k + 1 for k in kept]  # the first operand chooses
+    if name == "while":
+        num_consts = eqn.params["body_nconsts"]
+        kept = passed_through(eqn.params["body_jaxpr"])
+        start = eqn.params["cond_nconsts"] + num_consts
+        return [start + i if k == num_consts + i else None for i, k in enumerate(kept)]
+    inner, kind = inner_jaxpr(eqn), kind_of(eqn)
+    if inner is None or kind in ("leaf", None):
+        return none
+    kept = passed_through(inner)
+    if kind != "scan":
+        return kept
+    num_consts, num_carry = scan_counts(eqn)
+    carried = [k if k == num_consts + i else None for i, k in enumerate(kept[:num_carry])]
+    slices = [None if k is None or k < num_consts + num_carry else k for k in kept[num_carry:]]
+    return [*carried, *slices]
+
+
+class Needed(NamedTuple):
+    """What makes one result of a program.
+
+    Attributes:
+        text: Its equations, and the arrays that they close over.
+        arguments: Places of the arguments that it reads.
+    """
+
+    text: str
+    arguments: frozenset[int]
+
+
+def needed_for(closed: ClosedJaxpr, result: int) -> Needed:
+    """What of a program makes one result."""
+    jaxpr = closed.jaxpr
+    wanted = [i == result for i in range(len(jaxpr.outvars))]
+    own, used_consts, used = partial_eval.dce_jaxpr_consts(jaxpr, wanted)
+    places = dict(zip(own.invars, itertools.compress(itertools.count(), used), strict=True))
+    consts = dict(zip(own.constvars, itertools.compress(closed.consts, used_consts), strict=True))
+    own = part(own, own.outvars)  # what has effects stayed, whoever needs it
+    held = [np.asarray(consts[v]) for v in own.invars if v in consts]
+    arguments = frozenset(places[v] for v in own.invars if v in places)
+    return Needed(f"{program_text(own)} {fingerprint(held)}", arguments)
+
+
+def read_arguments(closed: ClosedJaxpr) -> frozenset[int]:
+    """Places of the arguments that some result of a program is made from."""
+    _, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    return frozenset(i for i, is_used in enumerate(used) if is_used)
+
+
+def routes(closed: ClosedJaxpr, result: int) -> dict[int, frozenset[str]]:
+    """The arguments whose elements a result has, moved, chosen or weighed.
+
+    Returns:
+        For each the names of all operations on the ways from it to the result.
+    """
+    jaxpr = closed.jaxpr
+    names: dict[Any, frozenset[str]] = {}
+
+    def reach(var: Any, new: frozenset[str]) -> None:
+        if not isinstance(var, Literal):
+            names[var] = names.get(var, frozenset()) | new
+
+    reach(jaxpr.outvars[result], frozenset())
+    for eqn in reversed(jaxpr.eqns):
+        for k, var in enumerate(eqn.outvars):
+            if var not in names:
+                continue
+            for i, own in _steps(eqn, k).items():
+                reach(eqn.invars[i], names[var] | own)
+    return {i: names[v] for i, v in enumerate(jaxpr.invars) if v in names}
+
+
+def _steps(eqn: Any, result: int) -> dict[int, frozenset[str]]:
+    """The operands of an equation that a route goes through, with the operations on it."""
+    name, inner = eqn.primitive.name, inner_jaxpr(eqn)
+    if inner is not None and kind_of(eqn) in ("inlined", "remat", "custom"):
+        return routes(inner, result)
+    own, every = frozenset({name}), range(len(eqn.invars))
+    if name == "select_n":
+        return dict.fromkeys(every[1:], own)
+    if name not in _ON_A_ROUTE:
+        return {}
+    if name == "optimization_barrier":
+        return {result: own}
+    places = _ON_A_ROUTE[name]
+    return dict.fromkeys(every if places is None else places, own)

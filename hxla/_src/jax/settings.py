@@ -1,0 +1,219 @@
+"""The settings of JAX and XLA that may move a bit of a program's results.
+
+What is known to move none is left out by name. All else counts, also what a later jax adds, unless
+its value is the usual one: that of the oldest jax that is supported, or of the first with the name.
+"""
+
+import fnmatch
+import functools
+import os
+import pathlib
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+from jax._src import config
+
+from ..core.errors import ConfigError
+
+# What is logged, checked, cached, dumped, exported and waited for, and where devices are from.
+_HARMLESS_OF_JAX = (
+    "jax2tf_*",
+    "jax_*_visible_devices",
+    "jax_array_garbage_collection_guard",
+    "jax_backend_target",
+    "jax_captured_constants_*",
+    "jax_check_*",
+    "jax_compilation_cache_*",
+    "jax_compiler_detailed_logging_min_ops",
+    "jax_cpu_enable_async_dispatch",
+    "jax_cpu_get_*_minutes",
+    "jax_cross_host_*",
+    "jax_debug_*",
+    "jax_default_device",
+    "jax_disable_bwd_checks",
+    "jax_disallow_mesh_context_manager",
+    "jax_distributed_*",
+    "jax_dump_*",
+    "jax_enable_checks",
+    "jax_enable_compilation_cache",
+    "jax_enable_preemption_service",
+    "jax_enable_recoverability",
+    "jax_experimental_unsafe_xla_runtime_errors",
+    "jax_explain_cache_misses",
+    "jax_export_*",
+    "jax_force_dcn_cross_host_transfers",
+    "jax_hlo_source_file_canonicalization_regex",
+    "jax_include_*",
+    "jax_legacy_prng_key",
+    "jax_log_*",
+    "jax_logging_level",
+    "jax_mock_gpu_topology",
+    "jax_mosaic_unzip_debug_locations",
+    "jax_mtls_*",
+    "jax_mutable_array_checks",
+    "jax_no_execution",
+    "jax_no_tracing",
+    "jax_num_cpu_devices",
+    "jax_numpy_dtype_promotion",  # `strict` refuses what `standard` promotes
+    "jax_numpy_rank_promotion",
+    "jax_pallas_verbose_errors",
+    "jax_persistent_cache_*",
+    "jax_pgle_*",
+    "jax_platform_name",
+    "jax_platforms",
+    "jax_pprint_use_color",
+    "jax_raise_*",
+    "jax_remove_custom_partitioning_ptr_from_cache_key",
+    "jax_send_traceback_to_runtime",
+    "jax_serialization_version",
+    "jax_share_binary_between_hosts*",
+    "jax_source_url_schema",
+    "jax_thread_guard",
+    "jax_traceback_*",
+    "jax_tracer_error_num_traceback_frames",
+    "jax_transfer_guard*",
+    "jax_xla_backend",
+    "mock_num_gpu_processes",
+)
+
+_USUAL_OF_JAX = {
+    "check_vma": "False",
+    "eager_constant_folding": "False",
+    "jax_accurate_erf_inv": "False",
+    "jax_allow_f16_reductions": "True",
+    "jax_auto_pcast": "True",
+    "jax_bcoo_cusparse_lowering": "False",
+    "jax_compiler_enable_remat_pass": "True",
+    "jax_cpu_collectives_implementation": "gloo",
+    "jax_custom_jvp3": "False",
+    "jax_custom_vjp3": "False",
+    "jax_default_matmul_precision": "None",
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_disable_jit": "False",
+    "jax_disable_most_optimizations": "False",
+    "jax_disable_vmap_shmap_error": "False",
+    "jax_embedded_constants_max_bytes": "32",
+    "jax_enable_custom_prng": "False",
+    "jax_enable_pgle": "False",
+    "jax_enable_x64": "False",
+    "jax_error_checking_behavior_divide": "ignore",
+    "jax_error_checking_behavior_nan": "ignore",
+    "jax_error_checking_behavior_oob": "ignore",
+    "jax_exec_time_optimization_effort": "0.0",
+    "jax_explicit_x64_dtypes": "1",
+    "jax_high_dynamic_range_gumbel": "False",
+    "jax_memory_fitting_effort": "0.0",
+    "jax_memory_fitting_level": "O2",
+    "jax_mosaic_allow_hlo": "False",
+    "jax_optimization_level": "UNKNOWN",
+    "jax_pallas_auto_assign_collective_ids": "no",
+    "jax_pallas_auto_assign_collective_ids_limit": "25",
+    "jax_pallas_enable_debug_checks": "False",
+    "jax_pallas_poison_buffers": "False",
+    "jax_pallas_use_mosaic_gpu": "True",
+    "jax_pjrt_client_create_options": "None",
+    "jax_ragged_dot_use_gpu_pallas_triton_lowering": "False",
+    "jax_ragged_dot_use_ragged_dot_instruction": "True",
+    "jax_random_seed_offset": "0",
+    "jax_refs_to_pins": "False",
+    "jax_remat3": "False",
+    "jax_remat_barrier_no_cotangents": "False",
+    "jax_remove_size_one_mesh_axis_from_type": "False",
+    "jax_scan3": "False",
+    "jax_softmax_custom_jvp": "False",
+    "jax_sort_devices_by_process_index": "True",
+    "jax_threefry_gpu_kernel_lowering": "False",
+    "jax_threefry_partitionable": "True",
+    "jax_use_cpp_shard_args": "False",
+    "jax_use_direct_linearize": "True",
+    "jax_use_emit_pipeline_primitive": "False",
+    "jax_use_hlo_logistic_lowering": "None",
+    "jax_use_magma": "auto",
+    "jax_use_rgv3": "True",
+    "jax_use_shardy_partitioner": "True",
+    "jax_use_simplified_jaxpr_constants": "False",
+    "jax_xla_profile_version": "0",
+}
+
+_HARMLESS_OF_XLA = (
+    "xla_cpu_collective_*timeout_seconds",
+    "xla_cpu_max_isa",  # `Versions.processor` says it
+    "xla_cpu_multi_thread_eigen",  # exact sums' programs are compiled without, whatever it says
+    "xla_dump_*",
+    "xla_force_host_platform_device_count",
+)
+# Those of `hxla run`, for kinds of devices that a plan says.
+_OF_HXLA = {
+    "xla_gpu_shard_autotuning": "false",
+    "xla_gpu_all_reduce_combine_threshold_bytes": "268435456",
+    "xla_gpu_all_gather_combine_threshold_bytes": "268435456",
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": "268435456",
+}
+#: Variables of flags, and those that are a setting by themselves.
+_FLAGS, _ALONE = ("XLA_FLAGS", "LIBTPU_INIT_ARGS"), ("NVIDIA_TF32_OVERRIDE",)
+
+
+def bit_settings(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """The settings in force that may move a bit and are not as usual, as `name=value`, in order.
+
+    Raises:
+        ConfigError: If one of JAX's is another in this thread only, or flags cannot be read.
+    """
+    found = {name: str(value) for name, value in jax.config.values.items()}
+    found = {n: v for n, v in found.items() if not _is_any(n, _HARMLESS_OF_JAX)}
+    _refuse_local(found)
+    for name, value in _flags(environ).items():
+        if not _is_any(name, _HARMLESS_OF_XLA) and _OF_HXLA.get(name) != value:
+            found[name] = value
+    found |= {name: environ[name] for name in _ALONE if environ.get(name)}
+    return tuple(sorted(f"{n}={v}" for n, v in found.items() if _USUAL_OF_JAX.get(n) != v))
+
+
+def unlike_settings(there: Sequence[str], here: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """The settings that differ: the name, and the values there and here.
+
+    Args:
+        there: What `bit_settings` gave elsewhere.
+    """
+    one, two = (dict(text.split("=", 1) for text in own) for own in (there, here))
+    for name in sorted(one.keys() | two.keys()):
+        usual = _USUAL_OF_JAX.get(name, "unset")
+        values = one.get(name, usual), two.get(name, usual)
+        if values[0] != values[1]:
+            yield name, *values
+
+
+@functools.cache
+def _is_any(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _refuse_local(found: Mapping[str, str]) -> None:
+    """What a context manager sets holds in its thread, and programs are made in several."""
+    local = [
+        f"{name}={value}"
+        for name, value in found.items()
+        if name in config.config_states and str(config.config_states[name].get_global()) != value
+    ]
+    if local:
+        raise ConfigError(
+            f"{', '.join(local)} holds in this thread only, and programs are made in several: "
+            "leave the context manager, and set it for the process with jax.config.update"
+        )
+
+
+def _flags(environ: Mapping[str, str]) -> dict[str, str]:
+    """Flags by name, without their dashes; the last of a name counts, as for XLA."""
+    found = {}
+    for variable in _FLAGS:
+        text = environ.get(variable, "").strip()
+        if text and not text.startswith("-"):  # XLA takes it for the name of a file
+            try:
+                text = pathlib.Path(text).read_text()
+            except OSError as error:
+                raise ConfigError(f"{variable}={text} cannot be read: {error.strerror}") from None
+        for flag in shlex.split(text):
+            name, _, value = flag.lstrip("-").partition("=")
+            found[name] = value or "true"
+    return found

@@ -1,0 +1,1 @@
+"""What is trained, traced once for each microbatch size."""

@@ -1,0 +1,481 @@
+"""What a job trains: its data, its model as functions, its loss traced once for each size."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import optax
+from flax import linen as nn
+
+from ..cluster import job_devices
+from ..cluster.cluster import Cluster
+from ..cluster.job_devices import Devices
+from ..cluster.mesh_file import load_cluster
+from ..core.config import Config
+from ..core.errors import ConfigError, LossError
+from ..core.types import PyTree
+from ..data.data import Source, as_source
+from ..graph.casts import PrecisionCalls
+from ..graph.factors import Patterns
+from ..graph.graph import Graph
+from ..graph.state_rules import with_rules
+from ..graph.trace import trace_functional
+from ..jax import coordination
+from ..jax.digest import program_digest
+from ..launch.rank_notes import check_is_there
+from ..lower.inputs import Training
+from ..lower.lower import Programs, lower
+from ..model.annotations import Strategy
+from ..model.arguments import given_bytes
+from ..model.functional import Functional, functional, leaf_names, tree_bytes
+from ..model.loss_call import Loss
+from ..model.loss_scale import own_variables, with_loss_scale
+from ..model.merge import Merge
+from ..model.optimizer import Optimizer
+from ..model.over_batch import OverBatch, ToEmbed, TracedOverBatch, WithGradients, trace_over_batch
+from ..model.trainable import Trainable
+from ..plan.ownership import TracedUpdate, traced_update
+from ..plan.parts import SumsForm
+from ..plan.plan import Plan
+from ..plan.precision import Precision
+from ..weights.weights import Read, Wanted, Weights, open_weights
+from .agreement import Facts, agree, flat
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobContext:
+    """A job's arguments, and what follows from them, each made once.
+
+    Attributes:
+        batch_size: Examples of a global batch.
+        seed: Root of sample order, dropout and initialisation.
+        shuffle: Whether random-access data is shuffled anew each epoch.
+        num_examples: Of a callable that is to have epochs.
+        variables: Initial variables of a Linen module.
+        rngs: Names of a Linen module's random streams.
+        weights: Weights that training begins with, or None.
+        merge: How other variables merge over the microbatches of a step.
+        nonfinite: On a gradient that is not finite: `stop`, `skip` the update, or also `scale` the
+            loss less.
+        mixes_examples: Whether the loss of an example may read the others of its microbatch.
+        precision: The dtypes of the computation.
+        default: Annotation of what no scope covers.
+        patterns: Which dimensions of an equation can be cut together.
+    """
+
+    model: Any
+    data: Any
+    loss: Loss
+    optimizer: optax.GradientTransformation | optax.MultiSteps
+    batch_size: int
+    seed: int
+    shuffle: bool
+    num_examples: int | None
+    variables: PyTree | None
+    rngs: Sequence[str]
+    weights: Weights | None
+    trainable: Trainable
+    merge: Merge
+    eval_loss: Loss
+    nonfinite: Literal["stop", "skip", "scale"]
+    mixes_examples: bool
+    precision: Precision
+    default: Strategy | None
+    patterns: Patterns
+    settings: Config
+    _models: dict[int, PrecisionCalls] = dataclasses.field(default_factory=dict, init=False)
+    _scaled: dict[int, Functional] = dataclasses.field(default_factory=dict, init=False)
+    _optimizer_bytes: list[int] = dataclasses.field(default_factory=list, init=False)
+    _updates: list[TracedUpdate] = dataclasses.field(default_factory=list, init=False)
+    _over_batch: dict[int, TracedOverBatch] = dataclasses.field(default_factory=dict, init=False)
+    _graphs: dict[int, Graph] = dataclasses.field(default_factory=dict, init=False)
+    _clusters: dict[Devices, Cluster] = dataclasses.field(default_factory=dict, init=False)
+    _lowered: dict[Any, Programs] = dataclasses.field(default_factory=dict, init=False)
+
+    # -- the model -------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def source(self) -> Source:
+        """The data."""
+        return as_source(
+            self.data,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            num_examples=self.num_examples,
+            examples_per_file=self.settings.io.examples_per_file,
+            num_kept=self.settings.data.prefetch_steps + 2,
+            is_shared=self.settings.data.share,
+            num_workers=self.settings.data.workers,
+        )
+
+    @functools.cached_property
+    def _example(self) -> PyTree:
+        return self.source.example()
+
+    def shapes(self, size: int) -> PyTree:
+        """Shapes of what programs are given of a microbatch of a size."""
+        traced = self.over_batch(size)
+        return self._shapes(size) if traced is None else traced.second()
+
+    def _shapes(self, size: int) -> PyTree:
+        """Shapes of a microbatch of a size."""
+
+        def shape(x: Any) -> jax.ShapeDtypeStruct:
+            dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+            return jax.ShapeDtypeStruct((size, *x.shape[1:]), dtype)
+
+        return jax.tree.map(shape, self._example)
+
+    def batch_bytes(self, size: int) -> int:
+        """Bytes of a microbatch of a size."""
+        return tree_bytes(self.shapes(size))
+
+    def first_batch(self, step: int, size: int) -> PyTree:
+        """The first examples of the global batch of a step."""
+        return self.source.fetch(step, np.arange(size))
+
+    def as_inputs(self, batch: PyTree) -> PyTree:
+        """What programs are given of a microbatch of which the rest of the batch is not known."""
+        if not isinstance(self.loss, OverBatch):
+            return batch
+        shapes = self.shapes(len(jax.tree.leaves(batch)[0]))
+        # Of the size that gradients of each example's loss usually have: scales are taken of them.
+        ones = functools.partial(jax.tree.map, lambda x: np.ones(x.shape, x.dtype))
+        return WithGradients(batch, ones(shapes.out), ones(shapes.gradients))
+
+    def over_batch(self, size: int) -> TracedOverBatch | None:
+        """The loss, for microbatches of a size, where it is one over the whole batch."""
+        if not isinstance(self.loss, OverBatch):
+            return None
+        if size not in self._over_batch:
+            model = self.functional(size)
+            given = model.train, (model.params, model.aux), self._shapes(size), self.batch_size
+            self._over_batch[size] = trace_over_batch(self.loss, *given)
+        return self._over_batch[size]
+
+    def functional(self, size: int) -> Functional:
+        """The model as pure functions, for microbatches of a size."""
+        model, scale = self._calls(size).model, self.precision.loss_scale
+        if scale is None:
+            return model
+        if size not in self._scaled:
+            self._scaled[size] = with_loss_scale(model, scale.initial_exponent)
+        return self._scaled[size]
+
+    def _calls(self, size: int) -> PrecisionCalls:
+        if size not in self._models:
+            model = self._made_for(size) if isinstance(self.model, nn.Module) else self._made
+            self._models[size] = PrecisionCalls(model, self.precision)
+        return self._models[size]
+
+    @functools.cached_property
+    def _made(self) -> Functional:
+        """The functions of an NNX module, which do not depend on what it is called for."""
+        return self._made_for(1)
+
+    def _made_for(self, size: int) -> Functional:
+        return functional(
+            self.model,
+            self.loss,
+            self.eval_loss,
+            variables=self.variables,
+            seed=self.seed,
+            example=self._to_run(self._shapes(size)),
+            rngs=self.rngs,
+            trainable=self.trainable,
+            merge=self.merge,
+        )
+
+    def contrast_digest(self, size: int) -> str:
+        """A digest of what is computed of the whole batch; nothing where a loss does no such."""
+        traced = self.over_batch(size)
+        return "" if traced is None else program_digest(traced.program[0])
+
+    def _to_run(self, batch: PyTree) -> PyTree:
+        """What a Linen module is initialised with."""
+        return ToEmbed(batch) if isinstance(self.loss, OverBatch) else batch
+
+    def graph(self, size: int) -> Graph:
+        """The loss traced for microbatches of a size.
+
+        Raises:
+            LossError: If it mixes examples unasked.
+            ConfigError: If it is not known how a variable merges over microbatches.
+        """
+        if size not in self._graphs:
+            graph = self._traced(size)
+            self._calls(size).check_used()
+            if graph.mixes and size < self.batch_size and not self.mixes_examples:
+                raise LossError(
+                    f"the loss mixes examples: {graph.mixes} reads several of a microbatch, so "
+                    f"microbatches of {size} have another mean than the batch of "
+                    f"{self.batch_size}; {self._unmixed}"
+                )
+            model = self._calls(size).model
+            graph = with_rules(
+                graph,
+                leaf_names(own_variables(model.aux)),
+                model.merges,
+                model.statistics,
+                max(self.batch_size // size, 1),
+                lambda: self._traced(self.batch_size),
+            )
+            self._graphs[size] = dataclasses.replace(graph, precision=self.precision)
+        return self._graphs[size]
+
+    @property
+    def _unmixed(self) -> str:
+        """What to do about a loss that mixes examples."""
+        if isinstance(self.loss, OverBatch):
+            return (
+                "what embed returns of an example may not depend on the others: leave that to "
+                "contrast, hxla.over_batch(embed, contrast); or, if statistics of microbatches are "
+                "meant, pass mixes_examples=True"
+            )
+        return (
+            "for the loss of the whole batch pass hxla.over_batch(embed, contrast), which is given "
+            "all its embeddings; or return per-example losses, or (losses, weights) for a mean "
+            f"over a mask; or train whole batches, microbatch_size={self.batch_size}; "
+            "or, where statistics or means of each microbatch are meant, as a BatchNorm of one's "
+            "own takes and Flax's does, pass mixes_examples=True"
+        )
+
+    def _traced(self, size: int) -> Graph:
+        return trace_functional(
+            self.functional(size), self.shapes(size), default=self.default, patterns=self.patterns
+        )
+
+    def optimizer_bytes(self, size: int) -> int:
+        """Bytes of the optimizer's state for the whole model: as many at every size."""
+        if not self._optimizer_bytes:
+            trained = self.functional(size).trained
+            state = jax.eval_shape(Optimizer(self.optimizer).init, trained)
+            self._optimizer_bytes.append(tree_bytes(state))
+        return self._optimizer_bytes[0]
+
+    def traced_update(self, size: int) -> TracedUpdate:
+        """The optimizer's update of the whole model: the same at every size."""
+        if not self._updates:
+            params = jax.eval_shape(lambda tree: tree, self.functional(size).trained)
+            norm = self.settings.communication.update_clip_norm
+            self._updates.append(traced_update(Optimizer(self.optimizer), params, norm))
+        return self._updates[0]
+
+    def facts(self) -> dict[str, str]:
+        """What processes must have alike of the arguments and settings, by name."""
+        names = (
+            *("batch_size", "seed", "shuffle", "rngs", "nonfinite", "mixes_examples"),
+            *("default", "merge"),
+        )
+        return {
+            **{name: str(getattr(self, name)) for name in names},
+            **flat("precision", self.precision.model_dump(mode="json")),
+            "number of examples": str(self.source.num_examples),
+            **flat("config", self.settings.model_dump(mode="json")),
+        }
+
+    # -- the devices -----------------------------------------------------------------------------
+
+    def gather(self, what: str, text: str) -> tuple[str, ...]:
+        """What every process says, in the order of ranks; each must call this equally often."""
+        seconds = self.settings.watchdog.progress_timeout_seconds
+        return coordination.gather(what, text, timeout_seconds=seconds, check=check_is_there)
+
+    def agree(self, what: str, facts: Callable[[], Facts]) -> None:
+        """Refuse to go on, on every process, where processes disagree.
+
+        Args:
+            what: Name of the comparison; each process makes it equally often.
+            facts: Makes what is compared, by name; not called in a job of one process.
+
+        Raises:
+            LaunchError: With every difference, and which ranks have which value.
+        """
+        if jax.distributed.is_initialized():  # unlike their number this is known without devices
+            seconds = self.settings.watchdog.progress_timeout_seconds
+            differing = functools.partial(
+                coordination.differing, timeout_seconds=seconds, check=check_is_there
+            )
+            agree(what, facts(), differing)
+
+    def devices(self, mesh: jax.sharding.Mesh | None = None) -> Devices:
+        """Those that are here, by rank; of a mesh only its own."""
+        visible = self.settings.cluster.visible_devices
+        text = os.environ.get("HXLA_DEVICES")
+        started = tuple(map(int, text.split(","))) if text else None
+        return job_devices.resolve(mesh, self._described, visible, started)
+
+    def all_devices(self, mesh: jax.sharding.Mesh | None = None) -> tuple[jax.Device, ...]:
+        """The same, where a plan is to be made for all of them.
+
+        Raises:
+            ConfigError: If some were not started, because a plan leaves them out.
+        """
+        devices = self.devices(mesh)
+        found = tuple(device for device in devices if device is not None)
+        if len(found) < len(devices):
+            raise ConfigError(
+                "hxla run --plan started the devices of its plan only, and the script makes "
+                "another plan: train with the one given, or start it with --mesh alone"
+            )
+        return found
+
+    @functools.cached_property
+    def _described(self) -> Cluster | None:
+        file = os.environ.get("HXLA_MESH")
+        return load_cluster(file) if file else None
+
+    def cluster(self, devices: Devices) -> Cluster:
+        """What is known of devices that are here, the same on every process."""
+        if devices not in self._clusters:
+            taken = functools.partial(given_bytes, self.model, self.variables)
+            self._clusters[devices] = job_devices.job_cluster(
+                devices, self._described, self.gather, taken
+            )
+        return self._clusters[devices]
+
+    def sums(self, reduction: str) -> SumsForm:
+        """How gradients are added up.
+
+        Raises:
+            ConfigError: For an unknown reduction, or settings that it does not take.
+        """
+        if reduction not in ("exact", "float"):
+            raise ConfigError(f"reduction={reduction!r}: use 'exact' or 'float'")
+        communication = self.settings.communication
+        if communication.dtype != "float32" and reduction == "exact":
+            raise ConfigError(
+                f"communication.dtype={communication.dtype!r} rounds what exact sums keep: pass "
+                "reduction='float' with it, or leave it at 'float32'"
+            )
+        if self.precision.loss_scale is not None and reduction == "float":
+            raise ConfigError(
+                "a scaled loss (float16, or nonfinite='scale') needs reduction='exact': float sums "
+                "of scaled gradients are other sums; or pass nonfinite='skip' to scale nothing"
+            )
+        if communication.limbs != 2 and reduction == "float":
+            raise ConfigError(
+                f"communication.limbs={communication.limbs!r} is of exact sums, and "
+                "reduction='float' has none: leave one of them out"
+            )
+        return SumsForm(
+            kind="exact" if reduction == "exact" else "float",
+            limbs=1 if communication.limbs == 1 else 2,  # of `auto` once the terms are known
+            dtype=communication.dtype,
+            bucket_mib=communication.bucket_mib,
+        )
+
+    def opened_weights(self, size: int) -> list[Read | None] | None:
+        """For each array of the model what reads it, or None where no weights are given.
+
+        Raises:
+            WeightsError: If the files and the model do not suit each other: all faults at once.
+            ConfigError: If there is nothing to begin with.
+        """
+        model, opened = self.functional(size), None
+        wanted = [*Wanted.of(model.params), *Wanted.of(own_variables(model.aux))]
+        if self.weights is not None:
+            opened = open_weights(self.weights, wanted, self.gather)
+        if model.can_start or (opened is not None and None not in opened):
+            own = [None] * (self.precision.loss_scale is not None)  # in no file
+            return None if opened is None else [*opened, *own]
+        fresh = [w.name for w, read in zip(wanted, opened or (), strict=False) if read is None]
+        raise ConfigError(
+            "the model is shapes only, so there is nothing to begin with"
+            + (f" for {', '.join(fresh[:5])}" if fresh else "")
+            + ": pass a function that makes it, lambda: Model(nnx.Rngs(0)), weights, or a "
+            "checkpoint_dir that holds its arrays"
+        )
+
+    # -- programs --------------------------------------------------------------------------------
+
+    def training(self, size: int, start: int) -> Training:
+        """What is trained, with the arrays to begin with.
+
+        Args:
+            start: First step, whose data initialises a Linen module.
+
+        Raises:
+            ConfigError: For more groups of parameters than there are trained ones, or an optimizer
+                that needs what no update has.
+        """
+        model = self.functional(size)
+        if model.init_arguments:
+            example = self._to_run(self.first_batch(start, size))
+            model = dataclasses.replace(model, init_arguments=(example,))
+        communication = self.settings.communication
+        is_clipped = communication.microbatch_clip_norm is not None
+        if is_clipped and self.precision.loss_scale is not None:
+            raise ConfigError(
+                "communication.clip='before' would clip gradients of a scaled loss: use "
+                "clip='after', or pass nonfinite='skip' to scale nothing"
+            )
+        num_groups = self.settings.optimizer.num_apply_groups
+        num_params = max(len(jax.tree.leaves(model.trained)), 1)
+        if num_groups > num_params:
+            raise ConfigError(
+                f"optimizer.num_apply_groups={num_groups} but the model has {num_params} "
+                f"parameters: use {num_params} at most"
+            )
+        optimizer = Optimizer(self.optimizer)
+        optimizer.check(model.trained)
+        return Training(
+            model=model,
+            optimizer=optimizer,
+            seed=self.seed,
+            mean=communication.gradient == "mean",
+            microbatch_clip_norm=communication.microbatch_clip_norm,
+            update_clip_norm=communication.update_clip_norm,
+            num_groups=num_groups,
+            offload_directory=self.settings.memory.offload.directory,
+            over_batch=self.over_batch(size),
+            eval_over_batch=self.eval_loss if isinstance(self.eval_loss, OverBatch) else None,
+        )
+
+    def programs(
+        self,
+        plan: Plan,
+        devices: Devices,
+        tell: Callable[[str], None],
+        *,
+        keep: bool = False,
+    ) -> Programs:
+        """The compiled programs of a plan.
+
+        Args:
+            devices: By rank.
+            tell: Called with what is being done.
+            keep: Whether those of other plans are kept, too.
+
+        Raises:
+            LaunchError: If processes lowered different programs.
+        """
+        key = _without_counts(plan), devices
+        if not keep:
+            for other in set(self._lowered) - {key}:
+                del self._lowered[other]
+        if key not in self._lowered:
+            size = plan.microbatch_size
+            programs = lower(self.training(size, 0), self.graph(size), plan, devices)
+            is_alone = jax.process_count() == 1
+            check = None if is_alone else lambda texts: self.agree("programs", lambda: texts)
+            with ThreadPoolExecutor(max(4, 2 * len(plan.devices))) as pool:
+                programs.compile(pool.map, tell, check)
+            self._lowered[key] = programs
+        return self._lowered[key]
+
+
+def _without_counts(plan: Plan) -> Plan:
+    """What programs depend on; a table of one's own is made for some counts only."""
+    if plan.pipeline is not None and (
+        plan.pipeline.schedule == "interleaved" or not isinstance(plan.pipeline.schedule, str)
+    ):
+        return plan.decisions
+    none = [0] * (len(plan.replicas) - 1)
+    return plan.decisions.with_counts((plan.num_microbatches, *none))

@@ -1,0 +1,499 @@
+"""The authority over who is a member: a pure function from what is known and what happens.
+
+It runs outside the members, so none of their deaths takes it along. Whatever happens goes one of
+two ways to the next generation: planned, the next one is prepared while this one trains, which then
+stops at a step that all its members fix together; or not planned, and whoever survives leaves its
+last complete state. Either way a generation is formed only when every member of the one before has
+ended, and it starts from the newest complete state that anyone left.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from .event_log import Ledger
+from .kept_state import added, differing, newest, pruned, whole
+from .membership import (
+    AskedBack,
+    Completed,
+    Copied,
+    Discard,
+    Exited,
+    Form,
+    Generation,
+    Happened,
+    Joined,
+    Kill,
+    Leave,
+    LeftState,
+    Membership,
+    MembershipRules,
+    Offered,
+    Passed,
+    Prepare,
+    Prepared,
+    Release,
+    Save,
+    Saved,
+    SharesAsked,
+    Stop,
+    Tell,
+    ToDo,
+    Told,
+    Vanished,
+)
+
+_Done = tuple[Membership, tuple[ToDo, ...]]
+_TRAINS = ("running", "preparing")
+
+
+def begin(rules: MembershipRules, saved_step: int = 0) -> Membership:
+    """What is known before the first device is offered.
+
+    Args:
+        rules: What the run keeps to.
+        saved_step: The step of the checkpoint that it resumes from.
+    """
+    nobody = Generation(number=0, members=(), port=rules.ports[0], first_step=saved_step)
+    ledger = Ledger(num_microbatches=rules.num_microbatches).committed(0, saved_step)
+    return Membership(
+        rules=rules, phase="waiting", generation=nobody, ledger=ledger, saved_step=saved_step
+    )
+
+
+def advance(known: Membership, *events: Happened) -> _Done:
+    """What is known after something happened, and what is to be done about it.
+
+    Args:
+        events: What happened together; that of an older generation changes nothing.
+
+    Returns:
+        What is known now, and what is to be done, in this order.
+    """
+    todo: tuple[ToDo, ...] = ()
+    for k, event in enumerate(events):
+        if k + 1 < len(events) and known.can_note(event):
+            known = known.noted(event)
+        elif not known.is_over:
+            known, own = _HANDLERS[type(event)](known, event)
+            todo += own
+        elif isinstance(event, AskedBack):
+            todo += (Release(device=event.device),)
+    return known, todo
+
+
+def chosen(known: Membership) -> tuple[str, ...]:
+    """Who should be members: those that are, then others as they were offered, up to maxP."""
+    gone = {device for device, _ in known.leaving}
+    stay = [d for d in known.generation.members if d in known.devices and d not in gone]
+    more = [d for d in known.devices if d not in gone and d not in stay]
+    return tuple((stay + more)[: known.rules.max_devices])
+
+
+def _then(done: _Done, step: Callable[[Membership], _Done]) -> _Done:
+    known, before = done
+    known, after = step(known)
+    return known, before + after
+
+
+def _offered(known: Membership, event: Offered) -> _Done:
+    return _reconsidered(known.noted(event), event.at_seconds)
+
+
+def _asked_back(known: Membership, event: AskedBack) -> _Done:
+    if event.device not in known.devices:
+        done = known, (Release(device=event.device),)
+        return _then(done, lambda k: _reconsidered(k, event.at_seconds))
+    return _then(_reconsidered(known.noted(event), event.at_seconds), _released)
+
+
+def _vanished(known: Membership, event: Vanished) -> _Done:
+    at = event.at_seconds
+    known, number = known.without(event.device), known.generation.number
+    if event.device in known.alive:
+        return _exited(known, Exited(at_seconds=at, generation=number, device=event.device))
+    if event.device in {one.device for one in known.sources}:
+        words = f"{event.device} is gone, from whose state generation {number} starts"
+        return _then((known, (Tell(words=words),)), lambda k: _collecting(k, at))
+    return _reconsidered(known, at)
+
+
+def _shares_asked(known: Membership, event: SharesAsked) -> _Done:
+    right = len(event.shares) == len(known.generation.members) and all(
+        share >= 0 for share in event.shares
+    )
+    if event.generation != known.generation.number or not right:
+        return known, ()
+    if sum(event.shares) != known.rules.num_microbatches or event.shares == known.generation.shares:
+        return known, ()
+    return _reconsidered(dataclasses.replace(known, shares=event.shares), event.at_seconds)
+
+
+def _heard(known: Membership, event: Told) -> _Done:
+    if event.device in known.alive and event.generation == known.generation.number:
+        others = tuple(pair for pair in known.heard if pair[0] != event.device)
+        known = dataclasses.replace(known, heard=(*others, (event.device, event.at_seconds)))
+    return known, ()
+
+
+def _prepared(known: Membership, event: Prepared) -> _Done:
+    if known.phase != "preparing" or known.coming is None:
+        return known, ()
+    if event.generation != known.coming.number:
+        return known, ()
+    known = dataclasses.replace(known, ready=known.ready | {event.device})
+    return _if_prepared(known, event.at_seconds)
+
+
+def _if_prepared(known: Membership, at: float) -> _Done:
+    if known.coming is None or not known.ready >= set(known.coming.members):
+        return known, ()
+    return _stopped(known, at)
+
+
+def _stopped(known: Membership, at: float) -> _Done:
+    """The generation stops at its next step."""
+    until = at + known.rules.hand_over_seconds
+    known = dataclasses.replace(known, phase="handing over", until_seconds=until)
+    return known, (Stop(generation=known.generation),)
+
+
+def _joined(known: Membership, event: Joined) -> _Done:
+    if known.phase != "forming" or event.generation != known.generation.number:
+        return known, ()
+    known = dataclasses.replace(known, ready=known.ready | ({event.device} & known.alive))
+    if known.ready != known.alive:
+        return known, ()
+    known = dataclasses.replace(
+        known,
+        phase="running",
+        ready=frozenset(),
+        sources=(),
+        until_seconds=math.inf,
+        heard=tuple((device, event.at_seconds) for device in known.generation.members),
+    )
+    return _then(_released(known), lambda k: _reconsidered(k, event.at_seconds))
+
+
+def _is_of_member(known: Membership, event: Told) -> bool:
+    generation = known.generation
+    return event.generation == generation.number and event.device in generation.members
+
+
+def _completed(known: Membership, event: Completed) -> _Done:
+    if not _is_of_member(known, event):
+        return known, ()
+    known, _ = _heard(known, event)
+    ledger = known.ledger.committed(event.generation, event.step)
+    if ledger.end == known.ledger.end:
+        return known, ()
+    kept, number = known.kept, event.generation
+    if not any(one.generation == number for one in kept):
+        # A member has a newer state than was left for this generation, which copies none.
+        kept = tuple(one for one in kept if one.step >= event.step)
+    known = dataclasses.replace(known, ledger=ledger, num_failures=0, kept=kept)
+    return _released(known)
+
+
+def _left_state(known: Membership, event: LeftState) -> _Done:
+    if not _is_of_member(known, event):
+        return known, ()
+    known, todo = _completed(
+        known,
+        Completed(
+            at_seconds=event.at_seconds,
+            generation=event.generation,
+            device=event.device,
+            step=event.step,
+        ),
+    )
+    if event.device in known.devices:
+        kept, left = added(known.kept, event.kept), known.left | {event.device}
+        known = dataclasses.replace(known, kept=kept, left=left)
+    return known.waiting_less(event.at_seconds), todo
+
+
+def _copied(known: Membership, event: Copied) -> _Done:
+    if not _is_of_member(known, event) or event.device not in known.devices:
+        return known, ()
+    known, _ = _heard(known, event)
+    kept = pruned(added(known.kept, event.kept))
+    return _released(dataclasses.replace(known, kept=kept))
+
+
+def _exited(known: Membership, event: Exited) -> _Done:
+    at = event.at_seconds
+    if known.coming is not None and event.generation == known.coming.number:
+        return _lost_while_preparing(known, event)
+    if event.generation != known.generation.number or event.device not in known.alive:
+        return known, ()
+    known = dataclasses.replace(known, alive=known.alive - {event.device})
+    expected = known.phase == "handing over" and event.device in known.left
+    if known.phase == "collecting" or expected:
+        step = _without_the_silent if known.alive else _formed
+        return step(known.waiting_less(at), at)
+    words = f"{event.device} ended in phase {known.phase}: the others leave their state"
+    return _then((known, (Tell(words=words),)), lambda k: _collecting(k, at))
+
+
+def _lost_while_preparing(known: Membership, event: Exited) -> _Done:
+    """A process that was prepared is gone: a member starts anew later, another is not used."""
+    assert known.coming is not None
+    if event.device in known.generation.members:
+        # Anew is with another number: what one of this number said last may still be under way.
+        discard = Discard(generation=known.coming)
+        known = dataclasses.replace(known, coming=None, ready=frozenset())
+        done: _Done = known, (discard,)
+        is_training = known.phase == "preparing"
+        return _then(done, lambda k: _stopped(k, event.at_seconds)) if is_training else done
+    words = f"{event.device} could not be prepared and is not used"
+    known = _given_up(known, [event.device], event.at_seconds)
+    told = _then((known, (Tell(words=words),)), lambda k: _reconsidered(k, event.at_seconds))
+    return _then(told, _released)
+
+
+def _collecting(known: Membership, at: float) -> _Done:
+    """Something was not planned: whoever is left leaves its state."""
+    done: tuple[ToDo, ...] = ()
+    if known.coming is not None:
+        done = (Discard(generation=known.coming),)
+    known = dataclasses.replace(
+        known,
+        phase="collecting",
+        coming=None,
+        sources=(),
+        is_killing=False,
+        num_failures=known.num_failures + 1,
+        until_seconds=at + known.rules.collect_seconds,
+    )
+    if not known.alive:
+        return _then((known, done), lambda k: _formed(k, at))
+    return known, (*done, Leave(generation=known.generation, devices=known.alive))
+
+
+def _saved(known: Membership, event: Saved) -> _Done:
+    ledger = known.ledger.committed(known.generation.number, event.step)
+    saved = max(known.saved_step, event.step)
+    known = dataclasses.replace(known, ledger=ledger, saved_step=saved)
+    if known.saved_step < known.rules.num_steps:
+        return _released(known)
+    done = (Discard(generation=known.coming),) if known.coming is not None else ()
+    known = dataclasses.replace(known, phase="finished", coming=None, until_seconds=math.inf)
+    return known, (*done, *(Release(device=device) for device, _ in known.leaving))
+
+
+def _passed(known: Membership, event: Passed) -> _Done:
+    at = event.at_seconds
+    silent = known.silent(at)
+    if silent and known.phase in (*_TRAINS, "forming"):
+        words = f"nothing heard of {', '.join(silent)} for {known.rules.heartbeat_seconds:g} s"
+        return _then((known, (Tell(words=words),)), lambda k: _collecting(k, at))
+    if at < known.until_seconds:
+        return known, ()
+    return _LATE[known.phase](known, at)
+
+
+def _late_preparing(known: Membership, at: float) -> _Done:
+    """Go on with those that are ready: members may start anew, others are not waited for."""
+    assert known.coming is not None
+    late = [d for d in known.coming.members if d not in known.ready | set(known.generation.members)]
+    if not late or len(set(chosen(known)) - set(late)) < known.rules.min_devices:
+        return _stopped(known, at)  # without the late ones there would be too few
+    words = f"{', '.join(late)} took longer than asked for and is not used"
+    known = _given_up(known, late, at)
+    done = _then((known, (Tell(words=words),)), lambda k: _reconsidered(k, at))
+    return _then(done, _released)
+
+
+def _without_the_silent(known: Membership, at: float) -> _Done:
+    """Nobody else is left, and nothing is lost with them: do not wait for their answer."""
+    best = newest(known.kept)
+    waits = known.phase == "collecting" and not known.is_killing
+    if not waits or known.alive != set(known.silent(at)):
+        return known, ()
+    if not best or best[0].step < known.ledger.end:
+        return known, ()
+    return _late_collecting(known, at)
+
+
+def _late_collecting(known: Membership, at: float) -> _Done:
+    if not known.is_killing:
+        until = at + known.rules.collect_seconds
+        known = dataclasses.replace(known, is_killing=True, until_seconds=until)
+        return known, (Kill(generation=known.generation, devices=known.alive),)
+    # Whoever cannot even be killed cannot be reached, and its messages carry an old number.
+    words = f"{', '.join(sorted(known.alive))} cannot be reached and is not used"
+    for device in sorted(known.alive):
+        known = known.without(device)
+    known = dataclasses.replace(known, alive=frozenset())
+    return _then((known, (Tell(words=words),)), lambda k: _formed(k, at))
+
+
+def _late_handing_over(known: Membership, at: float) -> _Done:
+    """Whoever left its state is only to end; others leave theirs now."""
+    return (_late_collecting if known.have_left and not known.is_killing else _collecting)(
+        known, at
+    )
+
+
+def _late_forming(known: Membership, at: float) -> _Done:
+    late = sorted(known.alive - known.ready)
+    words = f"{', '.join(late)} did not join within {known.rules.form_seconds:g} s and is not used"
+    known = _given_up(known, late, at)
+    return _then((known, (Tell(words=words),)), lambda k: _collecting(k, at))
+
+
+def _late_never(known: Membership, at: float) -> _Done:
+    return known, ()
+
+
+def _reconsidered(known: Membership, at: float) -> _Done:
+    """Whether the members that train should be others, or have other shares."""
+    if known.phase == "waiting":
+        return _formed(known, at)
+    if known.phase not in _TRAINS:
+        return known, ()  # decided when the next generation is formed
+    members = chosen(known)
+    now, coming = known.generation, known.coming
+    shares = known.shares if members == now.members else ()
+    is_same = members == now.members and (not shares or shares == now.shares)
+    if coming is not None and (members, shares) == (coming.members, coming.shares):
+        return known, ()
+    done: tuple[ToDo, ...] = ()
+    if coming is not None:
+        done = (Discard(generation=coming),)
+        known = dataclasses.replace(
+            known, phase="running", coming=None, ready=frozenset(), until_seconds=math.inf
+        )
+    if is_same:
+        return known, done
+    if len(members) < known.rules.min_devices:
+        return _then((known, done), lambda k: _stopped(k, at))
+    return _then((known, done), lambda k: _preparing(k, members, shares, at))
+
+
+def _preparing(
+    known: Membership, members: tuple[str, ...], shares: tuple[int, ...], at: float
+) -> _Done:
+    known, coming = _numbered(known, members, shares)
+    until = at + known.rules.prepare_seconds
+    for device, gone in known.leaving:
+        if device in known.generation.members:
+            until = min(until, gone - known.rules.hand_over_seconds)
+    known = dataclasses.replace(
+        known, phase="preparing", coming=coming, ready=frozenset(), until_seconds=until
+    )
+    return known, (Prepare(generation=coming),)
+
+
+def _numbered(
+    known: Membership, members: tuple[str, ...], shares: tuple[int, ...]
+) -> tuple[Membership, Generation]:
+    number, ports = known.num_generations + 1, known.rules.ports
+    generation = Generation(
+        number=number,
+        members=members,
+        port=ports[(ports.index(known.generation.port) + 1) % len(ports)],
+        first_step=known.ledger.end,
+        shares=shares,
+    )
+    return dataclasses.replace(known, num_generations=number), generation
+
+
+def _formed(known: Membership, at: float) -> _Done:
+    """Nobody is alive any more: the next generation, from the newest state that was left."""
+    assert not known.alive
+    wrong = differing(known.kept)
+    kept = whole(tuple(one for one in known.kept if one.state not in wrong))
+    best, end = newest(kept), known.ledger.end
+    done: list[ToDo] = [
+        Tell(words=f"the states of step {step} differ and are not used")
+        for step, _ in sorted(wrong)
+    ]
+    step = max(known.saved_step, best[0].step if best else -1)
+    if step < end:
+        done.append(Tell(words=f"steps {step} to {end - 1} run again: nobody left them"))
+    known = dataclasses.replace(
+        known,
+        ledger=known.ledger.back_to(step),
+        kept=tuple(one for one in kept if one.step <= step),
+        left=frozenset(),
+        heard=(),
+        is_killing=False,
+    )
+    members, coming = chosen(known), known.coming
+    is_too_few = len(members) < known.rules.min_devices
+    is_failing = known.num_failures >= known.rules.most_failures
+    if coming is not None and (is_too_few or is_failing or coming.members != members):
+        done.append(Discard(generation=coming))
+        coming = None
+    if is_failing:
+        words = f"{known.num_failures} generations in a row ended without a step"
+        known = dataclasses.replace(known, phase="failed", coming=None, until_seconds=math.inf)
+        return known, (*done, Tell(words=words))
+    if is_too_few:
+        if step > known.saved_step:
+            done.append(Save(step=step))
+        known = dataclasses.replace(known, phase="waiting", coming=None, until_seconds=math.inf)
+        return _then((known, tuple(done)), _released)
+    if coming is None:
+        shares = known.shares if members == known.generation.members else ()
+        known, coming = _numbered(known, members, shares)
+    generation = dataclasses.replace(coming, first_step=step)
+    known = dataclasses.replace(
+        known,
+        phase="forming",
+        generation=generation,
+        coming=None,
+        shares=(),
+        sources=known.needed,
+        alive=frozenset(members),
+        ready=frozenset(),
+        until_seconds=at + known.rules.form_seconds,
+    )
+    form = Form(generation=generation, sources=known.sources)
+    return _then((known, (*done, form)), _released)
+
+
+def _released(known: Membership) -> _Done:
+    """Release devices that were asked back, run nothing, and keep nothing that is needed."""
+    is_between = known.phase in ("handing over", "collecting")  # other parts are to come
+    needed = known.kept if is_between else (*known.sources, *known.needed)
+    keepers = {one.device for one in needed}
+    free = [device for device, _ in known.leaving if device not in known.alive | keepers]
+    for device in free:
+        known = known.without(device)
+    return known, tuple(Release(device=device) for device in free)
+
+
+def _given_up(known: Membership, devices: Iterable[str], at: float) -> Membership:
+    """Devices that are not used any more: they are released when nothing of theirs is needed."""
+    leaving = {device for device, _ in known.leaving}
+    more = tuple((device, at) for device in devices if device not in leaving)
+    return dataclasses.replace(known, leaving=(*known.leaving, *more))
+
+
+_HANDLERS: dict[type[Happened], Callable[[Membership, Any], _Done]] = {
+    Told: _heard,
+    Offered: _offered,
+    AskedBack: _asked_back,
+    Vanished: _vanished,
+    SharesAsked: _shares_asked,
+    Prepared: _prepared,
+    Joined: _joined,
+    Completed: _completed,
+    LeftState: _left_state,
+    Copied: _copied,
+    Exited: _exited,
+    Saved: _saved,
+    Passed: _passed,
+}
+_LATE: dict[str, Callable[[Membership, float], _Done]] = {
+    "preparing": _late_preparing,
+    "handing over": _late_handing_over,
+    "collecting": _late_collecting,
+    "forming": _late_forming,
+    "running": _late_never,
+    "waiting": _late_never,
+}

@@ -1,0 +1,188 @@
+"""What the processes of this machine's devices get as their environment."""
+
+import os
+import pathlib
+import sys
+import zlib
+from collections.abc import Sequence
+
+from ..cluster import nvml as _nvml
+from ..cluster.cluster import Device
+from ..cluster.libraries import LOCAL_CLIENTS_VARIABLE, are_unlike, in_words, library_of
+from ..cluster.mesh_file import load_cluster
+from ..core.catalogue import find
+from ..core.errors import LaunchError
+from .warm import WAITS_VARIABLE
+from .workers import Environment
+
+# Processes that compile programs of their own would wait for each other's measured kernels.
+_GPU_FLAGS = ("--xla_gpu_shard_autotuning=false",)
+# Options of XLA without which unlike GPUs disagree; see docs/running.md.
+_MIXED_GPU_FLAGS = (
+    "--xla_gpu_all_reduce_combine_threshold_bytes=268435456",
+    "--xla_gpu_all_gather_combine_threshold_bytes=268435456",
+    "--xla_gpu_reduce_scatter_combine_threshold_bytes=268435456",
+)
+_MIXED_GPU_NCCL = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0"}
+
+#: JAX's names for the devices of each library.
+_PLATFORMS = {"NCCL": "cuda", "RCCL": "rocm", "TPU": "tpu"}
+
+# glibc gives the pages of every large buffer back and faults them in again at the next step: on a
+# 26 MB sum that took up to four times as long as the sum itself. Where the kernel leaves huge pages
+# to those who ask for them, asking is worth 3 to 6 % of a GPT's step.
+_KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+
+
+def num_gpus() -> int:
+    """NVIDIA GPUs of this machine; 0 without a driver, which is a normal case."""
+    with _nvml.driver() as nvml:
+        return 0 if nvml is None else int(nvml.nvmlDeviceGetCount())
+
+
+def describe(mesh: str | None, number: int | None) -> tuple[Device, ...]:
+    """The devices to start a process for.
+
+    Raises:
+        LaunchError: If more GPUs are asked for than there are, or none at all, or the mesh has
+            several nodes.
+        MeshError: If the mesh file is wrong.
+    """
+    if mesh is not None:
+        cluster = load_cluster(mesh)
+        if len(cluster.nodes) > 1:
+            raise LaunchError(
+                f"mesh file {cluster.name!r} describes {len(cluster.nodes)} nodes and hxla run "
+                "starts the processes of one: start a task per accelerator with srun or mpirun"
+            )
+        return cluster.devices
+    gpus = num_gpus()
+    if number is not None and number < 1:
+        raise LaunchError(f"-n {number}: start at least one process")
+    if gpus:
+        if number is not None and number > gpus:
+            raise LaunchError(f"-n {number}: this machine has {gpus} GPUs")
+        return (Device(kind="gpu"),) * (number or gpus)
+    if number is None:
+        print("hxla: no NVIDIA GPU here, starting one process on the CPU", file=sys.stderr)
+    return (Device(kind="cpu"),) * (number or 1)
+
+
+def elastic_environment(devices: Sequence[Device], mesh: str | None = None) -> Environment:
+    """What processes for devices of this machine get; this one's environment is made ready too.
+
+    Raises:
+        LaunchError: If they share no library for collectives.
+    """
+    cards = sum(device.kind != "cpu" for device in devices)
+    if are_unlike([device.kind for device in devices]):
+        raise LaunchError(f"{in_words([d.kind for d in devices])} share no library for collectives")
+    if not cards:
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _cache_of(f"cpu-{_processor()}"))
+    # A generation's programs are those of the one before, however quickly they are compiled.
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    # Processes are forked from one that has imported jax, which reads some of them then.
+    common = process_environment(0, devices[0], devices, mesh)
+    os.environ |= {k: v for k, v in common.items() if k != "CUDA_VISIBLE_DEVICES"}
+
+    def environment(device: Device, place: int, path: str) -> dict[str, str]:
+        env = process_environment(place, device, devices, path)
+        return env | ({WAITS_VARIABLE: "1"} if cards else {})
+
+    return environment
+
+
+def place_of(rank: int, devices: Sequence[Device]) -> int:
+    """Of a device of this machine among those of its library."""
+    library = library_of(devices[rank].kind)
+    return sum(library_of(other.kind) == library for other in devices[:rank])
+
+
+def process_environment(
+    place: int, device: Device, devices: Sequence[Device], mesh: str | None
+) -> dict[str, str]:
+    """Of a process, but for its place in the job.
+
+    Args:
+        place: Of an accelerator among those of this machine.
+        devices: All that may be used together.
+
+    Raises:
+        LaunchError: If fewer cards are visible than are described, or `JAX_PLATFORMS` asks for an
+            accelerator where the device is a processor.
+    """
+    env = dict(os.environ)
+    is_unlike = are_unlike(own.kind for own in devices)
+    if is_unlike:
+        env[LOCAL_CLIENTS_VARIABLE] = "1"
+    env |= {
+        "HXLA_LAUNCHER_PID": str(os.getpid()),
+        "HXLA_LIVE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    flags = env.get("XLA_FLAGS", "")
+    if mesh is not None:
+        env["HXLA_MESH"] = str(find("meshes", mesh))
+    # A fast process may wait long for a slow one; the watchdog ends jobs that are stuck.
+    patient = (
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=3600",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=7200",
+        "--xla_cpu_collective_timeout_seconds=7200",
+    )
+    if device.kind == "cpu":
+        asked = env.get("JAX_PLATFORMS", "")
+        if asked and "cpu" not in asked.split(","):
+            raise LaunchError(
+                f"JAX_PLATFORMS={asked} asks for an accelerator, and this process would have the "
+                "processor: a driver shows none here, or the mesh file describes none; unset it, "
+                "or set JAX_PLATFORMS=cpu"
+            )
+        env["JAX_PLATFORMS"] = "cpu"
+        # XLA cuts long contractions and sums by the threads it has, whatever its flags say, so the
+        # cores that a process may use would change bits.
+        if "xla_force_host_platform_device_count" not in flags:
+            env.setdefault("NPROC", "1")
+        wanted: tuple[str, ...] = (
+            "--xla_cpu_multi_thread_eigen=false",
+            *patient,
+        )
+        for key, value in _KEEP_MEMORY.items():
+            env.setdefault(key, value)
+    else:
+        if is_unlike:  # the processor's backend is that through which processes meet
+            env["JAX_PLATFORMS"] = f"cpu,{_PLATFORMS[library_of(device.kind)]}"
+        visible = env.get("CUDA_VISIBLE_DEVICES")
+        cards = visible.split(",") if visible else None
+        if cards and place >= len(cards):
+            raise LaunchError(
+                f"CUDA_VISIBLE_DEVICES={visible} names {len(cards)} cards, and a process is to "
+                f"have number {place + 1} of those described: name all, or leave it out"
+            )
+        env["CUDA_VISIBLE_DEVICES"] = cards[place] if cards else str(place)
+        kind = device.kind.lower().replace(" ", "-")
+        env.setdefault("JAX_COMPILATION_CACHE_DIR", _cache_of(kind))
+        mixed = len({d.kind for d in devices if d.kind != "cpu"}) > 1
+        wanted = _GPU_FLAGS + (_MIXED_GPU_FLAGS if mixed else ())
+        wanted += patient if is_unlike else ()
+        for key, value in _MIXED_GPU_NCCL.items() if mixed else ():
+            env.setdefault(key, value)
+    added = [flag for flag in wanted if flag.split("=")[0] not in flags]
+    env["XLA_FLAGS"] = " ".join([flags, *added]).strip()
+    return env
+
+
+def _cache_of(kind: str) -> str:
+    """Where programs that were compiled for devices of a kind are kept."""
+    cache = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
+    return f"{cache}/hxla/xla/{kind}"
+
+
+def _processor() -> str:
+    """What programs compiled for this machine's processor may not be run without."""
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    known = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+    return f"{zlib.crc32(chr(10).join(sorted(known)).encode()):08x}"

@@ -1,0 +1,202 @@
+"""Join the processes of a job; `python -m hxla._src.launch script.py` runs a script in one."""
+
+import atexit
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+
+from ..cluster.libraries import LOCAL_CLIENTS_VARIABLE
+from ..core.errors import LaunchError
+from ..core.types import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from ..jax.coordination import client, connect, is_lost_peer, leave_sigterm_alone
+from ..jax.devices import keep_local
+from .batch_tasks import cluster_in_sight
+from .control_channel import MAILBOX_VARIABLE
+from .output import last_words, show
+from .rank_notes import ServiceNotes
+from .status_page import LOGS_VARIABLE, Post, StatusPage, own_board, post_of, say
+
+_BY_SIGNAL = (128 + signal.SIGTERM, 128 + signal.SIGINT)  # with which nothing was saved
+_STAY_SECONDS = 2.0  # for others that end by themselves
+_LAST_SECONDS = 0.1  # for them to be gone, once they have said that they end
+
+
+def _joined() -> bool:
+    return client() is not None
+
+
+def uninitialised_cluster() -> str | None:
+    """The job that this process should have joined and has not, or None."""
+    if _joined():
+        return None
+    number = os.environ.get("HXLA_NUM_PROCESSES", "1")
+    if number != "1":
+        return f"hxla run with {number} processes"
+    return cluster_in_sight()
+
+
+def join() -> None:
+    """Join the job that this process is part of; does nothing under plain `python script.py`.
+
+    Inside `hxla run` the launcher has done it already. Inside Slurm, Open MPI or Kubernetes, where
+    `jax.distributed.initialize()` finds its own cluster, call this before anything uses a device.
+
+    Raises:
+        LaunchError: If the processes do not find each other, or devices that share no library are
+            to meet in their hosts and `JAX_PLATFORMS` does not name `cpu` first.
+
+    Example:
+        >>> import hxla
+        >>> hxla.join()
+    """
+    if _joined():
+        return
+    number = int(os.environ.get("HXLA_NUM_PROCESSES", "1"))
+    if os.environ.get(LOCAL_CLIENTS_VARIABLE) == "1":
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        if platforms.split(",")[0] != "cpu":
+            raise LaunchError(
+                f"{LOCAL_CLIENTS_VARIABLE}=1 is for devices that share no library for collectives "
+                f"and meet in their hosts: JAX_PLATFORMS={platforms!r} must name cpu first, such "
+                "as cpu,cuda"
+            )
+        keep_local()
+    try:
+        if number > 1:
+            address = os.environ["HXLA_COORDINATOR"]
+            if MAILBOX_VARIABLE in os.environ:
+                connect(address, number, int(os.environ["HXLA_PROCESS_ID"]))
+                return
+            leave_sigterm_alone()
+            jax.distributed.initialize(
+                address,
+                number,
+                int(os.environ["HXLA_PROCESS_ID"]),
+                # Our own watchdog speaks first, with the step and the phase.
+                heartbeat_timeout_seconds=100,
+                # Nothing asks who calls, so it is for this machine alone.
+                coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address),
+            )
+        elif cluster_in_sight() or _in_kubernetes_job():
+            leave_sigterm_alone()
+            jax.distributed.initialize()
+            atexit.register(_say_end)  # before jax waits for the others
+    except RuntimeError as error:
+        raise LaunchError(
+            f"the processes of the job did not find each other: {error}\ncall hxla.join() before "
+            "anything else uses JAX, and see that the coordinator's address can be reached"
+        ) from error
+
+
+def _say_end() -> None:
+    with contextlib.suppress(Exception):  # the service is gone with process 0
+        texts, rank = ServiceNotes(), jax.process_index()
+        post = post_of(texts.entries().get(rank, Post().text()))
+        texts.put(rank, dataclasses.replace(post, has_ended=True).text())
+
+
+def _in_kubernetes_job() -> bool:
+    return "KUBERNETES_SERVICE_HOST" in os.environ and "JOB_COMPLETION_INDEX" in os.environ
+
+
+def _die_with_the_launcher() -> None:
+    launcher = os.environ.get("HXLA_LAUNCHER_PID")
+    if launcher and sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != int(launcher):  # it died before the call
+            os._exit(1)
+
+
+def run_joined(work: Callable[[], None]) -> None:
+    """Join, work, and leave with the exit code of what was done."""
+    _die_with_the_launcher()
+    board, rank = own_board(), int(os.environ.get("HXLA_PROCESS_ID", "0"))
+    code: int | str | None = 0
+    try:
+        say(board, rank, phase="joining")
+        join()
+        say(board, rank, phase="script")
+        work()
+        if say(board, rank, has_ended=True).state != "left":
+            say(board, rank, state="finished")
+    except SystemExit as stop:
+        code = stop.code or 0
+        _say_exit(board, rank, code)
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+        say(board, rank, state="left", note="Ctrl-C", has_ended=True)
+        if board is None:
+            print("hxla: interrupted", file=sys.stderr)
+    except BaseException as error:
+        code = 1
+        is_victim = is_lost_peer(error)
+        say(board, rank, state="victim" if is_victim else "failed", note=last_words(error))
+        show(error, rank, os.environ.get(LOGS_VARIABLE), is_victim=is_victim)
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+        code = 1
+    with contextlib.suppress(OSError):  # nobody may be reading
+        sys.stdout.flush()
+        sys.stderr.flush()
+    if board is not None and code == 0 and board.posts().get(rank, Post()).state == "left":
+        _stay_for_the_others(board, rank, seconds=float("inf"))
+    elif board is not None and code and rank == 0:
+        _stay_for_the_others(board, rank, seconds=_STAY_SECONDS)
+    if code:
+        # An orderly shutdown would wait at a barrier for processes that may never come.
+        os._exit(code)
+
+
+def _say_exit(board: StatusPage | None, rank: int, code: int | str | None) -> None:
+    """Whether `sys.exit` ended all that was to be done is seen by what the others do."""
+    if board is None:
+        return
+    was_preempted = board.posts().get(rank, Post()).state == "preempted"
+    if code == EXIT_PREEMPTED or (was_preempted and code in _BY_SIGNAL):
+        say(board, rank, state="preempted")
+    elif code:
+        note = code.strip() if isinstance(code, str) else f"sys.exit({code})"
+        say(board, rank, state="failed", note=note, exit_code=1 if isinstance(code, str) else code)
+    elif say(board, rank, has_ended=True).state != "finished":
+        say(board, rank, state="left", note="sys.exit(0)")
+
+
+def _stay_for_the_others(board: StatusPage, rank: int, *, seconds: float) -> None:
+    """Keep the coordination service alive, which is in rank 0, and sockets that others listen at.
+
+    With them gone the others would print errors of their own before they end. The launcher sees to
+    it that the wait has an end.
+    """
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        others = [post for other, post in board.posts().items() if other != rank]
+        if all(post.state not in ("starting", "running") for post in others):
+            break
+        time.sleep(0.02)
+    if rank == 0 and len(board.posts()) > 1:
+        time.sleep(_LAST_SECONDS)
+
+
+def run_as_main(command: Sequence[str]) -> None:
+    """Run a script, or after `-m` a module, with its arguments as Python would."""
+    if command[0] == "-m":
+        sys.argv, sys.path[0] = list(command[1:]), os.getcwd()
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = list(command)
+    sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def run_script(command: Sequence[str]) -> None:
+    """Join, and run a script with its arguments as `__main__`."""
+    run_joined(functools.partial(run_as_main, command))

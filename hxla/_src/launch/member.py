@@ -1,0 +1,203 @@
+"""A process as a member of a generation: it says that it lives, and does what it is told.
+
+Both happen in a thread of their own, for the main one may be stuck in a collective whose other side
+is gone.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from ..core.errors import LaunchError
+from ..core.types import EXIT_PREEMPTED
+from .control_channel import (
+    GENERATION_VARIABLE,
+    MAILBOX_VARIABLE,
+    MEMORY_VARIABLE,
+    NEIGHBOURS_VARIABLE,
+    ControlChannel,
+    Order,
+    Report,
+    left_folder,
+    open_mailbox,
+)
+
+_POLL_SECONDS = 0.1
+_POLLS_OF_A_BEAT = 2
+PINNED = "pinned.json"
+_PATIENCE_SECONDS = 60.0  # of the main thread for an order to leave, once a peer is lost
+
+
+class Member:
+    """This process in its generation."""
+
+    def __init__(self, mailbox: ControlChannel, rank: int, generation: int):
+        self._mailbox, self._rank, self.generation = mailbox, rank, generation
+        self._own, self._order = Report(), Order()
+        self._change = threading.Condition()
+        self._leave: Callable[[], tuple[int, str] | None] | None = None
+        self._is_asked_back: Callable[[], bool] = lambda: False
+        self._is_used = False
+        self.changing = threading.Lock()
+        threading.Thread(target=self._run, daemon=True, name="hxla-member").start()
+
+    @property
+    def stops(self) -> bool:
+        """Whether to ask all for a last step, and then to leave the state in memory."""
+        return self._order.stops
+
+    @property
+    def ends(self) -> bool:
+        """Whether to ask all for a last step, and then to write a checkpoint."""
+        return self._order.ends
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether nobody trains meanwhile, and a state in memory waits for its generation."""
+        return self._order.begins and bool(self._order.state)
+
+    def tell(self, **changes: object) -> None:
+        """Change fields of this process's `Report`."""
+        with self._change:
+            self._own = dataclasses.replace(self._own, **changes)  # type: ignore[arg-type]
+            self._mailbox.tell(self._rank, self._own)
+
+    def wait_for_the_others(self) -> Sequence[str]:
+        """Until the generation is formed; returns the folders of the state to begin with, if any.
+
+        Raises:
+            LaunchError: If this process has trained before.
+        """
+        if self._is_used:
+            raise LaunchError(
+                "hxla run --elastic takes scripts that train once: a second session would begin "
+                "with the state of the first; start another job for it"
+            )
+        self._is_used = True
+        self.wait_before_devices()
+        return self._order.state
+
+    def wait_before_devices(self) -> None:
+        """Until the generation is formed."""
+        self.tell(is_prepared=True)
+        with self._change:
+            self._change.wait_for(lambda: self._order.begins)
+
+    @property
+    def folder(self) -> str:
+        """Where it leaves its state."""
+        return left_folder(os.environ[MEMORY_VARIABLE], self.generation, self._rank)
+
+    @property
+    def num_neighbours(self) -> int:
+        """The processes of its generation on this host, itself counted."""
+        return int(os.environ[NEIGHBOURS_VARIABLE])
+
+    @contextlib.contextmanager
+    def trains(
+        self, leave: Callable[[], tuple[int, str] | None], is_asked_back: Callable[[], bool]
+    ) -> Iterator[None]:
+        """While it has a state that can be left.
+
+        Args:
+            leave: Leaves it in memory, called from another thread, `changing` being held: the step
+                and the digest of the state; None: nothing can be left.
+            is_asked_back: Whether a SIGTERM arrived.
+        """
+        self._leave, self._is_asked_back = leave, is_asked_back
+        try:
+            yield
+        finally:
+            self._leave = None
+
+    def stay_to_leave(self) -> None:
+        """After another member was lost: wait for the order to leave, which ends this process."""
+        time.sleep(_PATIENCE_SECONDS)
+
+    def _run(self) -> None:
+        for k in itertools.count():
+            order = self._mailbox.order(self._rank)
+            asked = self._own.asked_back or self._is_asked_back()
+            if not k % _POLLS_OF_A_BEAT or asked != self._own.asked_back:
+                self.tell(count=self._own.count + 1, asked_back=asked)
+            if order != self._order:
+                with self._change:
+                    self._order = order
+                    self._change.notify_all()
+            if order.leaves:
+                self._leave_now()
+            time.sleep(_POLL_SECONDS)
+
+    def _leave_now(self) -> None:
+        leave = self._leave
+        if leave is not None:
+            try:
+                with self.changing:
+                    left = leave()
+                if left is not None:
+                    self.tell(left_step=left[0], digest=left[1], step=left[0])
+            except Exception as error:
+                self.tell(note=f"{type(error).__name__}: {error}"[:300])
+        os._exit(EXIT_PREEMPTED)
+
+
+@functools.cache
+def own_member() -> Member | None:
+    """This process in its generation; None outside of `hxla run --elastic`."""
+    path = os.environ.get(MAILBOX_VARIABLE)
+    if not path:
+        return None
+    mailbox = open_mailbox(path, int(os.environ["HXLA_NUM_PROCESSES"]))
+    if mailbox is None:  # the launcher is gone, and this process will be soon
+        return None
+    rank = int(os.environ["HXLA_PROCESS_ID"])
+    return Member(mailbox, rank, int(os.environ[GENERATION_VARIABLE]))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pinned:
+    """What was chosen before and bits depend on: what goes on with it keeps it.
+
+    Attributes:
+        microbatch_size: The examples of a microbatch; None: nothing is pinned.
+        cut: The segments of each stage of a pipeline.
+        shares: The ratio in which the devices of a copy share what is cut.
+        is_chain: Whether a microbatch is a chain of segments, or one program; None: either.
+    """
+
+    microbatch_size: int | None = None
+    cut: tuple[int, ...] = ()
+    shares: tuple[int, ...] = ()
+    is_chain: bool | None = None
+
+    @classmethod
+    def read(cls, text: str) -> "Pinned":
+        """From the JSON of its fields."""
+        found = json.loads(text)
+        return cls(**found | {name: tuple(found[name]) for name in ("cut", "shares")})
+
+
+def pin(choices: Pinned) -> None:
+    """Later generations are to choose the same, whatever their devices suggest."""
+    path = pathlib.Path(os.environ[MEMORY_VARIABLE], PINNED)
+    part = path.with_name(f"{PINNED}-{os.getpid()}")
+    part.write_text(json.dumps(dataclasses.asdict(choices)))
+    part.rename(path)
+
+
+def pinned() -> Pinned:
+    """What the generations before have chosen."""
+    folder = os.environ.get(MEMORY_VARIABLE)
+    if not folder:
+        return Pinned()
+    try:
+        return Pinned.read(pathlib.Path(folder, PINNED).read_text())
+    except FileNotFoundError:
+        return Pinned()

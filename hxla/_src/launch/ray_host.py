@@ -1,0 +1,530 @@
+"""Hosts of a Ray cluster: an actor on each, whose children are the processes of a job.
+
+What is kept on a host (pages of memory, cgroups, pipes, states) stays the actor's; the run asks it
+what there is to hear, and states travel through Ray's object store where the next members are on
+another host.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+
+from ..cluster.cluster import Device
+from .control_channel import Report, left_folder
+from .environment import describe, elastic_environment, num_gpus
+from .host import NOTICE_SECONDS, KeptFolder, LocalHost
+from .output import Logs, Output
+from .status_page import Post
+from .workers import Environment, LocalWorkers, Streams, Workers, WorkersStart
+
+#: Label of a node: what of a core each of its CPU devices may use.
+CORE_SHARE = "core-share"
+_MODEL = "accelerator_type:"  # of a resource that Ray gives nodes with GPUs it knows
+
+
+def name_of(node: str) -> str:
+    """What a run calls a node, of its ID."""
+    return f"node {node[:8]}"
+
+
+def devices_of(node: Mapping[str, Any]) -> dict[str, float]:
+    """What an actor or a placement group asks for that is to have all devices of a node.
+
+    Args:
+        node: Of `ray.nodes()`.
+    """
+    return {kind: num for kind in ("CPU", "GPU") if (num := node["Resources"].get(kind))}
+
+
+def label_of(node: Mapping[str, Any]) -> tuple[str, int]:
+    """The kind of a node's devices, as `Device.label` has it, and how many it has.
+
+    Args:
+        node: Of `ray.nodes()`.
+    """
+    resources = node["Resources"]
+    if resources.get("GPU"):
+        models = [key.partition(":")[2] for key in resources if key.startswith(_MODEL)]
+        return (models or ["GPU"])[0], int(resources["GPU"])
+    share = node.get("Labels", {}).get(CORE_SHARE)
+    device = Device(kind="cpu", core_share=float(share) if share else None)
+    return device.label, int(resources.get("CPU", 0))
+
+
+def draining() -> dict[str, int]:
+    """Nodes that Ray drains, and until when in milliseconds since 1970; 0: it did not say.
+
+    No public call tells; this is the one that Ray's own trainer asks.
+    """
+    from ray._private.state import state
+
+    return dict(state.get_draining_nodes())
+
+
+#: Of actors, and of the process from which others are forked.
+START_SECONDS = 120.0
+_END_SECONDS = 30.0
+_KILLED = -9
+# The concurrency groups of what may take long, beside which an agent is heard: reading waits for
+# nobody, so hosts that take states from each other never wait in a circle.
+_READ, _STATE, _COPY = "read", "state", "copy"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Of a host.
+
+    Attributes:
+        cores: That its processes may use.
+        memory: The folder in which they leave their state.
+    """
+
+    devices: tuple[Device, ...]
+    cores: tuple[int, ...]
+    memory: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Heard:
+    """What there is to hear of a host.
+
+    Attributes:
+        out: What its processes printed since.
+        workers: By generation and rank the report, the post and the exit code of a process.
+        pinned: What they have chosen for later generations.
+        at_seconds: By `time.monotonic` of that host.
+    """
+
+    out: bytes = b""
+    err: bytes = b""
+    workers: Mapping[int, Mapping[int, tuple[Report, Post, int | None]]] = dataclasses.field(
+        default_factory=dict
+    )
+    pinned: str = ""
+    at_seconds: float = 0.0
+
+
+class _Lines:
+    """A stream that keeps what is written until it is taken."""
+
+    def __init__(self) -> None:
+        self._lock, self._kept = threading.Lock(), b""
+
+    def write(self, text: bytes) -> None:
+        with self._lock:
+            self._kept += text
+
+    def flush(self) -> None:
+        pass
+
+    def isatty(self) -> bool:
+        return False
+
+    def take(self) -> bytes:
+        with self._lock:
+            kept, self._kept = self._kept, b""
+        return kept
+
+
+class HostAgent:
+    """On a host: starts processes, and says what is to be heard of them. Ray runs it as an actor.
+
+    Args:
+        command: A Python script and its arguments, where this host finds them.
+        folder: The working directory of the job.
+        num_cpus: The devices that it has, if it has no GPU.
+        core_share: What of a core each of them may use; None: all.
+    """
+
+    def __init__(
+        self, command: Sequence[str], folder: str, num_cpus: int, core_share: float | None
+    ):
+        os.chdir(folder)
+        leave_main_module()
+        if num_gpus():
+            self._devices = describe(None, None)
+        else:
+            self._devices = (Device(kind="cpu", core_share=core_share),) * num_cpus
+        self._out, self._err = _Lines(), _Lines()
+        lock = threading.Lock()
+        streams = Streams(
+            out=Output(self._out, lock, lambda _: None),  # type: ignore[arg-type]
+            err=Output(self._err, lock, lambda _: None),  # type: ignore[arg-type]
+            logs=Logs(),
+        )
+        environment: Environment = elastic_environment(self._devices)
+        self._host = LocalHost(command, environment, streams)
+        self._workers: dict[int, LocalWorkers] = {}
+        self._received: dict[int, list[str]] = {}  # by generation: folders that it begins with
+
+    def facts(self) -> Facts:
+        """What is here."""
+        return Facts(devices=self._devices, cores=tuple(self._host.cores), memory=self._host.memory)
+
+    def hear(self) -> Heard:
+        """What there is to hear since the last time."""
+        for number, own in self._workers.items():
+            own.release()
+            if all(own.report(rank).is_joined for rank in own.pids):
+                for folder in self._received.pop(number, ()):
+                    self.forget(folder)
+        return Heard(
+            workers={
+                number: {rank: _heard_of(own, rank) for rank in own.pids}
+                for number, own in self._workers.items()
+            },
+            pinned=self._host.pinned,
+            out=self._out.take(),
+            err=self._err.take(),
+            at_seconds=time.monotonic(),
+        )
+
+    def start(self, start: WorkersStart) -> dict[int, int]:
+        """Start processes; returns their pids by rank."""
+        self._workers[start.generation] = own = self._host.start(start)
+        return own.pids
+
+    def order(self, generation: int, changes: Mapping[str, object]) -> None:
+        """Change fields of the `Order` of processes."""
+        if generation in self._workers:
+            self._workers[generation].order(**changes)
+
+    def begin(self, generation: int, folders: Sequence[str], others: Sequence[Any]) -> None:
+        """Let processes begin with a state of which there are parts on other hosts.
+
+        Args:
+            folders: Of the parts that are here.
+            others: References of the files of the others.
+        """
+        own = [_received(self._host.memory, generation, k) for k in range(len(others))]
+        self._received[generation] = own
+        for folder, state in zip(own, others, strict=True):
+            self.receive(folder, [state])
+        self.order(generation, {"begins": True, "state": [*folders, *own]})
+
+    def receive(self, folder: str, state: Sequence[Any]) -> None:
+        """Write files from another host into a folder, which appears whole.
+
+        Args:
+            state: The reference of the files: in a list, so that only this call waits for them.
+        """
+        files = ray.get(state[0])
+        new = pathlib.Path(f"{folder}.part")
+        new.mkdir()
+        try:
+            for name, data in files.items():
+                data.tofile(new / name)
+            new.rename(folder)
+        except OSError:
+            self.forget(str(new))
+            raise
+
+    def read_state(self, folder: str) -> Mapping[str, np.ndarray]:
+        """The files of a state that a process left here."""
+        return {file.name: np.fromfile(file, np.uint8) for file in pathlib.Path(folder).iterdir()}
+
+    def forget(self, folder: str) -> None:
+        """Let go of a state."""
+        self._host.forget(folder)
+
+    def quieten(self, generation: int) -> None:
+        """From here on processes only say that another is gone."""
+        self._workers[generation].quieten()
+
+    def kill(self, generation: int, ranks: Sequence[int], number: int) -> None:
+        """Send a signal to processes."""
+        self._workers[generation].kill(ranks, number)
+
+    def close_workers(self, generation: int, shows_held: bool, kept: Collection[str]) -> None:
+        """End processes of a generation, and let go of its folders that are not kept."""
+        self._received.pop(generation, None)
+        own = self._workers.pop(generation, None)
+        if own is not None:
+            own.close(shows_held=shows_held, kept=kept)
+
+    def close(self) -> Heard:
+        """End all; returns what was still to be heard."""
+        for number in list(self._workers):
+            self.close_workers(number, True, ())
+        self._host.close()
+        return self.hear()
+
+
+def leave_main_module() -> None:
+    """In an actor: a process that is forked would run the main module, Ray's own, once more."""
+    vars(sys.modules["__main__"]).pop("__file__", None)
+
+
+def _received(memory: str, generation: int, part: int) -> str:
+    return f"{left_folder(memory, generation, part)}-received"
+
+
+def _heard_of(own: LocalWorkers, rank: int) -> tuple[Report, Post, int | None]:
+    """Of a process; one that has ended says nothing more, so that is looked at first."""
+    code = own.exit_code(rank)
+    return own.report(rank), own.post(rank), code
+
+
+_Agent: Any = cast(Any, ray.remote)(concurrency_groups=dict.fromkeys((_READ, _STATE, _COPY), 1))(
+    HostAgent
+)
+
+
+class RayWorkers:
+    """Processes of a generation on a node of a Ray cluster.
+
+    Args:
+        pids: Reference of their pids by rank; None: the node is lost.
+    """
+
+    def __init__(self, host: "RayHost", generation: int, ranks: Sequence[int], pids: Any):
+        self._host, self.generation, self._asked = host, generation, pids
+        self._pids: Mapping[int, int] = dict.fromkeys(ranks, 0)
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        """Processes by rank, on their host; zeros where it was lost before it told."""
+        if self._asked is not None:
+            with self._host.losing():
+                self._pids = ray.get(self._asked, timeout=START_SECONDS)
+            self._asked = None
+        return self._pids
+
+    def report(self, rank: int) -> Report:
+        """What a process said last."""
+        return self._heard(rank)[0]
+
+    def post(self, rank: int) -> Post:
+        """Where a process is; times are those of this machine's clock."""
+        return self._heard(rank)[1]
+
+    def exit_code(self, rank: int) -> int | None:
+        """None while it runs; minus the number of the signal that killed it."""
+        return _KILLED if self._host.is_lost else self._heard(rank)[2]
+
+    def order(self, **changes: object) -> None:
+        """Change fields of the `Order` of all of them."""
+        self._host.tell("order", self.generation, changes)
+
+    def quieten(self) -> None:
+        """From here on they only say that another is gone: that goes to the log."""
+        self._host.tell("quieten", self.generation)
+
+    def release(self) -> None:
+        """Nothing: its host does that itself when it is heard."""
+
+    def kill(self, ranks: Sequence[int], number: int) -> None:
+        """Send a signal to those that run, and to what they started."""
+        if ranks:
+            self._host.tell("kill", self.generation, list(ranks), int(number))
+
+    def close(self, *, shows_held: bool, kept: Collection[str] = ()) -> None:
+        """End what is left, and let go of what they wrote, but of the folders that are kept."""
+        self._host.tell("close_workers", self.generation, shows_held, set(kept))
+
+    def _heard(self, rank: int) -> tuple[Report, Post, int | None]:
+        return self._host.heard.workers.get(self.generation, {}).get(rank, (Report(), Post(), None))
+
+
+class RayHost:
+    """A node of a Ray cluster, by the actor on it.
+
+    Args:
+        node: Of `ray.nodes()`.
+        command: A Python script and its arguments.
+        streams: Where what is printed goes.
+        group: The placement group that holds the node for it; None: nobody does.
+    """
+
+    def __init__(
+        self,
+        node: Mapping[str, Any],
+        command: Sequence[str],
+        streams: Streams,
+        group: PlacementGroup | None,
+    ):
+        devices = devices_of(node)
+        self.name, self.machine = name_of(node["NodeID"]), str(node["NodeManagerHostname"])
+        self.is_lost, self.notice_seconds = False, NOTICE_SECONDS
+        self.heard, self._streams, self.group = Heard(), streams, group
+        num_cpus, share = int(devices.get("CPU", 0)), node.get("Labels", {}).get(CORE_SHARE)
+        strategy: Any = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        if group is not None:
+            strategy = PlacementGroupSchedulingStrategy(group)
+        self._agent: Any = _Agent.options(
+            num_cpus=num_cpus, num_gpus=devices.get("GPU", 0), scheduling_strategy=strategy
+        ).remote(list(command), os.getcwd(), num_cpus, float(share) if share else None)
+        self.asked = self._agent.facts.remote()
+        self._facts: Facts | None = None
+        self._hearing: Any = None
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Those that it has; none while its actor has not begun, as where others use the node."""
+        if self._facts is None and not self.is_lost and ray.wait([self.asked], timeout=0)[0]:
+            try:
+                self._facts = ray.get(self.asked)
+                self._hearing = self._agent.hear.remote()
+            except ray.exceptions.RayError as error:
+                self.is_lost = True
+                why = str(error).strip().splitlines()[-1]
+                self._streams.err.write(f"hxla: {self.name} gives no devices: {why}\n".encode())
+        return () if self._facts is None or self.is_lost else self._facts.devices
+
+    @property
+    def began(self) -> bool:
+        """Whether its actor was ever heard."""
+        return self._facts is not None
+
+    @property
+    def cores(self) -> Sequence[int]:
+        """Those that its processes may use."""
+        return () if self._facts is None else self._facts.cores
+
+    @property
+    def pinned(self) -> str:
+        """What its processes have chosen for later generations; empty: nothing yet."""
+        return self.heard.pinned
+
+    def poll(self) -> bool:
+        """Hear what it has to say; whether it was found to be lost."""
+        if self._hearing is None or self.is_lost or not ray.wait([self._hearing], timeout=0)[0]:
+            return False
+        with self.losing():
+            self._hear(ray.get(self._hearing))
+            self._hearing = self._agent.hear.remote()
+        return self.is_lost
+
+    def start(self, start: WorkersStart) -> RayWorkers:
+        """Start its processes of a generation; those of a host that is lost have ended at once."""
+        pids = None
+        with self.losing():
+            pids = self._agent.start.remote(start)
+        return RayWorkers(self, start.generation, list(start.seats), pids)
+
+    def begin(self, workers: Workers, state: Sequence[KeptFolder]) -> None:
+        """Let processes begin with a state, of which each folder has a part, or with none."""
+        here = [one.folder for one in state if one.host is self]
+        if len(here) == len(state):
+            workers.order(begins=True, state=here)
+            return
+        assert isinstance(workers, RayWorkers)
+        with self.losing():
+            others = [
+                one.host.reading(one.folder)
+                for one in state
+                if isinstance(one.host, RayHost) and one.host is not self
+            ]
+            own = self._agent.begin.options(concurrency_group=_STATE)
+            own.remote(workers.generation, here, others)
+
+    def reading(self, folder: str) -> Any:
+        """The reference of the files of a state, which are read meanwhile."""
+        return self._agent.read_state.options(concurrency_group=_READ).remote(folder)
+
+    def receiving(self, folder: str, state: Any) -> Any:
+        """The reference of nothing: a state of a reference is written into a folder meanwhile."""
+        own = self._agent.receive.options(concurrency_group=_COPY)
+        return own.remote(folder, [state])
+
+    def forget(self, folder: str) -> None:
+        """Let go of a state."""
+        self.tell("forget", folder)
+
+    def state_folder(self, generation: int, rank: int) -> str:
+        """Where a process leaves its state."""
+        assert self._facts is not None
+        return left_folder(self._facts.memory, generation, rank)
+
+    def tell(self, method: str, *arguments: object) -> None:
+        """Call a method of the actor and wait for nothing."""
+        with self.losing():
+            getattr(self._agent, method).remote(*arguments)
+
+    def close(self) -> None:
+        """Let go of all, also of what was left in memory; what it still has to say is heard."""
+        until = time.monotonic() + _END_SECONDS
+        # Being asked already, it has perhaps told what the next answer will not say again.
+        answers = [] if self._hearing is None else [self._hearing]
+        if self.began:
+            with self.losing():
+                answers.append(self._agent.close.remote())
+        for answer in answers:
+            try:
+                self._hear(ray.get(answer, timeout=max(until - time.monotonic(), 0)))
+            except ray.exceptions.RayActorError:
+                self.is_lost = True
+            except ray.exceptions.RayError as error:
+                why = str(error).strip().splitlines()[-1]
+                self._streams.err.write(
+                    f"hxla: {self.name} has not ended its processes within {_END_SECONDS:g} s, and "
+                    f"what they printed last may be missing: {why}\n".encode()
+                )
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            ray.kill(self._agent)
+
+    def _hear(self, heard: Heard) -> None:
+        late = time.monotonic() - heard.at_seconds  # between the clocks of two machines
+        workers = {
+            number: {
+                rank: (report, dataclasses.replace(post, moved_at=post.moved_at + late), code)
+                for rank, (report, post, code) in own.items()
+            }
+            for number, own in heard.workers.items()
+        }
+        self.heard = dataclasses.replace(heard, workers=workers)
+        for text, stream in ((heard.out, self._streams.out), (heard.err, self._streams.err)):
+            if text:
+                stream.write(text)
+
+    @contextlib.contextmanager
+    def losing(self) -> Iterator[None]:
+        """Whatever fails inside because the actor is gone says that it is lost."""
+        try:
+            yield
+        except ray.exceptions.RayTaskError:
+            raise
+        except ray.exceptions.RayError:
+            self.is_lost = True
+
+
+class RayCarrying:
+    """A folder on its way from a node to another, through Ray's object store."""
+
+    def __init__(self, source: RayHost, folder: str, target: RayHost, copy: str):
+        self._target, self._copy = target, copy
+        self._state: Any = None
+        self._written: Any = None
+        with source.losing():
+            self._state = source.reading(folder)
+
+    def arrived(self) -> bool | None:
+        """Whether it has arrived; None: it is under way."""
+        waits_for = self._written or self._state
+        if self._target.is_lost or waits_for is None:
+            return False
+        # Without a copy on this machine.
+        if not ray.wait([waits_for], timeout=0, fetch_local=False)[0]:
+            return None
+        try:
+            if self._written is None:
+                self._written = self._target.receiving(self._copy, self._state)
+                return None
+            ray.get(self._written)
+        except ray.exceptions.RayError:  # the folder was let go, or a host is gone
+            return False
+        return True

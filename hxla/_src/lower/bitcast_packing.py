@@ -1,0 +1,116 @@
+"""Arrays of any dtypes as one array of 32-bit words, bit for bit, and back."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class BitcastPacking:
+    """How some arrays lie one after another.
+
+    Attributes:
+        dtypes: Of the arrays; random keys are kept as their data.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[Any, ...]
+
+    @staticmethod
+    def like(arrays: Sequence[Any]) -> "BitcastPacking":
+        """For arrays of these shapes and dtypes."""
+        return BitcastPacking(tuple(tuple(x.shape) for x in arrays), tuple(x.dtype for x in arrays))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Words of each array."""
+        return tuple(map(_num_words, self.shapes, self.dtypes))
+
+    @property
+    def size(self) -> int:
+        """Words of all."""
+        return sum(self.sizes)
+
+    def pack(self, arrays: Sequence[jax.Array], size: int | None = None) -> jax.Array:
+        """uint32[size], filled up with zeros."""
+        words = [_to_words(x) for x in arrays]
+        rest = (self.size if size is None else size) - self.size
+        if rest or not words:
+            words.append(jnp.zeros(rest, jnp.uint32))
+        return jnp.concatenate(words) if len(words) > 1 else words[0]
+
+    def unpack(self, words: jax.Array) -> list[jax.Array]:
+        """The arrays, from the first words of an array."""
+        starts = itertools.accumulate(self.sizes, initial=0)
+        return [
+            _from_words(words[start : start + size], shape, dtype)
+            for start, size, shape, dtype in zip(
+                starts, self.sizes, self.shapes, self.dtypes, strict=False
+            )
+        ]
+
+
+def _is_key(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
+
+
+def _key_data(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+
+
+def _carried(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """What stands for an array, as bits of 8, 16, 32 or 64: keys, booleans and others have none."""
+    if _is_key(dtype):
+        return _key_data(shape, dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return jax.ShapeDtypeStruct((*shape, 2), jnp.finfo(dtype).dtype)
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
+        return jax.ShapeDtypeStruct(shape, jnp.int8)
+    return jax.ShapeDtypeStruct(shape, jnp.uint8 if dtype == jnp.bool_ else dtype)
+
+
+def _num_words(shape: tuple[int, ...], dtype: Any) -> int:
+    carried = _carried(shape, dtype)
+    return -(-math.prod(carried.shape) * carried.dtype.itemsize // 4)
+
+
+def _to_words(x: jax.Array) -> jax.Array:
+    carried = _carried(x.shape, x.dtype)
+    if _is_key(x.dtype):
+        x = jax.random.key_data(x)
+    elif jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag], -1)
+    flat = x.astype(carried.dtype).reshape(-1)
+    narrow = 4 // flat.dtype.itemsize
+    if narrow > 1:
+        flat = jnp.pad(flat, (0, -flat.size % narrow)).reshape(-1, narrow)
+    return jax.lax.bitcast_convert_type(flat, jnp.uint32).reshape(-1)
+
+
+def _from_words(words: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    carried = _carried(shape, dtype)
+    if carried.dtype.itemsize > 4:
+        words = words.reshape(-1, carried.dtype.itemsize // 4)
+    flat = jax.lax.bitcast_convert_type(words, carried.dtype).reshape(-1)
+    x = flat[: math.prod(carried.shape)].reshape(carried.shape)
+    if _is_key(dtype):
+        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(jnp.empty((), dtype)))
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return jax.lax.complex(x[..., 0], x[..., 1])
+    return x.astype(dtype)
+
+
+def leaf_checksums(leaves: Sequence[jax.Array]) -> jax.Array:
+    """uint32[leaves]: the sum of each array's bits, the same in any order of addition."""
+    return jnp.stack([BitcastPacking.like([x]).pack([x]).sum() for x in leaves])
+
+
+def array_bytes(x: Any) -> Any:
+    """uint8[bytes]: an array's bytes in host memory."""
+    return np.ascontiguousarray(np.asarray(x)).reshape(-1).view(np.uint8)

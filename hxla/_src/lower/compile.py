@@ -1,0 +1,216 @@
+"""Programs of several replicas, compiled once for all that are alike, with fixed options.
+
+Every device of a process needs its own program, but XLA makes the same one for devices of one kind.
+So the first replica of each kind compiles, and the others load what it has.
+"""
+
+import re
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ..jax.portable import lowered_for, portable
+from ..plan.parts import SumsForm
+from .replica import Replica
+
+
+def compiler_options(platform: str, sums: SumsForm) -> dict[str, Any]:
+    """Options for `jax.jit(..., compiler_options=...)`.
+
+    Args:
+        platform: `cpu`, `gpu` or another backend's name.
+        sums: Only exact sums ask for determinism.
+    """
+    if sums.kind != "exact":
+        return {}
+    # Else what is fused would decide which results are rounded to fewer bits; see `Plan.numerics`.
+    options = {"xla_allow_excess_precision": False}
+    if platform == "cpu":
+        # The number of threads may decide how a contraction is cut.
+        return options | {"xla_cpu_multi_thread_eigen": False}
+    if platform in ("gpu", "cuda", "rocm"):
+        # Kernels chosen by their times would be others in another process. Without times, products
+        # are left to cuBLAS, which goes by their shapes: XLA's own would all get the same tile.
+        return options | {
+            "xla_gpu_exclude_nondeterministic_ops": True,
+            "xla_gpu_autotune_level": 0,
+            "xla_gpu_enable_triton_gemm": False,
+        }
+    return options
+
+
+def extra_bytes(compiled: Any) -> int:
+    """Bytes of one device that a compiled program needs beside its arguments.
+
+    Args:
+        compiled: A `jax.stages.Compiled`; 0 if its backend does not tell.
+    """
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return 0
+    return int(stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes)
+
+
+def update_options(platform: str, sums: SumsForm) -> dict[str, Any]:
+    """Those of `compiler_options`, and an order in which few temporaries live at once."""
+    options = compiler_options(platform, sums)
+    if platform == "cpu":
+        # Breadth first, as is usual there, the gradient of every tensor would wait for the last.
+        options["xla_cpu_scheduler_type"] = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+    return options
+
+
+_KIND = r"(?:all-|reduce-scatter|collective-)[a-z-]*"
+_COLLECTIVE = re.compile(rf" = (\S.*? {_KIND})\(")
+_COLLECTIVE_OF_ANY_SIZE = re.compile(rf" ({_KIND})\(")
+#: From the number of a copy of the model to what else its programs depend on.
+Key = Callable[[int], Any]
+
+
+def firsts_alike(keys: Iterable[Hashable]) -> list[int]:
+    """For each key the place of the first that is equal to it."""
+    seen: dict[Hashable, int] = {}
+    return [seen.setdefault(key, i) for i, key in enumerate(keys)]
+
+
+def first_of_kind(replicas: Sequence[Replica], more: Key | None = None) -> list[int]:
+    """For each replica the first one that is like it, perhaps itself.
+
+    A replica of several processes is like no other: not all of them may have one to compare.
+
+    Args:
+        more: What else must be equal.
+    """
+    keys = []
+    for i, replica in enumerate(replicas):
+        kinds = tuple((d.platform, d.device_kind) for d in replica.devices)
+        own = None if more is None else more(replica.index)
+        keys.append((replica.axes, kinds, i if replica.spans_processes else None, own))
+    return firsts_alike(keys)
+
+
+def compile_all(
+    lowered: Sequence[tuple[str, Any]],
+    over: Callable[..., Any] = map,
+    tell: Callable[[str], None] = lambda _: None,
+) -> list[Any]:
+    """Compile programs, and say which are not ready yet.
+
+    Args:
+        lowered: Their names and themselves, before compilation.
+        over: Like `map`, perhaps on several threads.
+        tell: Called with what is being done.
+    """
+    left, lock = [name for name, _ in lowered], threading.Lock()
+
+    def say() -> None:
+        done = f"{len(lowered) - len(left)} of {len(lowered)} programs are ready"
+        tell(f"compiling {', '.join(dict.fromkeys(left))} ({done})")
+
+    def compiled(task: tuple[str, Any]) -> Any:
+        name, program = task
+        found = program.compile()
+        with lock:
+            left.remove(name)
+            say()
+        return found
+
+    say()
+    return list(over(compiled, lowered))
+
+
+def for_others(
+    replicas: Sequence[Replica],
+    lowered: Mapping[int, Sequence[Any]],
+    compiled: Mapping[int, Sequence[Any]],
+    lower: Callable[[int], Sequence[Any]],
+    over: Callable[..., Any] = map,
+    more: Key | None = None,
+) -> list[list[Any]]:
+    """Programs of all replicas, those of the first of each kind given.
+
+    Args:
+        lowered: Programs of the first replicas of each kind before compilation, by number.
+        compiled: The same, compiled.
+        lower: From the number of a replica to its programs before compilation: what is bound to its
+            devices is traced for each.
+        over: Like `map`, perhaps on several threads.
+        more: See `first_of_kind`.
+
+    Returns:
+        For each replica its programs, in the order of `lower`.
+    """
+    firsts = first_of_kind(replicas, more)
+    others = [(k, i) for k, i in enumerate(firsts) if k != i]
+    found = {i: [portable(program) for program in compiled[i]] for _, i in others}
+    again: dict[int, list[Any]] = {}  # of what is not portable, before compilation
+    for k, i in others:
+        again[k] = [
+            None if ours is not None else lowered_for(program, replicas[k].devices)
+            for ours, program in zip(found[i], lowered[i], strict=True)
+        ]
+        if any(a is None and b is None for a, b in zip(found[i], again[k], strict=True)):
+            again[k] = list(lower(k))
+
+    def made(task: tuple[int, int]) -> Any:
+        k, n = task
+        if k in compiled:
+            return compiled[k][n]
+        ours = found[firsts[k]][n]
+        return ours.on(replicas[k].devices) if ours is not None else again[k][n].compile()
+
+    nums = [len(compiled[i]) for i in firsts]
+    flat = iter(over(made, [(k, n) for k, num in enumerate(nums) for n in range(num)]))
+    return [[next(flat) for _ in range(num)] for num in nums]
+
+
+def for_each(
+    replicas: Sequence[Replica], lower: Callable[[int], Any], more: Key | None = None
+) -> list[Any]:
+    """One program, compiled for every replica.
+
+    Args:
+        lower: From the number of a replica to its program before compilation.
+        more: See `first_of_kind`.
+    """
+    firsts = sorted(set(first_of_kind(replicas, more)))
+    lowered = {i: [lower(i)] for i in firsts}
+    compiled = {i: [own.compile()] for i, [own] in lowered.items()}
+    found = for_others(replicas, lowered, compiled, lambda i: [lower(i)], more=more)
+    return [own for [own] in found]
+
+
+def named_texts(
+    lowered: Sequence[Sequence[Any]], num: int, microbatch: str = "", update: str = ""
+) -> Iterator[tuple[str, str]]:
+    """The texts of the programs of some replicas, which processes compare.
+
+    Args:
+        lowered: Programs of each replica: those of microbatches, and of the update.
+        microbatch: What stands for those, if devices have unlike ones.
+        update: What stands for the update, if replicas have unlike programs of it.
+    """
+    for i, programs in enumerate(lowered):
+        of = f" of replica {i}" if i else ""
+        yield f"update program{of}", update or text_of(programs[num:])
+        yield f"microbatch program{of}", microbatch or text_of(programs[:num])
+
+
+def orders_of(programs: Sequence[Any], sums: Sequence[Any] = ()) -> dict[str, str]:
+    """The order in which XLA runs the collectives of compiled programs, which processes compare.
+
+    Where each process compiles its own, it is not the same by itself, and Gloo and NCCL go by the
+    order of their calls.
+
+    Args:
+        programs: Of a copy, whose devices send arrays of one size.
+        sums: Over copies: between unlike devices arrays are of unlike sizes.
+    """
+    found = ["\n".join(_COLLECTIVE.findall(program.as_text())) for program in programs]
+    found += ["\n".join(_COLLECTIVE_OF_ANY_SIZE.findall(p.as_text())) for p in sums]
+    return {"the order in which XLA runs collectives": "\n".join(found)}
+
+
+def text_of(programs: Sequence[Any]) -> str:
+    """The text of programs before compilation."""
+    return "".join(program.as_text() for program in programs)

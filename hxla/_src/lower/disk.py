@@ -1,0 +1,330 @@
+"""State in a file, read and written past the page cache, a group ahead of and behind the update.
+
+The file has no name: it is the working state of a process and goes with it, however it ends. What
+outlives a process are checkpoints.
+
+References:
+    Rajbhandari et al., "ZeRO-Infinity: breaking the GPU memory wall for extreme scale deep
+    learning", SC 2021, section 6.3 (asynchronous, aligned reads and writes of NVMe).
+"""
+
+import concurrent.futures
+import errno
+import functools
+import math
+import mmap
+import os
+import queue
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from ..core.errors import ConfigError
+from ..plan.parts import Tier
+from .bitcast_packing import array_bytes
+from .offload import DEVICE, GroupState, HostBuffer, OffloadBuffer, check_host_memory, in_memory
+from .replica import Replica
+from .update_groups import Group, UpdateGroups
+
+_BLOCK = 4096  # bytes: what direct I/O is aligned to
+_AHEAD = 3  # groups that are read while one is updated, and that wait to be written
+_IO_BYTES = 1 << 23  # that one call reads or writes
+_THREADS = 4  # that read, and that write
+
+
+class DirectFile:
+    """A file without a name, of a fixed size, whose reads and writes pass the page cache.
+
+    Raises:
+        ConfigError: If the folder cannot be used, has too little room, or is on a file system
+            without direct I/O.
+    """
+
+    def __init__(self, directory: str, num_bytes: int):
+        self.directory = directory
+        try:
+            free = _free_bytes(directory)
+        except OSError as error:
+            raise self._error(f"cannot be used: {error.strerror}", num_bytes) from None
+        if free < num_bytes:
+            raise self._error("has too little room", num_bytes)
+        try:
+            self._descriptor = _opened(directory)
+        except OSError as error:
+            what = f"takes no file for direct I/O: {error.strerror}"
+            raise self._error(what, num_bytes) from None
+        try:
+            os.posix_fallocate(self._descriptor, 0, max(num_bytes, _BLOCK))
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                os.close(self._descriptor)
+                what = f"has too little room: {error.strerror}"
+                raise self._error(what, num_bytes) from None
+
+        self._pools = {
+            way: concurrent.futures.ThreadPoolExecutor(_THREADS) for way in (os.preadv, os.pwritev)
+        }
+
+    def _error(self, what: str, num_bytes: int) -> ConfigError:
+        try:
+            room = f"{_free_bytes(self.directory):,} are free"
+        except OSError:
+            room = "it is not there"
+        return ConfigError(
+            f"memory.offload.directory {self.directory} {what}; the optimizer's state of a process "
+            f"needs {num_bytes:,} bytes there, {room}: name a folder on a larger disk of this "
+            "machine, or set memory.offload.optimizer to 'host'"
+        )
+
+    def read(self, buffer: memoryview, offset: int) -> None:
+        """Fill a buffer."""
+        self._all(os.preadv, buffer, offset)
+
+    def write(self, buffer: memoryview, offset: int) -> None:
+        """Write a buffer."""
+        self._all(os.pwritev, buffer, offset)
+
+    def _all(self, run: Any, buffer: memoryview, offset: int) -> None:
+        """Several calls at a time: a disk wants more than one to be fast."""
+        starts = range(0, len(buffer), _IO_BYTES)
+        calls = [
+            self._pools[run].submit(self._block, run, buffer[k : k + _IO_BYTES], offset + k)
+            for k in starts
+        ]
+        concurrent.futures.wait(calls)  # whatever fails, nobody uses the buffer any more
+        for call in calls:
+            call.result()
+
+    def _block(self, run: Any, buffer: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(buffer):
+            try:
+                moved = run(self._descriptor, [buffer[done:]], offset + done)
+            except OSError as error:
+                raise self._error(f"failed: {error.strerror}", len(buffer)) from None
+            if not moved:
+                raise self._error("failed: the file ends early", len(buffer))
+            done += moved
+
+    def close(self) -> None:
+        """Let go of the file, which is then no more."""
+        for pool in self._pools.values():
+            pool.shutdown()
+        os.close(self._descriptor)
+
+
+def _free_bytes(directory: str) -> int:
+    found = os.statvfs(directory)
+    return found.f_bavail * found.f_frsize
+
+
+def _opened(directory: str) -> int:
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
+            raise
+    # A file system that knows no files without names.
+    made, path = tempfile.mkstemp(dir=directory, prefix="hxla-offload-")
+    os.close(made)
+    try:
+        return os.open(path, os.O_RDWR | os.O_DIRECT)
+    finally:
+        os.unlink(path)
+
+
+def _rounded_up(num_bytes: int) -> int:
+    return -(-num_bytes // _BLOCK) * _BLOCK
+
+
+class _Layout:
+    """Where the arrays of each group are in the file, each at a block of its own."""
+
+    def __init__(self, groups: Sequence[Group]):
+        self.starts: list[int] = []
+        self.sizes: list[int] = []
+        self._offsets: list[list[list[int]]] = []
+        start = 0
+        for group in groups:
+            at = 0
+            own: list[list[int]] = []
+            for unit in group:
+                own.append([])
+                for shape, dtype in zip(unit.shapes, unit.dtypes, strict=True):
+                    own[-1].append(at)
+                    at += _rounded_up(math.prod(shape) * dtype.itemsize)
+            self._offsets.append(own)
+            self.starts.append(start)
+            self.sizes.append(at)
+            start += at
+        self.groups, self.num_bytes = groups, start
+
+    def place(self, g: int, unit: int, k: int) -> tuple[int, int]:
+        """Offset of an array in its group, and its bytes."""
+        own = self.groups[g][unit]
+        return self._offsets[g][unit][k], math.prod(own.shapes[k]) * own.dtypes[k].itemsize
+
+    def view(self, buffer: memoryview, g: int, unit: int, k: int) -> np.ndarray:
+        """An array of a group in a buffer that has all of it."""
+        own, (start, size) = self.groups[g][unit], self.place(g, unit, k)
+        found = np.frombuffer(buffer[start : start + size], own.dtypes[k])
+        return found.reshape(own.shapes[k])
+
+
+class DiskBuffer(OffloadBuffer):
+    """State in a file without a name.
+
+    Args:
+        directory: Where the file is; None: where the system puts temporary files.
+
+    Raises:
+        ConfigError: See `DirectFile`.
+    """
+
+    def __init__(self, directory: str | None, replica: Replica, groups: UpdateGroups):
+        self.groups, self.lie, self._layout = groups.groups, groups.lie, _Layout(groups.groups)
+        self._file = DirectFile(directory or tempfile.gettempdir(), self._layout.num_bytes)
+        self._device = in_memory(replica.sharding(P()), DEVICE)
+        self._is_cpu = replica.devices[0].platform == "cpu"
+        largest = max(self._layout.sizes, default=_BLOCK)
+        self._reader = concurrent.futures.ThreadPoolExecutor(_AHEAD)
+        self._lifter = concurrent.futures.ThreadPoolExecutor(1)
+        self._writer = concurrent.futures.ThreadPoolExecutor(_AHEAD)
+        self._to_read, self._to_write = (_buffers(_AHEAD + 1, largest) for _ in range(2))
+        self._reads: dict[int, concurrent.futures.Future[memoryview]] = {}
+        #: The next group on its way to the device.
+        self._lifts: queue.SimpleQueue[concurrent.futures.Future[GroupState]] = queue.SimpleQueue()
+        self._writes: list[concurrent.futures.Future[None]] = []
+
+    # -- one array -------------------------------------------------------------------------------
+
+    def put(self, g: int, unit: int, k: int, x: jax.Array) -> None:
+        """See `OffloadBuffer`."""
+        start, size = self._layout.place(g, unit, k)
+        buffer = self._to_write.get()
+        try:
+            np.frombuffer(buffer[:size], np.uint8)[:] = array_bytes(x)
+            self._file.write(buffer[: _rounded_up(size)], self._layout.starts[g] + start)
+        finally:
+            self._to_write.put(buffer)
+
+    def get(self, g: int, unit: int, k: int) -> jax.Array:
+        """See `OffloadBuffer`."""
+        start, size = self._layout.place(g, unit, k)
+        own = self.groups[g][unit]
+        buffer = self._to_read.get()
+        try:
+            self._file.read(buffer[: _rounded_up(size)], self._layout.starts[g] + start)
+            found = np.frombuffer(buffer[:size], own.dtypes[k]).reshape(own.shapes[k])
+            return jax.block_until_ready(self._on_device(found))
+        finally:
+            self._to_read.put(buffer)
+
+    # -- an update -------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """See `OffloadBuffer`."""
+        for g in range(min(_AHEAD, len(self.groups))):
+            self._reads[g] = self._reader.submit(self._read, g)
+        self._lifts.put(self._lifter.submit(self._lifted, 0))
+
+    def _read(self, g: int) -> memoryview:
+        buffer = self._to_read.get()
+        self._file.read(buffer[: self._layout.sizes[g]], self._layout.starts[g])
+        return buffer
+
+    def _lifted(self, g: int) -> GroupState:
+        """A group's state on the device, once it is read; another one's read begins."""
+        if g + _AHEAD < len(self.groups):
+            self._reads[g + _AHEAD] = self._reader.submit(self._read, g + _AHEAD)
+        buffer = self._reads.pop(g).result()
+        state = [
+            [self._on_device(self._layout.view(buffer, g, u, k)) for k in range(len(unit.leaves))]
+            for u, unit in enumerate(self.groups[g])
+        ]
+        jax.block_until_ready(state)
+        self._to_read.put(buffer)
+        return state
+
+    def coming(self, g: int) -> GroupState:
+        """See `OffloadBuffer`."""
+        return []
+
+    def arrived(self, g: int, brought: GroupState) -> GroupState:
+        """See `OffloadBuffer`."""
+        state = self._lifts.get().result()
+        if g + 1 < len(self.groups):  # while this one is updated
+            self._lifts.put(self._lifter.submit(self._lifted, g + 1))
+        return state
+
+    def _on_device(self, x: np.ndarray) -> jax.Array:
+        # On a CPU an array may be where it was read to, which the next read overwrites.
+        return jax.device_put(x.copy() if self._is_cpu else x, self._device)
+
+    def going(self, g: int, state: GroupState) -> GroupState:
+        """See `OffloadBuffer`."""
+        self._writes.append(self._writer.submit(self._write, g, [state]))
+        while len(self._writes) > _AHEAD:
+            self._writes.pop(0).result()
+        return []
+
+    def _write(self, g: int, waiting: list[GroupState]) -> None:
+        buffer = self._to_write.get()
+        try:
+            self._fill(buffer, g, waiting.pop())  # then it is on the device no more
+            self._file.write(buffer[: self._layout.sizes[g]], self._layout.starts[g])
+        finally:
+            self._to_write.put(buffer)
+
+    def _fill(self, buffer: memoryview, g: int, state: GroupState) -> None:
+        for u, arrays in enumerate(state):
+            for k, x in enumerate(arrays):
+                start, size = self._layout.place(g, u, k)
+                np.frombuffer(buffer[start : start + size], np.uint8)[:] = array_bytes(x)
+
+    def gone(self, g: int, state: GroupState) -> None:
+        """See `OffloadBuffer`."""
+
+    def end(self) -> None:
+        """See `OffloadBuffer`."""
+        for write in self._writes:
+            write.result()
+        self._writes = []
+
+    def close(self) -> None:
+        """See `OffloadBuffer`."""
+        self._lifter.shutdown()
+        self._reader.shutdown()
+        self._writer.shutdown()
+        self._file.close()
+
+
+def _buffers(num: int, num_bytes: int) -> "queue.SimpleQueue[memoryview]":
+    """Memory of whole pages, as direct I/O needs it."""
+    found: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+    for _ in range(num):
+        found.put(memoryview(mmap.mmap(-1, _rounded_up(num_bytes))))
+    return found
+
+
+def shelf_maker(
+    tier: Tier, directory: str | None
+) -> Callable[[Replica, UpdateGroups], OffloadBuffer] | None:
+    """What makes the shelf of a copy from the groups of its update; None: state is on the device.
+
+    Args:
+        directory: On a disk, the folder of its file.
+    """
+    if tier == "device":
+        return None
+    make = HostBuffer if tier == "host" else functools.partial(DiskBuffer, directory)
+
+    def made(replica: Replica, groups: UpdateGroups) -> OffloadBuffer:
+        check_host_memory(replica.devices[0], "placement.optimizer")
+        return make(replica, groups)
+
+    return made

@@ -1,0 +1,266 @@
+"""The first pass of a loss over the whole batch: what the second one is given of each microbatch.
+
+Embeddings of all microbatches go through host memory to every process, and each runs the same
+program of the whole batch: no bit depends on who embedded what.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..core.errors import ConfigError
+from ..core.types import PyTree
+from ..jax.devices import is_here
+from ..jax.jaxpr import program_text
+from ..model.loss import MetricColumns, as_sums
+from ..model.over_batch import ToEmbed, TracedOverBatch, WithGradients, embedding, trace_over_batch
+from ..plan.parts import SumsForm
+from ..plan.plan import Plan
+from .compile import compiler_options, extra_bytes
+from .contribution import microbatch_key
+from .evaluation import evaluation_key
+from .forward import Forward
+from .global_arrays import HostSums
+from .inputs import Training
+from .replica import Replica
+
+#: A microbatch to embed: its number, what says which it is to `Forward`, its arrays.
+Work = tuple[int, Any, PyTree]
+#: Its number, its part of what `contrast` reads, and whether this process speaks for it.
+Begun = tuple[int, list[Any], bool]
+
+
+class OverBatchPass:
+    """Embeds microbatches on replicas, and finds what the whole batch says of its examples.
+
+    Args:
+        traced: The loss, with the shapes of a microbatch.
+        forward: Embeds one.
+        replica: The first local one.
+    """
+
+    def __init__(
+        self,
+        traced: TracedOverBatch,
+        forward: Forward,
+        host: HostSums,
+        replica: Replica,
+        sums: SumsForm,
+    ):
+        self._traced, self._forward, self._host = traced, forward, host
+        self._device = next(d for d in replica.devices if is_here(d))
+        self._options = compiler_options(self._device.platform, sums)
+        self._compiled: dict[tuple[str, int], Any] = {}
+        self.metrics: tuple[MetricColumns, ...] = ()
+
+    # -- embeddings ------------------------------------------------------------------------------
+
+    def begun(self, i: int, params: Any, aux: Any, work: Sequence[Work]) -> list[Begun]:
+        """Embed microbatches; waits for nothing.
+
+        Args:
+            params: Its parameters, whole.
+        """
+        found = []
+        for index, where, batch in work:
+            run = self._forward.run(i, params, aux, where, ToEmbed(batch))
+            own = [*jax.tree.leaves(run), *self._traced.read_of(batch)]
+            found.append((index, own, self._forward.is_led_here(i)))
+        return found
+
+    def exchanged(self, begun: Sequence[Sequence[Begun]], num_examples: int) -> list[np.ndarray]:
+        """What `contrast` reads of so many examples: embeddings, then arrays of the batch.
+
+        Args:
+            begun: By each local replica; the last microbatch of all may be shorter.
+        """
+        whole = [np.zeros(x.shape, x.dtype) for x in self._traced.operands(num_examples)]
+        for index, arrays, is_led_here in itertools.chain(*begun):
+            start = index * self._traced.size
+            for host, x in zip(whole, arrays if is_led_here else (), strict=is_led_here):
+                host[start : start + len(x)] = np.asarray(x)
+        return [self._host.exchange_bits(host) for host in whole]
+
+    # -- the whole batch -------------------------------------------------------------------------
+
+    def gradients(self, operands: Sequence[np.ndarray]) -> tuple[PyTree, PyTree]:
+        """What `contrast` returns, as rows, and the gradient of the sum of losses by embeddings.
+
+        Args:
+            operands: Of `embedded`.
+        """
+        return jax.device_get(self._run("gradients", operands))  # type: ignore[no-any-return]
+
+    def row(self, operands: Sequence[np.ndarray]) -> np.ndarray:
+        """The sums of a batch, as `MicrobatchSums.row` has those of a microbatch.
+
+        Args:
+            operands: Of `embedded`, or rows of them.
+        """
+        return np.asarray(self._run("row", operands))
+
+    def _gradients(self, operands: Sequence[jax.Array]) -> tuple[PyTree, PyTree]:
+        embeddings, batch = self._traced.arguments(operands)
+
+        def total(embeddings: PyTree) -> tuple[jax.Array, PyTree]:
+            out = self._traced.loss.outputs(embeddings, batch)
+            return as_sums(out, len(operands[0])).loss, out
+
+        gradients, out = jax.grad(total, has_aux=True)(embeddings)
+        return out, gradients
+
+    def _row(self, operands: Sequence[jax.Array]) -> jax.Array:
+        embeddings, batch = self._traced.arguments(operands)
+        out = self._traced.loss.outputs(embeddings, batch)
+        found = as_sums(out, len(operands[0]), padded_size=self._traced.batch_size)
+        self.metrics = found.metrics  # the same in every trace
+        return found.row
+
+    def _run(self, name: str, operands: Sequence[Any]) -> Any:
+        placed = [jax.device_put(x, self._device) for x in operands]
+        return self._program(name, len(operands[0]))(placed)
+
+    def _program(self, name: str, num_examples: int) -> Any:
+        key = name, num_examples
+        if key not in self._compiled:
+            function = {"gradients": self._gradients, "row": self._row}[name]
+            sharding = jax.sharding.SingleDeviceSharding(self._device)
+            shapes = [
+                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+                for x in self._traced.operands(num_examples)
+            ]
+
+            def hxla_over_batch(operands: Sequence[jax.Array]) -> Any:
+                return function(operands)
+
+            run = jax.jit(hxla_over_batch, compiler_options=self._options)
+            self._compiled[key] = run.lower(shapes).compile()
+        return self._compiled[key]
+
+    @property
+    def text(self) -> str:
+        """The program of the whole batch."""
+        return program_text(self._traced.program[0])
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def compile(self, where: Any) -> None:
+        """Compile what a step runs.
+
+        Args:
+            where: Says which microbatch is embedded.
+        """
+        self._forward.compile(where, ToEmbed(self._traced.batch))
+        self._program("gradients", self._traced.batch_size)
+
+    def memory_bytes(self) -> int:
+        """Bytes that one device needs beside the state."""
+        own = (extra_bytes(program) for program in self._compiled.values())
+        operands = sum(
+            x.size * x.dtype.itemsize for x in self._traced.operands(self._traced.batch_size)
+        )
+        return max(self._forward.memory_bytes(), operands + max(own, default=0))
+
+    def second(
+        self,
+        ids: Sequence[range],
+        batches: Sequence[Sequence[PyTree]],
+        found: tuple[PyTree, PyTree],
+    ) -> list[list[WithGradients]]:
+        """The microbatches of the second pass.
+
+        Args:
+            found: Of `gradients`.
+        """
+        size = self._traced.size
+
+        def rows(index: int, batch: PyTree) -> WithGradients:
+            cut = functools.partial(jax.tree.map, lambda x: x[index * size : (index + 1) * size])
+            return WithGradients(batch, *map(cut, found))
+
+        return [
+            [rows(index, batch) for index, batch in zip(own, arrays, strict=True)]
+            for own, arrays in zip(ids, batches, strict=True)
+        ]
+
+
+class OverBatchPasses:
+    """The first passes of a job: of its loss and of the loss for evaluation, if they need one.
+
+    Args:
+        replica: The first local one.
+        forward: Makes a `Forward` for the local replicas from its first three arguments.
+
+    Raises:
+        ConfigError: If both passes of a step might draw other numbers.
+
+    Attributes:
+        first: That of a step; None: the loss needs none.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        plan: Plan,
+        host: HostSums,
+        replica: Replica,
+        forward: Callable[..., Forward],
+    ):
+        self._training, self._batch_size, self._forward = training, plan.batch_size, forward
+        self._make = functools.partial(OverBatchPass, host=host, replica=replica, sums=plan.sums)
+        self._of_evaluation: dict[Any, OverBatchPass] = {}  # by the shapes of a microbatch
+        self.first: OverBatchPass | None = None
+        if training.over_batch is not None:
+            generator = jax.config.values["jax_default_prng_impl"]
+            if plan.axes and generator != "threefry2x32":
+                raise ConfigError(
+                    f"jax_default_prng_impl={generator!r} may draw other numbers where a program "
+                    "is cut over devices, and both passes of hxla.over_batch must draw the same: "
+                    "use 'threefry2x32', or a plan whose replicas have one device each"
+                )
+            key = functools.partial(microbatch_key, training.seed)
+            call = embedding(training.model.train)
+            embed = forward("hxla_embed", call, lambda where: key(*where))
+            self.first = self._make(training.over_batch, embed)
+
+    def of_evaluation(self, batch: PyTree) -> OverBatchPass | None:
+        """That of an evaluation; None: the loss for evaluation needs none.
+
+        Args:
+            batch: The first microbatch.
+        """
+        loss, model = self._training.eval_over_batch, self._training.model
+        if loss is None:
+            return None
+        leaves, treedef = jax.tree.flatten(batch)
+        shapes = tuple((x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in leaves)
+        if (treedef, shapes) not in self._of_evaluation:
+            like = jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(*own) for own in shapes])
+            given = model.evaluate, (model.params, model.aux), like, self._batch_size
+            traced = trace_over_batch(loss, *given)
+            key = functools.partial(evaluation_key, self._training.seed)
+            embed = self._forward("hxla_embed", embedding(model.evaluate), key)
+            self._of_evaluation[treedef, shapes] = self._make(traced, embed)
+        return self._of_evaluation[treedef, shapes]
+
+    def texts(self) -> dict[str, str]:
+        """What stands for the programs of a step, which processes compare."""
+        return {} if self.first is None else {"program of the whole batch": self.first.text}
+
+    def compile(self, tell: Callable[[str], None]) -> None:
+        """Compile what a step runs.
+
+        Args:
+            tell: Called with what is being done.
+        """
+        if self.first is not None:
+            tell("compiling the losses over the whole batch")
+            self.first.compile((np.int32(0), np.int32(0)))
+
+    def memory_bytes(self) -> int:
+        """Bytes that one device needs for a first pass, beside the state."""
+        return 0 if self.first is None else self.first.memory_bytes()

@@ -1,0 +1,223 @@
+"""Arrays whose shards are padded to the largest: the true arrays, loops and updates of them.
+
+SPMD gives every device an array of the largest part. Element-wise work on it would take a device
+with half the units as long as one with all of them, so it runs on slices of one static size, and
+each device takes as many of them as cover its part. The last one may reach into the padding, which
+is zero and stays so.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from ..plan.layout import from_spec, padded_shape, to_spec
+from .uneven_collectives import Cut
+
+
+@dataclasses.dataclass(frozen=True)
+class Padding:
+    """How an array is padded.
+
+    Attributes:
+        parts: For each dimension the sizes of its parts, where they are unlike; else nothing.
+    """
+
+    parts: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def is_none(self) -> bool:
+        """Whether the array is as the user has it."""
+        return not any(self.parts)
+
+    def like(self, x: Any) -> jax.ShapeDtypeStruct:
+        """The padded shape and the dtype."""
+        return jax.ShapeDtypeStruct(padded_shape(x.shape, self.parts), x.dtype)
+
+    def pad(self, x: Any) -> Any:
+        """The padded array, of NumPy's or jax's."""
+        of = np if isinstance(x, np.ndarray) else jnp
+        for dim, parts in enumerate(self.parts):
+            if parts:
+                pieces = of.split(x, np.cumsum(parts)[:-1].tolist(), axis=dim)
+                x = of.concatenate([_filled(of, p, dim, max(parts)) for p in pieces], axis=dim)
+        return x
+
+    def unpad(self, x: Any) -> Any:
+        """The user's array."""
+        of = np if isinstance(x, np.ndarray) else jnp
+        for dim, parts in enumerate(self.parts):
+            if parts:
+                pieces = of.split(x, len(parts), axis=dim)
+                own = [_first(p, dim, n) for p, n in zip(pieces, parts, strict=True)]
+                x = of.concatenate(own, axis=dim)
+        return x
+
+
+NOT_PADDED = Padding()
+
+
+def _filled(of: Any, x: Any, dim: int, size: int) -> Any:
+    return of.pad(x, [(0, size - n) if d == dim else (0, 0) for d, n in enumerate(x.shape)])
+
+
+def _first(x: Any, dim: int, size: int) -> Any:
+    return x[tuple(slice(size) if d == dim else slice(None) for d in range(x.ndim))]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StatePadding:
+    """How the arrays of a state are padded.
+
+    Attributes:
+        opt_state: Tree like the optimizer's state.
+        trained: Places of the parameters that are trained.
+    """
+
+    params: list[Padding]
+    aux: list[Padding]
+    opt_state: Any
+    trained: tuple[int, ...]
+
+    @property
+    def of_trained(self) -> list[Padding]:
+        """Of the parameters that are trained."""
+        return [self.params[i] for i in self.trained]
+
+    @property
+    def of_opt_state(self) -> list[Padding]:
+        """In the order of its leaves."""
+        return jax.tree.leaves(self.opt_state)
+
+    def leaves(self) -> list[Padding]:
+        """In the order of `ReplicaArrays.leaves`."""
+        return [*self.params, *self.aux, *self.of_opt_state]
+
+    @property
+    def is_none(self) -> bool:
+        """Whether nothing is padded."""
+        return all(p.is_none for p in self.leaves())
+
+
+def padded(tree: Any, each: Sequence[Padding]) -> Any:
+    """The leaves of a tree, padded."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return jax.tree.unflatten(treedef, [p.pad(x) for p, x in zip(each, leaves, strict=True)])
+
+
+def unpadded(tree: Any, each: Sequence[Padding]) -> Any:
+    """The leaves of a tree, as the user has them."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return jax.tree.unflatten(treedef, [p.unpad(x) for p, x in zip(each, leaves, strict=True)])
+
+
+def changing(
+    each: Sequence[Padding],
+    how: Literal["pad", "unpad"],
+    jit: Callable[[Callable[..., Any], list[P]], Any],
+    specs: Sequence[P],
+) -> Callable[[list[Any]], list[Any]]:
+    """What pads arrays, or takes their padding away: one program of those that have any.
+
+    Args:
+        each: How an array is padded.
+        jit: Makes the program, given how its results lie.
+        specs: How all arrays lie then.
+    """
+    places = [k for k, p in enumerate(each) if not p.is_none]
+    changes = [getattr(each[k], how) for k in places]
+
+    def run(own: list[jax.Array]) -> list[jax.Array]:
+        return [change(x) for change, x in zip(changes, own, strict=True)]
+
+    program = jit(run, [specs[k] for k in places])
+
+    def changed(arrays: list[Any]) -> list[Any]:
+        found = dict(zip(places, program([arrays[k] for k in places]), strict=True))
+        return [found.get(k, x) for k, x in enumerate(arrays)]
+
+    return changed if places else list
+
+
+def even_spec(shape: Sequence[int], spec: P, padding: Padding, sizes: Mapping[str, int]) -> P:
+    """How an array lies without its padding: cut in another dimension that divides, or whole."""
+    parts = [list(names) for names in from_spec(spec, len(shape))]
+    for dim, own in enumerate(padding.parts):
+        if not own:
+            continue
+        names, parts[dim] = parts[dim], []
+        num = math.prod(sizes[name] for name in names)
+        free = (d for d, n in enumerate(shape) if n and not parts[d] and n % num == 0)
+        other = next(free, None)
+        if other is not None:
+            parts[other] = names
+    return to_spec(parts)
+
+
+_MOST_GRANULES = 16  # each is a round of a loop, some microseconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Granules:
+    """Slices of a padded dimension.
+
+    Attributes:
+        cut: How the dimension is cut.
+        size: Of each slice; a divisor of the padded size.
+    """
+
+    cut: Cut
+    size: int
+
+    @classmethod
+    def of(cls, cut: Cut) -> "Granules":
+        """Those with which devices do the least work beyond their own parts."""
+        most = cut.padded
+        sizes = [most // n for n in range(1, _MOST_GRANULES + 1) if most % n == 0]
+        return cls(cut, min(sizes, key=lambda size: (_covering(cut, size), -size)))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Of each device."""
+        return tuple(-(-own // self.size) for own in self.cut.sizes)
+
+    def take(self, x: jax.Array, i: Any) -> jax.Array:
+        """One slice."""
+        return jax.lax.dynamic_slice_in_dim(x, i * self.size, self.size, self.cut.dim)
+
+    def put(self, x: jax.Array, part: jax.Array, i: Any) -> jax.Array:
+        """The array with another slice."""
+        return jax.lax.dynamic_update_slice_in_dim(x, part, i * self.size, self.cut.dim)
+
+    def loop(
+        self,
+        step: Callable[[Any, list[jax.Array], Any], tuple[Sequence[jax.Array], Any]],
+        arrays: Sequence[jax.Array],
+        carry: Any,
+    ) -> tuple[list[jax.Array], Any]:
+        """Replace this device's part of some arrays, one slice of each after another.
+
+        Args:
+            step: `(i, slices, carry) -> (new slices, carry)`.
+            carry: What goes from slice to slice.
+
+        Returns:
+            The arrays and the last carry.
+        """
+
+        def body(i: Any, held: Any) -> Any:
+            arrays, carry = held
+            found, carry = step(i, [self.take(x, i) for x in arrays], carry)
+            return [self.put(x, new, i) for x, new in zip(arrays, found, strict=True)], carry
+
+        count = self.cut.own(self.counts)
+        return jax.lax.fori_loop(0, count, body, (list(arrays), carry))  # type: ignore[no-any-return]
+
+
+def _covering(cut: Cut, size: int) -> int:
+    return sum(-(-own // size) * size for own in cut.sizes)

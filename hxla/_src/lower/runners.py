@@ -1,0 +1,181 @@
+"""What runs the microbatches of a copy of the model, as its plan has it: three forms."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+from ..core.errors import PlanError
+from ..graph.graph import Graph, params_of
+from ..graph.parts import graph_at, parts_of
+from ..model.loss import num_columns
+from ..plan.check import schedule_of
+from ..plan.layout import to_spec
+from ..plan.plan import Plan
+from ..plan.sharding import Sharded
+from ..plan.stage_storage import check_layers_whole
+from ..schedule.segment_sequence import sequence_from_texts
+from .contribution import Contribution, Tensors, num_terms
+from .inputs import Training
+from .microbatch import Microbatches, MicrobatchSpec
+from .pipeline import Pipeline
+from .pipeline_program import PipelineSpec
+from .replica import Replica
+from .segment_part import SegmentedSpec
+from .segment_programs import ChainParts, parts_for
+from .segmented import Segmented
+from .slots import make_slots
+from .uneven import Uneven
+
+Runner = Microbatches | Segmented | Pipeline
+#: How tensors join the sums, and what makes the runner of a copy.
+Made = tuple[Contribution, Callable[[Replica], Runner]]
+
+
+def microbatches(
+    training: Training,
+    graph: Graph,
+    plan: Plan,
+    tensors: Tensors,
+    trained: tuple[int, ...],
+    inner: Uneven | Sharded | None,
+    packs: Sequence[Sequence[int]],
+) -> Made:
+    """What runs a microbatch as one program.
+
+    Args:
+        trained: Places of the parameters that are trained.
+        inner: What the axes inside a copy cut; None: there are none.
+        packs: Tensors whose sums are one array.
+    """
+    contribution = Contribution.of(plan.sums, plan.num_microbatches)
+    spec = MicrobatchSpec(
+        graph=graph,
+        tensors=tensors,
+        packs=packs,
+        trained=trained,
+        contribution=contribution,
+        num_microbatches=plan.num_microbatches,
+        per_call=plan.microbatches_per_call,
+        num_columns=num_columns(graph.metrics),
+        seed=training.seed,
+        mean=training.mean,
+        clip_norm=training.microbatch_clip_norm,
+        sharded=inner.sharded if isinstance(inner, Uneven) else inner,
+        uneven=inner if isinstance(inner, Uneven) else None,
+    )
+    return contribution, lambda replica: Microbatches(spec, replica)
+
+
+def segmented(training: Training, plan: Plan, spec: SegmentedSpec) -> Made:
+    """What runs a microbatch as a chain of segments.
+
+    Raises:
+        PlanError: If each microbatch's own gradient is to be clipped.
+    """
+    chain = plan.chain
+    assert chain is not None
+    if training.microbatch_clip_norm is not None:
+        raise PlanError(
+            "chain: each microbatch's own gradient is clipped, which needs all of it at once: "
+            "leave memory.recompute out, or set communication.clip to 'after'"
+        )
+    sequence = sequence_from_texts(len(spec.parts), chain.sequence)
+    by_part = plan.placement.zero > 1
+    parts: dict[str, ChainParts] = {}  # by platform
+
+    def runner(replica: Replica) -> Segmented:
+        platform = replica.devices[0].platform
+        if platform not in parts:
+            parts[platform] = parts_for(spec, replica)
+        return Segmented(spec, parts[platform], sequence, replica, by_part)
+
+    return spec.contribution, runner
+
+
+def pipeline_spec(
+    training: Training,
+    graph: Graph,
+    plan: Plan,
+    tensors: Tensors,
+    trained: tuple[int, ...],
+    sharded: Sharded | None,
+) -> PipelineSpec:
+    """What the programs of a copy in stages are made from.
+
+    Args:
+        trained: Places of the parameters that are trained.
+        sharded: What the axes inside a stage cut; None: there are none.
+    """
+    planned = plan.pipeline
+    assert planned is not None
+    ordered, points = graph_at(graph, planned.cut_by, planned.points)
+    check_layers_whole(ordered, plan.parameters)
+    parts = parts_of(ordered, points)
+    contribution = Contribution.of(plan.sums, num_terms(ordered, parts, plan.num_microbatches))
+    num_stages, num = plan.num_stages, plan.num_microbatches
+    rows = [ordered.values[v].rows for v in ordered.param_values]
+    entries = list(zip(params_of(ordered), rows, strict=True))
+    slots = make_slots(
+        graph.param_shapes,
+        [graph.values[v].dtype for v in graph.param_values],
+        [
+            sorted({p for part in parts[s::num_stages] for p in part.segment.params})
+            for s in range(num_stages)
+        ],
+        [to_spec(layout.spec) for layout in plan.parameters],
+        plan.inner_axes,
+        trained,
+        entries,
+    )
+    every = tuple(range(len(slots.slots)))
+    table = planned.schedule
+    is_even = table == "interleaved" or not isinstance(table, str)
+    return PipelineSpec(
+        graph=ordered,
+        tensors=tensors,
+        contribution=contribution,
+        parts=parts,
+        slots=slots,
+        groups=tuple(slots.groups()) if plan.placement.zero > 1 else (every,),
+        schedule=functools.cache(
+            lambda count: schedule_of(table, num_stages, count, planned.num_chunks)
+        ),
+        most=max(plan.counts) if is_even else num,
+        unit=num_stages if table == "interleaved" else max(plan.counts) if is_even else 1,
+        num_microbatches=num,
+        num_columns=num_columns(graph.metrics),
+        seed=training.seed,
+        recompute=planned.recompute,
+        sharded=None if sharded is None else sharded.over(ordered),
+    )
+
+
+def param_groups(
+    runner: Runner, trained: Sequence[int], keeps_roundings: bool
+) -> tuple[list[list[int]], list[dict[int, str]]]:
+    """The trained parameters that are gathered together: of each part, and last those that none
+    reads; of stages those of each group of slots.
+
+    Args:
+        trained: Places of the trained parameters, in the order of their numbers.
+        keeps_roundings: Whether no compiler may leave out a cast that the trace has; else rounding
+            before is not the same.
+
+    Returns:
+        For each group its parameters, and those that may travel in a low dtype, with the dtype.
+    """
+    number = {p: t for t, p in enumerate(trained)}
+    if isinstance(runner, Pipeline):
+        read = runner.low_params() if keeps_roundings else {}
+        of_slots = [group.trained for group in runner.groups]
+        return (
+            [[number[p] for p in own] for own in of_slots],
+            [{number[p]: read[p] for p in own if p in read} for own in of_slots],
+        )
+    assert isinstance(runner, Segmented)
+    groups, low = [], []
+    for i in range(runner.num_parts):
+        groups.append(list(dict.fromkeys(number[p] for p in runner.params_of(i) if p in number)))
+        found = runner.low_params_of(i) if keeps_roundings else {}
+        low.append({number[p]: dtype for p, dtype in found.items() if p in number})
+    unread = set(number.values()).difference(*groups)
+    return [*groups, sorted(unread)], [*low, {}]

@@ -1,0 +1,395 @@
+"""The programs of a chain: of its parts, the small ones around them, and their bytes.
+
+Legend of shape suffixes: T float tensors.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from ..core.types import PyTree
+from ..graph.graph import shapes_of
+from ..graph.operations import bytes_of
+from ..graph.parts import ChainPart, values_by_shape
+from ..graph.residuals import Composed, Variable
+from ..jax.jaxpr import is_cheap, is_fused, variables
+from ..model.plain_arrays import in_bytes
+from ..plan.sharding import Sharded
+from ..plan.stage_storage import piece_shape
+from ..schedule.segment_sequence import CUT, INPUT, Residuals, SegmentCost
+from .compile import firsts_alike, update_options
+from .contribution import DeviceSums, empty_sums, pack_shapes
+from .replica import Replica, device_bytes
+from .segment_part import SegmentedSpec, SegmentPart, first_packs, shared_tensors, wanted_values
+from .stage import StagePart
+
+#: Operations of a backward beside those of its forward.
+_BACKWARD_WORK = 2.0
+
+
+def crossing_values(parts: Sequence[ChainPart]) -> tuple[tuple[int, ...], ...]:
+    """For each part the values that earlier parts made and it or later ones read."""
+    made = [set(part.outputs) for part in parts]
+    read = [set(part.inputs) for part in parts]
+    return tuple(
+        tuple(sorted(set().union(*made[:i]) & set().union(*read[i:]))) for i in range(len(parts))
+    )
+
+
+def segment_costs(
+    sharded: Sharded,
+    stages: Sequence[StagePart],
+    temporary: Sequence[tuple[int, ...]] | None = None,
+    *,
+    fused: bool = False,
+    offloads: bool = False,
+    residuals: Sequence[int] | None = None,
+) -> list[SegmentCost]:
+    """What the programs of each part take of a device; seconds in proportion to operations.
+
+    Args:
+        sharded: The graph of the loss, as it is cut into parts, and how the devices of a copy cut
+            it, of which one's part counts.
+        temporary: For each part the temporaries in bytes of its forward and its backward, or of
+            its only program; None: not known before compilation, estimated as the bytes of what a
+            backward reads and makes.
+        fused: Whether all parts and their backwards are one program, which keeps more.
+        offloads: Whether what waits may go to host memory, by copies that no program waits for.
+        residuals: For each part the bytes of what its forward leaves besides its inputs and
+            outputs; None: not known before compilation, and those in the midst of a part are taken
+            to be cut as what else has their shape there.
+    """
+    crossing = crossing_values([stage.part for stage in stages])
+    known = [max(stage.part.segment.flops, 1.0) for stage in stages]
+    kinds: dict[Any, tuple[list[Variable], bool]] = {}
+    out = []
+    for i, stage in enumerate(stages):
+        if residuals is None:
+            kind = stage.kind
+            if kind not in kinds:
+                kinds[kind] = _own_residuals(stage.composed, stage.part, fused=fused)
+            left, reads_input = kinds[kind]
+            parts = _fewest_parts(sharded, stage.part)
+            own = sum(bytes_of(v.aval.shape, v.aval.dtype) // parts(v.aval.shape) for v in left)
+        else:
+            own, reads_input = residuals[i], stage.reads_its_input
+        floats = {v for later in stages[i:] for v in later.above_floats}
+        grads = sum(sharded.device_bytes(v) for v in crossing[i] if v in floats)
+        if temporary is None:
+            forward = 0
+            trained = [sharded.graph.param_values[stage.params[k]] for k in stage.trained]
+            backward = own + sum(map(sharded.device_bytes, trained))
+        else:
+            forward, backward = temporary[i][0], temporary[i][-1]
+        name = INPUT if stage.part.is_last else CUT
+        both = known[i] * (1 + _BACKWARD_WORK) if stage.part.is_last else known[i] * _BACKWARD_WORK
+        made = Residuals(
+            name=name,
+            # Not none: only the last starts from its input alone.
+            num_bytes=0 if stage.part.is_last else max(own, 1),
+            reads_input=stage.part.is_last or reads_input,
+            forward_seconds=known[i],
+            backward_seconds=both,
+            forward_temporary_bytes=forward,
+            backward_temporary_bytes=backward + (own if stage.part.is_last else 0),
+        )
+        out.append(
+            SegmentCost(
+                name=stage.part.segment.name,
+                input_bytes=sum(map(sharded.waiting_bytes, crossing[i])),
+                input_gradient_bytes=grads,
+                forward_seconds=known[i],
+                residuals=(made,),
+                # A forward makes its residuals, whether they are kept or not.
+                forward_temporary_bytes=forward + own,
+                offload_seconds=0.0 if offloads else None,
+            )
+        )
+    return out
+
+
+def _own_residuals(
+    program: Composed, part: ChainPart, *, fused: bool
+) -> tuple[list[Variable], bool]:
+    """What a forward leaves besides inputs and outputs, and whether backwards read its inputs."""
+    inputs = {program.arguments[v] for v in part.inputs}
+    alone, kept = (
+        program.kept(part.inputs, repeats, is_last=part.is_last)
+        for repeats in (is_cheap, is_fused if fused else is_cheap)
+    )
+    there = inputs.union(variables(program.results))
+    return [v for v in kept if v not in there], not inputs.isdisjoint(alone)
+
+
+def _fewest_parts(sharded: Sharded, part: ChainPart) -> Callable[[Sequence[int]], int]:
+    """From a shape to how many parts arrays of it are cut into in a part, the fewest of all."""
+    values = values_by_shape(sharded.graph, part)
+    return lambda shape: min(map(sharded.num_parts, values.get(tuple(shape), ())), default=1)
+
+
+def temporary_bytes(compiled: Any) -> int:
+    """Bytes of a compiled program beside its arguments and results; 0 if they are not known."""
+    stats = compiled.memory_analysis()
+    return 0 if stats is None else int(stats.temp_size_in_bytes)
+
+
+class ChainParts(NamedTuple):
+    """The parts of a chain on some kind of device: tracing them takes longest.
+
+    Attributes:
+        each: In order.
+        same: For each the first that has the same programs.
+        replica: Whose devices are named in what they trace; None: no device is.
+    """
+
+    each: tuple[SegmentPart, ...]
+    same: tuple[int, ...]
+    replica: Replica | None
+
+
+def parts_for(spec: SegmentedSpec, replica: Replica) -> ChainParts:
+    """Make the parts.
+
+    Args:
+        replica: Where; copies on like devices have parts that are the same but for their devices.
+    """
+    parts = _parts(spec, replica)
+    same = firsts_alike(part.key for part in parts)
+    return ChainParts(parts, tuple(same), replica if replica.axes else None)
+
+
+def _parts(spec: SegmentedSpec, replica: Replica) -> tuple[SegmentPart, ...]:
+    shared = shared_tensors(spec.graph, spec.parts, spec.trained)
+    wanted = wanted_values(spec.graph, spec.trained)
+    on_cpu, several = replica.devices[0].platform == "cpu", replica if replica.axes else None
+    return tuple(
+        SegmentPart(spec, i, shared=shared, wanted=wanted, on_cpu=on_cpu, replica=several)
+        for i in range(len(spec.parts))
+    )
+
+
+class SegmentPrograms:
+    """What a copy of the model runs of a chain.
+
+    Args:
+        by_part: Whether sums are there only while their part runs; see `LayerwiseStep`.
+
+    Attributes:
+        names: Of all programs, in the order of `lower`.
+        shared: Packs to which several parts add, whose sums begin with a step.
+        first_packs: For each part the packs whose sums begin with its backward; none if not by
+            part.
+        begin: `(exponents, shared sums)` to the scales of each part, and zeros for these sums.
+        end: The peaks of all tensors, from those of the parts.
+        zeros: Empty sums, and peaks of each part.
+    """
+
+    def __init__(self, spec: SegmentedSpec, parts: ChainParts, replica: Replica, by_part: bool):
+        self._spec, self._replica, self._by_part = spec, replica, by_part
+        self._parts, self._same, self._whose = parts
+        self._distinct = sorted(set(self._same))
+        shared = shared_tensors(spec.graph, spec.parts, spec.trained)
+        of_shared = [k for k, pack in enumerate(spec.packs) if not shared.isdisjoint(pack)]
+        self.shared = [] if by_part else of_shared  # else zeros are made when they are needed
+        self._options = update_options(replica.devices[0].platform, spec.contribution.form)
+        scales = [P()] * len(self._parts), spec.lie_sums(self.shared)
+        # Nothing of what is donated is read: it is to be used again nevertheless.
+        self.begin = self._jit(self._begun, scales, donate_argnums=1, keep_unused=True)
+        self.end = self._jit(self._whole_peaks, P())
+        values = [] if by_part else spec.lie_sums()
+        lie: list[Any] = [P(), P(), values, [P()] * len(spec.tensors.words)]
+        self.zeros = self._made(self._empty, (DeviceSums(*lie), [P()] * len(self._parts)))
+        self.first_packs = first_packs(spec) if by_part else []
+        shapes = pack_shapes(spec.tensors, spec.packs)
+        self._first_shapes = [
+            tuple(zip((shapes[k] for k in own), spec.lie_sums(own), strict=True))
+            for own in self.first_packs
+        ]
+        self._fresh = {
+            own: self._made(
+                lambda own=own: [spec.contribution.zeros(shape) for shape, _ in own],
+                [lie for _, lie in own],
+            )
+            for own in dict.fromkeys(filter(None, self._first_shapes))
+        }
+        self.names = (
+            *(
+                f"the {which} of {spec.parts[i].segment.name}"
+                for i in self._distinct
+                for which in self._kinds(i)
+            ),
+            "the scales of all parts",
+            "the peaks of all parts",
+            "empty sums",
+            *["empty sums of a part"] * len(self._fresh),
+        )
+        #: For each distinct part the shapes of its residuals, once it is lowered.
+        self._residuals: dict[int, list[Any]] = {}
+        self._compiled: dict[int, dict[str, Any]] = {}
+
+    def _jit(self, run: Any, lie: PyTree, **options: Any) -> Any:
+        """A program; `lie` are the PartitionSpecs of its results, None where XLA decides."""
+        if self._replica.axes:
+            return self._made(run, lie, **options)
+        return jax.jit(run, compiler_options=self._options, **options)
+
+    def _made(self, run: Any, lie: PyTree, **options: Any) -> Any:
+        """The same, also of a program that reads nothing which says where it runs."""
+        is_spec = lambda x: isinstance(x, P)  # noqa: E731
+        where = jax.tree.map(self._replica.sharding, lie, is_leaf=is_spec)
+        return jax.jit(run, compiler_options=self._options, out_shardings=where, **options)
+
+    def _of_part(self, part: SegmentPart) -> dict[str, Any]:
+        """Those of a part."""
+        lie = self._spec.lie
+        joined = lie(part.floats), self._spec.lie_sums(part.packs), P()
+        if part.is_last:
+            words = [P()] * len(self._spec.tensors.words)
+            run = self._jit(part.loss, (*joined, P(), words), donate_argnums=(6, 7, 8, 9))
+            return {"loss": run}
+        stage, made = part.stage, self._spec.lie_waiting(part.stage.part.outputs)
+        kept: list[P | None] = []
+        if self._replica.axes:
+            shapes = [stage.residuals[i].shape for i in stage.own_residuals]
+            kept = self._spec.lie_inside(stage.part, shapes)
+        return {
+            "forward": self._jit(part.forward, (made, kept)),
+            "backward": self._jit(part.backward, joined, donate_argnums=(8, 9)),
+        }
+
+    @functools.cached_property
+    def _jitted(self) -> dict[int, dict[str, Any]]:
+        """The programs of distinct parts; they are traced again where they name other devices."""
+        is_traced = self._whose in (None, self._replica)
+        parts = self._parts if is_traced else _parts(self._spec, self._replica)
+        return {i: self._of_part(parts[i]) for i in self._distinct}
+
+    def _kinds(self, i: int) -> tuple[str, ...]:
+        return ("loss",) if self._parts[i].is_last else ("forward", "backward")
+
+    # -- small programs --------------------------------------------------------------------------
+
+    def _begun(self, exponents_T: jax.Array, shared: Any) -> Any:
+        """The scales of each part, and zeros for sums to which several parts add."""
+        scales = [exponents_T[np.array(part.tensors, np.int32)] for part in self._parts]
+        return scales, jax.tree.map(jnp.zeros_like, shared)
+
+    def _whole_peaks(self, peaks: Sequence[jax.Array]) -> jax.Array:
+        """Of all tensors, from those of the parts."""
+        places = np.array([t for part in self._parts for t in part.tensors], np.int32)
+        zeros = jnp.zeros(len(self._spec.tensors.floats), jnp.int32)
+        return zeros.at[places].max(jnp.concatenate(list(peaks)))
+
+    def _empty(self) -> tuple[DeviceSums, list[jax.Array]]:
+        sums = empty_sums(self._spec)
+        peaks = [jnp.zeros(len(part.tensors), jnp.int32) for part in self._parts]
+        return sums._replace(values=[]) if self._by_part else sums, peaks
+
+    # -- compilation -----------------------------------------------------------------------------
+
+    def lower(self, params: Sequence[Any], aux: Sequence[Any], exponents: Any) -> list[Any]:
+        """The programs before compilation: of each part that is like no earlier one; the rest."""
+        spec, like = self._spec, self._replica.like
+        batch = self._arrays(spec.graph.batch_values)
+        sums, peaks = jax.tree.map(like, jax.eval_shape(self._empty))
+        empty = jax.eval_shape(lambda: empty_sums(spec).values)
+        values = [
+            tuple(map(like, parts, lie)) for parts, lie in zip(empty, spec.lie_sums(), strict=True)
+        ]
+        shared = [values[k] for k in self.shared]
+        scales, _ = jax.eval_shape(self._begun, exponents, shared)
+        scales = jax.tree.map(like, scales)
+        where = np.zeros(3, np.int32)
+        out = []
+        for i, programs in self._jitted.items():
+            part = self._parts[i]
+            stage = part.stage
+            own = [params[p] for p in part.params], part.starts
+            given = [aux[k] for k in part.aux], [batch[k] for k in part.batch], where
+            joined = [values[k] for k in part.packs], peaks[i], scales[i]
+            inputs = self._arrays(stage.part.inputs, spec.lie_waiting)
+            if part.is_last:
+                small = sums.small_MS, sums.words
+                out.append(programs["loss"].lower(*own, inputs, *given, *small, *joined))
+                continue
+            out.append(programs["forward"].lower(*own, inputs, *given))
+            self._residuals[i] = self._kept(part, inputs, out[-1])
+            grads = self._arrays(stage.below_floats)
+            late = self._arrays(part.pending)
+            saved = self._residuals[i]
+            out.append(programs["backward"].lower(*own, saved, *given, grads, late, *joined))
+        return [
+            *out,
+            self.begin.lower(exponents, shared),
+            self.end.lower(peaks),
+            self.zeros.lower(),
+            *(program.lower() for program in self._fresh.values()),
+        ]
+
+    def _arrays(self, values: Sequence[int], lie: Any = None) -> list[Any]:
+        """Shapes of values of the graph, as `SegmentedSpec.lie` or another of its methods says."""
+        shapes = in_bytes(shapes_of(self._spec.graph, values))
+        return list(map(self._replica.like, shapes, (lie or self._spec.lie)(values)))
+
+    def _kept(self, part: SegmentPart, inputs: Sequence[Any], forward: Any) -> list[Any]:
+        """Shapes of the residuals of a part, as they lie.
+
+        Where nobody else knows how what lies in the midst of a part is cut, XLA's partitioner says.
+        """
+        stage = part.stage
+        own: list[Any] = in_bytes([stage.residuals[i] for i in stage.own_residuals])
+        if self._replica.axes and own:
+            _, where = forward.compile().output_shardings
+            own = [
+                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+                for x, sharding in zip(own, where, strict=True)
+            ]
+        else:
+            own = list(map(self._replica.like, own))
+        outputs = self._arrays(stage.part.outputs, self._spec.lie_waiting)
+        return stage.all_residuals(inputs, outputs, own)
+
+    def adopt(self, compiled: Sequence[Any]) -> None:
+        """Take over the programs of `lower`, compiled."""
+        flat = iter(compiled)
+        self._compiled = {i: {name: next(flat) for name in self._kinds(i)} for i in self._distinct}
+        self.begin, self.end, self.zeros = itertools.islice(flat, 3)
+        self._fresh = dict(zip(self._fresh, flat, strict=True))
+
+    # -- what they are ---------------------------------------------------------------------------
+
+    def of(self, i: int) -> dict[str, Any]:
+        """Those of a part, compiled: `forward` and `backward`, or `loss`."""
+        return self._compiled[self._same[i]]
+
+    def fresh(self, i: int) -> Any:
+        """Zeros for the sums that begin with a part."""
+        return self._fresh[self._first_shapes[i]]()
+
+    def temporary_bytes(self, i: int) -> tuple[int, ...]:
+        """Bytes of the programs of a part beside their arguments and results."""
+        return tuple(map(temporary_bytes, self.of(i).values()))
+
+    def residual_bytes(self, i: int) -> int:
+        """Bytes on a device of what the forward of a part leaves besides its inputs and outputs."""
+        part = self._parts[i]
+        if part.is_last:
+            return 0
+        found = self._residuals[self._same[i]]
+        own = [found[k] for k in part.stage.own_residuals]
+        return sum(map(device_bytes, own))
+
+    def sums_bytes(self) -> list[int]:
+        """For each part the bytes of the sums that begin with its backward, if made by part."""
+        each, sizes = 4 * self._spec.contribution.form.num_parts, dict(self._replica.axes)
+        return [
+            each * sum(math.prod(piece_shape(shape, lie[0], sizes)) for shape, lie in own)
+            for own in self._first_shapes
+        ]

@@ -1,0 +1,437 @@
+"""One part of a pipeline for one microbatch, and how its arrays are sharded inside a stage.
+
+Everything is a pure function of arrays; buffers, ticks and permutes are the pipeline's business.
+
+XLA cuts what these devices compute, so everything that must lie somewhere is constrained: what
+enters and leaves a loop, for propagation alone would be free to move it, and what crosses a
+boundary, which is whole on each of them.
+
+Legend of shape suffixes: N devices of a stage, T tensors.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from ..core.errors import PlanError
+from ..core.types import PyTree
+from ..graph.graph import Graph, shapes_of
+from ..graph.interpreter import ArrayPlacement, Env
+from ..graph.parts import ChainPart, run_part
+from ..graph.residuals import Composed, ResidualEstimator
+from ..graph.segments import segment_kind
+from ..jax.cpu_dots import row_major, uncrossed
+from ..jax.jaxpr import ClosedJaxpr, Literal
+from ..jax.min_cut import Halves, halve
+from ..plan.layout import names_of
+from ..plan.sharding import place_in
+from .bitcast_packing import BitcastPacking
+from .contribution import largest, peak_bits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Crossing:
+    """The arrays of one boundary.
+
+    Attributes:
+        floats: Places of those whose gradient comes back.
+        float_words: How the gradients are packed.
+    """
+
+    values: tuple[int, ...]
+    words: BitcastPacking
+    floats: tuple[int, ...]
+    float_words: BitcastPacking
+
+
+def crossing(
+    graph: Graph, values: Sequence[int], wanted: Collection[int] | None = None
+) -> Crossing:
+    """Of the values that cross a boundary; a gradient of those `wanted` alone comes back."""
+    shapes = shapes_of(graph, values)
+    floats = tuple(
+        i
+        for i, v in enumerate(values)
+        if graph.values[v].differentiable and (wanted is None or v in wanted)
+    )
+    return Crossing(
+        values=tuple(values),
+        words=BitcastPacking.like(shapes),
+        floats=floats,
+        float_words=BitcastPacking.like([shapes[i] for i in floats]),
+    )
+
+
+class StagePart:
+    """One part, ready to be traced into a program.
+
+    Args:
+        place: Where arrays lie on a stage's devices.
+        trained: Parameters that are trained: others have no gradient.
+        on_cpu: Whether dots are written as a CPU likes them.
+        wanted: Values whose gradient is wanted, if they have one; None: all.
+        composer: Of the graph, which knows equations of other parts too; None: a new one.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        part: ChainPart,
+        place: ArrayPlacement,
+        *,
+        trained: Collection[int],
+        on_cpu: bool,
+        wanted: Collection[int] | None = None,
+        composer: ResidualEstimator | None = None,
+    ):
+        self.part = part
+        self._composer = composer
+        self._on_cpu = on_cpu
+        self._graph = graph
+        self.params = part.segment.params
+        self.trained = tuple(i for i, p in enumerate(self.params) if p in trained)
+        self.above = crossing(graph, part.inputs, wanted)
+        self.below = crossing(graph, part.outputs, wanted)
+        self._given = part.segment.given
+        self._run = run_part(graph, part, place)
+
+    @property
+    def kind(self) -> Any:
+        """Equal for those whose programs compute the same from arrays of the same shapes."""
+        part = self.part
+        own = segment_kind(self._graph, part.segment, ())
+        crossing = len(part.inputs), self.above.floats, len(part.outputs), self.below.floats
+        return own, self.trained, crossing, part.is_last
+
+    @functools.cached_property
+    def composed(self) -> Composed:
+        """Its forward and backward before they are traced, to tell what waits between them."""
+        part, own = self.part, [self._graph.param_values[p] for p in self.params]
+        results = self._graph.result_values if part.is_last else part.outputs
+        made = [v for v in results if isinstance(v, int)]
+        given_back = made[:1] if part.is_last else self.below_floats
+        wanted = [*(own[i] for i in self.trained), *self.above_floats]
+        arguments = (*own, *part.inputs, *self._given)
+        composer = self._composer or ResidualEstimator(self._graph)
+        return composer.program(part.segment.ops, arguments, made, given_back, wanted)
+
+    @functools.cached_property
+    def _whole(self) -> ClosedJaxpr:
+        """`(params, inputs, given, grads) -> (made, gradients of trained ones and of inputs)`."""
+
+        def run(params: Any, inputs: Any, given: Any, grads: Any) -> Any:
+            again = dict(zip(self._given, given, strict=True))
+            d_params, d_floats, made = self.backward(params, inputs, again, grads)
+            return made, d_params, d_floats
+
+        return jax.make_jaxpr(run)(*self._shapes)
+
+    @functools.cached_property
+    def _shapes(self) -> tuple[list[jax.ShapeDtypeStruct], ...]:
+        own = (
+            [self._graph.param_values[p] for p in self.params],
+            self.part.inputs,
+            self._given,
+            [self.below.values[i] for i in self.below.floats],
+        )
+        return tuple(shapes_of(self._graph, values) for values in own)
+
+    @functools.cached_property
+    def _passes(self) -> Halves:
+        """Forward and backward, which may run some equations of the forward again."""
+        ends = np.cumsum([len(own) for own in self._shapes])
+        num_grads = len(self.trained) + len(self.above.floats)
+        return halve(
+            self._whole,
+            len(self._whole.jaxpr.outvars) - num_grads,
+            only_early=range(ends[0], ends[1]),
+            only_late=range(ends[2], ends[3]),
+        )
+
+    @functools.cached_property
+    def _backward_halves(self) -> Halves:
+        """The gradients of the inputs, and those of the parameters."""
+        num = len(self.trained)
+
+        def run(arguments: Any, kept: Any) -> Any:
+            made = self._passes.run_late(arguments, kept)
+            return made[num:], made[:num]
+
+        params, _, given, grads = self._shapes
+        closed = jax.make_jaxpr(run)([*params, *given, *grads], list(self._passes.kept))
+        return halve(closed, len(self.above.floats))
+
+    @property
+    def residuals(self) -> Sequence[jax.ShapeDtypeStruct]:
+        """Shapes of what `forward_and_residuals` keeps."""
+        return self._passes.kept
+
+    @functools.cached_property
+    def _found(self) -> list[tuple[str, int]]:
+        """For each residual where it is found: among inputs, outputs, or on its own."""
+        halves = self._passes
+        early = halves.early
+        ends = len(early.invars) - len(self._shapes[2])
+        inputs = {v: i for i, v in enumerate(early.invars[ends - len(self.part.inputs) : ends])}
+        made = enumerate(early.outvars[: halves.num_first])
+        outputs = {v: i for i, v in made if not isinstance(v, Literal)}
+        out: list[tuple[str, int]] = []
+        own = 0
+        for v in early.outvars[halves.num_first :]:
+            is_literal = isinstance(v, Literal)
+            if not is_literal and v in inputs:
+                out.append(("input", inputs[v]))
+            elif not is_literal and v in outputs:
+                out.append(("output", outputs[v]))
+            else:
+                out.append(("own", own))
+                own += 1
+        return out
+
+    @property
+    def below_floats(self) -> tuple[int, ...]:
+        """Values that it makes whose gradient comes back."""
+        return tuple(self.below.values[i] for i in self.below.floats)
+
+    @property
+    def above_floats(self) -> tuple[int, ...]:
+        """Values that it reads of whose gradient it makes a part."""
+        return tuple(self.above.values[i] for i in self.above.floats)
+
+    @property
+    def reads_its_input(self) -> bool:
+        """Whether the backward reads inputs of the forward as they are."""
+        return any(where == "input" for where, _ in self._found)
+
+    @property
+    def own_residuals(self) -> list[int]:
+        """Places of the residuals that are neither inputs nor outputs."""
+        return [i for i, (where, _) in enumerate(self._found) if where == "own"]
+
+    @functools.cached_property
+    def residual_values(self) -> list[int | None]:
+        """For each residual its value in the graph; None: it is no input or output."""
+        values = {"input": self.part.inputs, "output": self.part.outputs}
+        return [None if where == "own" else values[where][i] for where, i in self._found]
+
+    def all_residuals(
+        self, inputs: Sequence[Any], outputs: Sequence[Any], own: Sequence[Any]
+    ) -> list[Any]:
+        """All that a backward reads, from what a forward read and made."""
+        kinds = {"input": inputs, "output": outputs, "own": own}
+        return [kinds[where][i] for where, i in self._found]
+
+    @property
+    def late(self) -> Sequence[jax.ShapeDtypeStruct]:
+        """Shapes of what `input_grads` keeps."""
+        return self._backward_halves.kept
+
+    def _function(
+        self, inputs: Sequence[Any], given: Env
+    ) -> Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]:
+        """`(params, floating inputs) -> (floating outputs or the loss, all outputs)`."""
+
+        def run(params: Sequence[Any], floats: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            all_inputs = list(inputs)
+            for i, x in zip(self.above.floats, floats, strict=True):
+                all_inputs[i] = x
+            made = self._run(params, all_inputs, given)
+            if self.part.is_last:
+                return [made[0]], made
+            return [made[i] for i in self.below.floats], made
+
+        return run
+
+    def forward(self, params: Sequence[Any], inputs: Sequence[Any], given: Env) -> list[Any]:
+        """What crosses to the next part, of the last part the program's results."""
+        _, made = self._function(inputs, given)(params, [inputs[i] for i in self.above.floats])
+        return made
+
+    def forward_and_residuals(
+        self, params: Sequence[Any], inputs: Sequence[Any], given: Env
+    ) -> tuple[list[Any], list[Any]]:
+        """`forward`, and what the backward needs besides parameters and what is given."""
+        return self._passes.run_early([*params, *inputs, *self._read(given)])
+
+    def backward_from_residuals(
+        self, params: Sequence[Any], saved: Sequence[Any], given: Env, grads: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Gradients of the trained parameters and of the floating inputs."""
+        made = self._passes.run_late([*params, *self._read(given), *grads], saved)
+        return made[: len(self.trained)], made[len(self.trained) :]
+
+    def backward(
+        self, params: Sequence[Any], inputs: Sequence[Any], given: Env, grads: Sequence[Any]
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """The forward again: its results, after the gradients of what is trained and floating."""
+        floats = [inputs[i] for i in self.above.floats]
+        function = self._function(inputs, given)
+
+        def run(trained: Sequence[Any], floats: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            own = dict(zip(self.trained, trained, strict=True))
+            return function([own.get(i, x) for i, x in enumerate(params)], floats)
+
+        own = [params[i] for i in self.trained]
+        _, vjp, made = jax.vjp(run, own, floats, has_aux=True)
+        return *self._pulled_back(vjp, grads), made
+
+    def input_grads(
+        self, params: Sequence[Any], saved: Sequence[Any], given: Env, grads: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Gradients of the floating inputs, and what `weight_grads` needs besides."""
+        return self._backward_halves.run_early([*params, *self._read(given), *grads, *saved])
+
+    def weight_grads(
+        self,
+        params: Sequence[Any],
+        saved: Sequence[Any],
+        given: Env,
+        grads: Sequence[Any],
+        kept: Sequence[Any],
+    ) -> list[Any]:
+        """Gradients of the trained parameters, after `input_grads`."""
+        arguments = [*params, *self._read(given), *grads, *saved]
+        return self._backward_halves.run_late(arguments, kept)
+
+    def _read(self, given: Env) -> list[Any]:
+        return [given[v] for v in self._given]
+
+    def signature(self) -> str:
+        """Text that two parts share only if they compute the same from arrays of the same shapes.
+
+        It is that of the backward, in which the gradient rules of the user's functions are written
+        out.
+        """
+        closed = self._whole
+        words = (self.above.words, self.above.floats, self.below.words, self.below.floats)
+        text = [re.sub(r"0x[0-9a-f]+", "", str(closed.jaxpr)), str((words, self.part.is_last))]
+        text += [f"{c.dtype}{c.shape}{np.asarray(c).tobytes().hex()}" for c in closed.consts]
+        return "\n".join(text)
+
+    def _pulled_back(
+        self, vjp: Callable[..., Any], grads: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Gradients of the parameters and of the floating inputs, from those of the outputs."""
+        if self._on_cpu:
+            vjp = uncrossed(vjp)
+        d_params, d_floats = vjp([jnp.float32(1)] if self.part.is_last else list(grads))
+        return list(d_params), list(d_floats)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageSharding:
+    """The mesh axes inside a stage.
+
+    Attributes:
+        mesh: Of the pipeline; its first axis is that of the stages.
+        axes: Names of the others; none where a stage has one device.
+        on_cpu: Whether arrays are laid out as a CPU likes them.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    on_cpu: bool
+
+    def place(self, tree: PyTree, specs: PyTree) -> PyTree:
+        """Constrain the arrays of one stage; `specs` are those over all stages."""
+        if not self.axes:
+            return tree
+        return jax.tree.map(lambda x, s: place_in(self.mesh, x, P(*s[1:])), tree, specs)
+
+    def whole(self, arrays: Sequence[Any]) -> list[Any]:
+        """Constrain arrays to be the same on every device of a stage."""
+        if not self.axes:
+            return list(arrays)
+        return [
+            x
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            else place_in(self.mesh, jnp.asarray(x), P())
+            for x in arrays
+        ]
+
+    def raise_peaks(
+        self,
+        peaks_NT: jax.Array,
+        tensors: Sequence[int],
+        values: Sequence[jax.Array],
+        specs: Sequence[P],
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """Largest magnitudes that each device saw in its own pieces: nothing is communicated.
+
+        Args:
+            peaks_NT: Bit patterns of those so far.
+            tensors: Columns of `peaks_NT`.
+            specs: How they lie, over all stages.
+
+        Returns:
+            The new peaks, and the values as sums read them fast.
+        """
+        if not values:
+            return peaks_NT, []
+
+        def run(
+            peaks_NT: jax.Array, values: Sequence[jax.Array]
+        ) -> tuple[jax.Array, list[jax.Array]]:
+            peaks_T = peaks_NT[0]
+            values = [row_major(x) if self.on_cpu else x for x in values]
+            for tensor, x in zip(tensors, values, strict=True):
+                peaks_T = peaks_T.at[tensor].max(peak_bits(largest(x)))
+            return peaks_T[None], values
+
+        if not self.axes:
+            return run(peaks_NT, values)
+        own = [P(*s[1:]) for s in specs]
+        mapped = jax.shard_map(
+            run,
+            mesh=jax.sharding.get_abstract_mesh(),
+            in_specs=(P(self.axes), own),
+            out_specs=(P(self.axes), own),
+            axis_names=frozenset(self.axes),
+            check_vma=False,
+        )
+        return mapped(peaks_NT, values)  # type: ignore[no-any-return]
+
+    def largest(self, peaks_NT: jax.Array) -> jax.Array:
+        """Over all devices of a stage; inside a `shard_map` over every axis."""
+        [peaks_T] = peaks_NT
+        return jax.lax.pmax(peaks_T, self.axes) if self.axes else peaks_T
+
+
+def map_specs(run: Callable[[P], Any], specs: PyTree) -> PyTree:
+    """`run` of every PartitionSpec of a tree."""
+    return jax.tree.map(run, specs, is_leaf=lambda s: isinstance(s, P))
+
+
+def only(spec: P, names: Collection[str]) -> P:
+    """What a spec says of these mesh axes."""
+    return P(*(tuple(n for n in names_of(part) if n in names) or None for part in spec))
+
+
+def check_permutes(text: str, per_stage: int) -> None:
+    """Refuse a compiled program in which only some stages would come to a collective-permute.
+
+    All devices of a program take part in one, but an action runs on its own stage only. All other
+    collectives inside a stage wait for its own devices.
+
+    Args:
+        per_stage: Devices of a stage; those of one stage have consecutive numbers.
+
+    Raises:
+        PlanError: If there is one between devices of the same stage.
+    """
+    for pairs in re.findall(r"collective-permute.*?source_target_pairs=\{(\{.*?\})\}", text):
+        for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs):
+            if a != b and int(a) // per_stage == int(b) // per_stage:
+                raise PlanError(
+                    f"XLA moves arrays between devices {a} and {b} of one stage by a "
+                    "collective-permute, for which all stages would have to wait: cut other "
+                    "dimensions (rules, or hxla.split around less), or use stages of one device"
+                )

@@ -1,0 +1,505 @@
+"""The one program with collectives between replicas: sums over all of them.
+
+It is for the devices of the replicas, or for one device of each host (see `GlobalArrays`).
+Everything else a step runs is compiled for a single replica, so a microbatch's arithmetic cannot
+depend on how many there are. Here integers are added, which no compiler pass, collective
+algorithm or device order can change; each device then turns its share of the sums into floats,
+element by element, and the shares are gathered. Sending floats back makes an exact all-reduce 1.5
+times the bytes of a float one, not twice.
+
+References:
+    Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+    JPDC 2009, section 3 (reduce-scatter and all-gather on a ring).
+"""
+
+import functools
+import itertools
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from ..jax.devices import process_of
+from ..plan.ownership import Ownership, Shares
+from ..plan.stage_storage import piece_shape
+from .chunks import Chunks, sum_of_rows
+from .compile import extra_bytes, firsts_alike
+from .contribution import (
+    Contribution,
+    DeviceSums,
+    Tensors,
+    buckets,
+    pack_shapes,
+    pack_sizes,
+    pack_specs,
+    peaks_to_maxima,
+)
+from .global_arrays import GlobalArrays, HostSums, told_bits
+from .reduce_scatter import (
+    GroupBytes,
+    Reduced,
+    ReduceScatter,
+    as_bits,
+    concatenated,
+    cut,
+    flatly,
+    zeros_like,
+)
+from .replica import Replica
+from .state_sums import joined_over
+from .uneven_collectives import Cut
+
+NUM_TOLD = 3  # numbers that each replica tells all others with a sum
+
+
+class Reducer:
+    """Sums over all replicas of a run.
+
+    Legend of shape suffixes: D replicas, C elements of a chunk, N numbers of a replica, M
+    microbatches of a step, S sums per microbatch, T float tensors.
+
+    Args:
+        replicas: All of them, those of other processes included, in the order of `counts`.
+        contribution: How tensors joined the sums.
+        specs: How each of them lies on the inner axes of a replica.
+        row_shape: Of the sums of all microbatches of a step.
+        packs: Tensors whose sums are one array, the rows of which they are; None: each is its own.
+        rows: Tensors of which only rows that are not zero are sent, with the most that a replica
+            has.
+        release: Whether what was added up is let go as soon as it is summed.
+        own: Which part of each parameter's sum a copy gets; None: all get the whole.
+        shard_groups: Groups of copies that each share the sums out; see `Placement`.
+        cuts: How tensors are cut, where this process is to send its own parts without padding.
+        groups: Packs that are summed apart from the others, by `sum_group`; None: there are no
+            groups, `reduce` sums everything.
+        has_waves: Whether `sum_group` may be given a group several times in a step.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        contribution: Contribution,
+        tensors: Tensors,
+        specs: Sequence[P],
+        *,
+        row_shape: tuple[int, int],
+        packs: Sequence[Sequence[int]] | None = None,
+        rows: Mapping[int, int] | None = None,
+        release: bool = False,
+        own: Ownership | None = None,
+        shard_groups: int = 1,
+        cuts: Sequence[Cut | None] | None = None,
+        groups: Sequence[Sequence[int]] | None = None,
+        has_waves: bool = False,
+    ):
+        self._contribution, self._has_waves = contribution, has_waves
+        self.releases = release
+        self.arrays = GlobalArrays(replicas, contribution.form.over, shard_groups)
+        self._own = own
+        if own is not None:
+            self.arrays.check_in_order()
+        self._totals = ReduceScatter(self.arrays, contribution)
+        self.replicas, self.local = self.arrays.replicas, self.arrays.local
+        self._inner = self.arrays.axes
+        #: What processes tell each other besides.
+        self.host = HostSums(self.arrays.devices, self.replicas)
+        packs = packs or [[i] for i in range(len(tensors.floats))]
+        self._packs = packs
+        self.num_tensors = len(tensors.floats)
+        self._shapes = pack_shapes(tensors, packs)
+        self._specs = pack_specs(specs, packs)
+        places = {pack[0]: p for p, pack in enumerate(packs)}
+        num_here = max(map(len, self.arrays.places))
+        self._rows = {places[i]: most * num_here for i, most in (rows or {}).items()}
+        told = len(self.replicas), NUM_TOLD
+        self._small_shapes = [told, row_shape, *(x.shape for x in tensors.words)]
+        self._merges = ("sum", "sum", *tensors.word_merges)
+        axes = dict(self._inner)
+        self._sizes = pack_sizes(tensors, packs, specs, axes)
+        if groups is None:
+            self._buckets = buckets(self._sizes, contribution.form.bucket_mib << 18, self._rows)
+        else:
+            self._buckets = [[], *map(list, groups)]  # the first has the small arrays
+        self._at_once = range(len(self._buckets) if groups is None else 1)
+        #: Tensors that are summed by one program, in the order of their vector.
+        self.buckets = [[i for p in bucket for i in packs[p]] for bucket in self._buckets]
+        self._params = len(tensors.params)
+        #: Of each on a device.
+        self._tensor_sizes = [
+            math.prod(piece_shape(x.shape, spec, axes))
+            for x, spec in zip(tensors.floats, specs, strict=True)
+        ]
+        #: For each bucket how the sums of its parameters are shared out; none if they are not.
+        self.chunks = [] if own is None else [self._chunks(k, own.shares) for k in self.buckets]
+        self._cuts = cuts or [None] * len(packs)
+        #: Compiled, one for each bucket.
+        self.programs: list[Any] = []
+        #: Likewise, of groups that more is to be added to, and zeros for what was added before.
+        self._early: dict[int, Any] = {}
+        self._nothing: dict[int, Any] = {}
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether the totals are an array for each pack."""
+        return self._own is None and (bool(self._inner) or len(self.arrays.places) == 1)
+
+    @property
+    def of_totals(self) -> list[list[int]]:
+        """Tensors of each array of the totals, in order; of each bucket where they are chunks."""
+        packs = itertools.chain(*self._buckets)
+        return [list(self._packs[p]) for p in packs] if self._is_apart else self.buckets
+
+    @property
+    def num_held(self) -> int:
+        """Elements of its own chunks that the first local replica keeps."""
+        if self._own is None:
+            return 0
+        member = self._own.member(self.local[0].index)
+        return sum(chunks.held(member) for chunks in self.chunks)
+
+    def _chunks(self, bucket: Sequence[int], shares: Shares) -> Chunks:
+        own = tuple(i for i in bucket if i < self._params)
+        return Chunks(shares, own, tuple(self._tensor_sizes[i] for i in own))
+
+    def _small(self, k: int) -> tuple[list[P], list[P]]:
+        """PartitionSpecs of the small arrays that travel with a bucket: with the first all."""
+        return ([P()], [P()] * len(self._small_shapes)) if k == 0 else ([], [])
+
+    def _build(self, k: int, is_last: bool = True) -> Any:
+        """The program `(own, ints, values, before) -> (own, ints, totals)` of a bucket.
+
+        `own` are small integer arrays that are gathered, `ints` small ones that are summed,
+        `values` the parts of each tensor's sum, `before` those chunks of sums that were added up
+        before. Totals are combined: the bits of one float32 vector, or of one for each pack where
+        nobody else has a part of the sum, for a large array joined to small ones is slow to make;
+        or of each tensor in its own shape where replicas have several devices. As int32, they may
+        take the place of a sum that is let go. If it is not the last they are chunks such as
+        `before`.
+        """
+        num, bucket, names = len(self.arrays.places), self._buckets[k], self.arrays.names
+        rows = self._rows.get(bucket[0]) if bucket else None
+
+        def totals(values: list[tuple[jax.Array, ...]]) -> list[jax.Array]:
+            if num == 1:
+                return [self._contribution.combine(*parts) for parts in values]
+            if num > 1 and rows is not None:
+                summed = sum_of_rows(values[0], rows, self._totals.travels_as)
+                return [self._contribution.combine(*summed).reshape(-1)]
+            flat = self._totals.all_reduce([concatenated(own) for own in zip(*values, strict=True)])
+            return cut(flat, [parts[0] for parts in values]) if self._inner else [flat]
+
+        def padded_totals(values: list[tuple[jax.Array, ...]]) -> list[jax.Array]:
+            cuts = [self._cuts[i] for i in bucket]
+            if not any(cuts):
+                return totals(values)
+            parts = [
+                own if cut is None else tuple(map(cut.narrowed, own))
+                for own, cut in zip(values, cuts, strict=True)
+            ]
+            found = zip(totals(parts), cuts, strict=True)
+            return [x if cut is None else cut.widened(x) for x, cut in found]
+
+        def hxla_sum(
+            own: list[jax.Array],
+            ints: list[jax.Array],
+            values: list[tuple[jax.Array, ...]],
+            before: list[tuple[jax.Array, ...]],
+        ) -> tuple[list[jax.Array], list[jax.Array], list[Any]]:
+            if ints and self._inner:
+                # Each process of a copy tells its own numbers, none below zero: the largest count.
+                ints = [jax.lax.pmax(ints[0], tuple(name for name, _ in self._inner)), *ints[1:]]
+            if num == 1:
+                gathered, summed = [x[None] for x in own], ints
+            elif own:
+                gathered = flatly(lambda x: jax.lax.all_gather(x, names), own)
+                summed = joined_over(names, self._merges, ints, flatly)
+            else:
+                gathered, summed = [], []
+            if self.chunks:
+                found = self._sum_chunks(k, values, before, is_last)
+                if is_last:
+                    return gathered, summed, [as_bits(x) for x in found]
+                return [found[0][0][:1]], summed, found  # one to wait for, that no one gives up
+            return gathered, summed, [as_bits(x) for x in padded_totals(values)]
+
+        # Of one device without a mesh: it would mark the outputs as sharded, and what uses them
+        # would be compiled in another form.
+        run: Any = hxla_sum
+        if self._inner or num > 1:
+            own, ints = self._small(k)
+            arguments = self._arguments(k)
+            every = self.arrays.stacked(self.arrays.inner_spec)
+            specs: Any = self._total_specs(k) if is_last else every
+            made = own if is_last else [every]
+            run = jax.shard_map(
+                hxla_sum,
+                mesh=self.arrays.mesh,
+                in_specs=(
+                    *jax.tree.map(
+                        self.arrays.stacked, arguments, is_leaf=lambda x: isinstance(x, P)
+                    ),
+                    every,
+                ),
+                out_specs=(made, ints, specs),
+                check_vma=False,
+            )
+        return jax.jit(run, donate_argnums=(2, 3) if self.releases else ())
+
+    def _others(self, k: int) -> list[int]:
+        """The tensors of a bucket that are no parameters."""
+        return [i for i in self.buckets[k] if i >= self._params]
+
+    def _total_specs(self, k: int) -> list[P]:
+        """Of what `_build` returns as totals."""
+        if self.chunks:
+            own = [self.arrays.own_spec] if self.chunks[k].tensors else []
+            return own + ([self.arrays.inner_spec] if self._others(k) else [])
+        return [self._specs[i] for i in self._buckets[k]] if self._is_apart else [P()]
+
+    def _total_sizes(self, k: int, i: int = 0) -> list[int]:
+        """Elements of each on each device of a local replica."""
+        if not self.chunks:
+            return [sum(math.prod(self._shapes[p]) for p in self._buckets[k])]
+        others = sum(self._tensor_sizes[j] for j in self._others(k))
+        own = []
+        if self._own is not None and self.chunks[k].tensors:
+            own = [self.chunks[k].held(self._own.member(self.local[i].index))]
+        return own + ([others] if others else [])
+
+    def _sum_chunks(
+        self,
+        k: int,
+        values: list[tuple[jax.Array, ...]],
+        before: list[tuple[jax.Array, ...]],
+        is_last: bool,
+    ) -> list[Any]:
+        """This place's totals of the sums of parameters, and the whole of the others'."""
+        parts = []
+        for own in zip(*values, strict=True):
+            rows = [list(x.reshape(n, -1)) for x, n in zip(own, self._pack_sizes(k), strict=True)]
+            parts.append(dict(zip(self.buckets[k], itertools.chain(*rows), strict=True)))
+        size = sum(self._tensor_sizes[i] for i in self._others(k))
+        found = self._totals.shared_out(self.chunks[k], self._others(k), parts, before)
+        longest = max(self.arrays.lengths(self.chunks[k].lengths))
+        return self._totals.whole(found, longest, size) if is_last else found
+
+    def _pack_sizes(self, k: int) -> list[int]:
+        """Tensors of each pack of a bucket."""
+        return [len(self._packs[p]) for p in self._buckets[k]]
+
+    def _arguments(self, k: int) -> Any:
+        """PartitionSpecs of a program's arguments over the inner axes."""
+        num = self._contribution.form.num_parts
+        return *self._small(k), [(self._specs[i],) * num for i in self._buckets[k]]
+
+    @functools.cached_property
+    def _same(self) -> list[int]:
+        """For each bucket the first that has the same program."""
+        return firsts_alike(self._form(k) for k in range(len(self._buckets)))
+
+    def _form(self, k: int) -> Any:
+        """What two buckets share only if they have the same program."""
+        if not k or not self.chunks or k in self._at_once:
+            return k
+        owners = self.chunks[k].shares.owners
+        packs = [
+            ([owners[i] for i in own if i < self._params], len(own), own[0] < self._params)
+            for own in (self._packs[p] for p in self._buckets[k])
+        ]
+        return str((packs, [(self._shapes[p], self._specs[p]) for p in self._buckets[k]]))
+
+    def lower(self) -> list[Any]:
+        """The programs of all buckets before compilation; of like groups there is one."""
+        lowered = []
+        for k in sorted(set(self._same)):
+            own = [self._shape((self.num_tensors,), P())] if k == 0 else []
+            ints = [self._shape(x, P()) for x in self._small_shapes] if k == 0 else []
+            dtype, num = self._contribution.dtype, self._contribution.form.num_parts
+            values = [
+                (self._shape(self._shapes[i], self._specs[i], dtype),) * num
+                for i in self._buckets[k]
+            ]
+            before = self._waiting(k)
+            with warnings.catch_warnings():
+                # What is released is donated to be freed, though no result can take it over.
+                warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+                lowered.append(self._build(k).lower(own, ints, values, before))
+                if before:
+                    early = self._build(k, is_last=False)
+                    lowered.append(early.lower(own, ints, values, before))
+                    lowered.append(zeros_like(before).lower())
+        return lowered
+
+    def _waiting(self, k: int) -> list[Any]:
+        """Shapes of the chunks of sums that a group has between waves."""
+        if not self._has_waves or k in self._at_once:
+            return []
+        dtype, num = self._contribution.dtype, self._contribution.form.num_parts
+        others = sum(self._tensor_sizes[i] for i in self._others(k))
+        longest = max(self.arrays.lengths(self.chunks[k].lengths))
+        sizes = [longest] if self.chunks[k].tensors else []
+        sizes += [self._totals.even_length(others)] if others else []
+        parts = map(self._totals.part_of, sizes)
+        inner, spec = self.arrays.num_inner, self.arrays.inner_spec
+        return [(self._shape((inner * size,), spec, dtype),) * num for size in parts]
+
+    @property
+    def text(self) -> str:
+        """What stands for the programs where processes have unlike ones; else nothing."""
+        return "of parts without padding" if any(self._cuts) else ""
+
+    def adopt(self, compiled: Sequence[Any]) -> None:
+        """Take over the programs of `lower`, compiled."""
+        flat, found = iter(compiled), {}
+        for k in sorted(set(self._same)):
+            found[k] = next(flat)
+            if self._waiting(k):
+                self._early[k], self._nothing[k] = next(flat), next(flat)
+        self.programs = [found[k] for k in self._same]
+
+    def memory_bytes(self) -> int:
+        """Bytes that one device needs beside the sums and the totals while it sums."""
+        if not self.arrays.is_in_place:
+            return 0
+        stats = [program.memory_analysis() for program in self.programs]
+        return max((int(s.temp_size_in_bytes) for s in stats if s is not None), default=0)
+
+    def _shape(self, shape: Sequence[int], spec: P, dtype: Any = jnp.int32) -> Any:
+        """Of an array of all places whose parts have a shape."""
+        arrays = self.arrays
+        whole = (len(arrays.places) * shape[0], *shape[1:])
+        return jax.ShapeDtypeStruct(whole, dtype, sharding=arrays.sharding(arrays.stacked(spec)))
+
+    def hold(self, sums: Sequence[DeviceSums]) -> Any:
+        """What the local replicas added up, as `reduce` takes it; waits for nothing.
+
+        Some hundred arrays take milliseconds, which pass while the devices still compute.
+        """
+        stacking = self.arrays.stacking
+        own = stacking([P()], [[s.peaks_T] for s in sums], jnp.maximum)
+        ints = stacking(
+            [P()] * (len(self._small_shapes) - 1), [[s.small_MS, *s.words] for s in sums]
+        )
+        values = [
+            stacking(self._arguments(k)[2], [[s.values[i] for i in bucket] for s in sums])
+            for k, bucket in enumerate(self._buckets)
+            if k in self._at_once
+        ]
+        return own, ints, values
+
+    def add_group(self, k: int, values: Sequence[Sequence[Any]], before: Any) -> tuple[Any, Any]:
+        """The sums of a group with those of a wave.
+
+        Args:
+            values: For each local replica the parts of the group's packs, which are given up.
+            before: What this gave in the wave before, which is given up; None: it is the first.
+
+        Returns:
+            Chunks of the sums as integers, and what is there when they are.
+        """
+        same = self._same[k + 1]
+        stacked = self.arrays.stack(self._arguments(k + 1)[2], [list(own) for own in values])
+        before = before or self._nothing[same]()
+        [mark], _, found = self._early[same]([], [], stacked, before)
+        return found, mark
+
+    def sum_group(
+        self, k: int, values: Sequence[Sequence[Any]], before: Any = None
+    ) -> list[list[jax.Array]]:
+        """The totals of a group on each local replica.
+
+        Args:
+            values: For each local replica the parts of the group's packs, which are given up.
+            before: What `add_group` gave in the wave before, which is given up; None: nothing.
+        """
+        stacked = self.arrays.stack(self._arguments(k + 1)[2], [list(own) for own in values])
+        return self._totals_of(k + 1, self.programs[k + 1]([], [], stacked, before or [])[2])
+
+    def group_bytes(self, k: int) -> GroupBytes:
+        """What a group takes, once it is compiled; `k` is its number."""
+        sums = sum(self._sizes[i] for i in self._buckets[k + 1])
+        waiting = sum(4 * x.size for own in self._waiting(k + 1) for x in own)
+        programs = [self.programs[k + 1], self._early.get(self._same[k + 1])]
+        here = [p for p in programs if p is not None and self.arrays.is_in_place]
+        return GroupBytes(
+            sums=4 * self._contribution.form.num_parts * sums,
+            adding=max(map(extra_bytes, here), default=0),
+            totals=4 * sum(self._total_sizes(k + 1)),
+            waiting=waiting // len(self.arrays.devices),
+        )
+
+    def _totals_of(self, k: int, found: Sequence[jax.Array]) -> list[list[jax.Array]]:
+        """What a bucket's program returns, on each local replica."""
+        arrays, cut = self.arrays, self.chunks and self.chunks[k].lengths
+        each = [
+            arrays.part(x, cut) if cut and spec == arrays.own_spec else arrays.local_parts(x, spec)
+            for x, spec in zip(found, self._total_specs(k), strict=True)
+        ]
+        every = [[parts[i] for parts in each] for i in range(len(self.local))]
+        if not self.chunks or self._inner:
+            return every
+        # Without what fills a smaller chunk up to the longest.
+        pairs = zip(every, (self._total_sizes(k, i) for i in range(len(every))), strict=True)
+        return [[x[:n] for x, n in zip(*own, strict=True)] for own in pairs]
+
+    def reduce(
+        self, numbers: Sequence[np.ndarray], held: Any, totals: Sequence[Any] = ()
+    ) -> Reduced:
+        """Add up what all replicas hold; the totals stay on the devices.
+
+        Args:
+            numbers: float32[NUM_TOLD] of each local replica, for all others.
+            held: From `hold`.
+            totals: On each local replica those of the groups, one after another.
+        """
+        arrays, (own, ints, values) = self.arrays, held
+        told = arrays.stack([P()], told_bits(numbers, self.local, len(self.replicas)))
+        small: Any = own(), [*told, *ints()]
+        every: list[list[Any]] = [[] for _ in self.local]
+        given = values[0]()
+        for i, k in enumerate(self._at_once):
+            program, is_last = self.programs[k], i + 1 == len(self._at_once)
+            values[k] = None
+            gathered, summed, found = program(*(small if k == 0 else ([], [])), given, [])
+            given = values[k + 1]() if k + 1 < len(values) else None
+            if k == 0:
+                small = gathered, summed
+            for own_totals, new in zip(every, self._totals_of(k, found), strict=True):
+                own_totals += new
+            if arrays.is_ring and not is_last:
+                # Gloo mixes up collectives that wait for nothing of each other.
+                jax.block_until_ready(found)
+        [peaks_DT], (told_DN, small_MS, *others) = small
+        each = [arrays.local_parts(x, P()) for x in others]
+        return Reduced(
+            numbers_DN=np.asarray(told_DN).view(np.float32),
+            rows_MS=np.asarray(small_MS).view(np.float32),
+            maxima_T=peaks_to_maxima(np.asarray(peaks_DT)),
+            totals=tuple([*a, *b] for a, b in zip(every, totals or [()] * len(every), strict=True)),
+            words=tuple([x[i] for x in each] for i in range(len(self.local))),
+        )
+
+    @property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """For each replica the processes that hold it."""
+        return tuple(tuple(sorted({process_of(d) for d in r.devices})) for r in self.replicas)
+
+    def result_shapes(self, i: int) -> tuple[Any, Any]:
+        """Shapes of the totals and words of `reduce` on a local replica; `i` is its place."""
+
+        def like(shape: Sequence[int], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self.local[i].sharding(spec))
+
+        if self._is_apart:
+            pairs = zip(self._shapes, self._specs, strict=True)
+            totals = [like(shape, jnp.int32, spec) for shape, spec in pairs]
+        else:
+            sizes = [n for k in range(len(self._buckets)) for n in self._total_sizes(k, i)]
+            num, spec = self.arrays.num_inner, self.arrays.inner_spec
+            totals = [like((num * n,), jnp.int32, spec) for n in sizes]
+        return totals, [like(shape, jnp.int32, P()) for shape in self._small_shapes[2:]]

@@ -1,0 +1,638 @@
+"""A traced loss on shards of unlike sizes: manual over the axis that cuts it.
+
+Between two collectives the devices of an uneven split need nothing of each other, so all that they
+cut there is one function of local arrays, compiled for each of the few sizes that occur. A device
+takes its own branch. Arrays enter and leave padded to the largest part, for SPMD knows one shape;
+what the backward keeps crosses in the same way: the fewest bytes from which it needs no more than
+element-wise work again.
+
+Each device runs the same equations. What a plan leaves whole it runs on whole arrays; what the plan
+cuts it runs on its own part, in blocks between collectives (`_blocks`), so half the units are half
+the work. Collectives stand outside of the blocks, so every device comes to each of them.
+
+References:
+    Jia et al., "Whale", USENIX ATC 2022, section 3.3.1 (uneven sharding of a `split`).
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from ..core.errors import PlanError
+from ..graph.graph import Graph
+from ..graph.interpreter import Env, run_ops
+from ..graph.local_ops import EXTREMES, SUMS, run_custom, run_part, take
+from ..graph.operations import Op
+from ..jax.cpu_dots import row_major
+from ..jax.jaxpr import ClosedJaxpr, checkpoint_like, scan_counts
+from ..jax.min_cut import Halves, halve
+from ..plan.linked_dims import Parts
+from ..plan.sharding import Sharded
+from .contribution import gradient_of
+from .padding import Padding
+from .replica import Replica
+from .uneven_collectives import Cut, added, entered, extreme, gathered, narrow, own_part, widen
+
+#: A dimension and for each size class the size of the part in it; None for a whole array.
+Width = tuple[int, tuple[int, ...]] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """What devices do between two collectives.
+
+    Attributes:
+        run: `(size class, offsets, inputs) -> results` on arrays of true sizes.
+        inputs: How the inputs are cut.
+        is_differentiable: For each input whether a gradient flows back through it.
+        results: How the results are cut.
+        num_classes: The distinct sizes of devices.
+        own_class: That of the one device that the program is for; None: any device runs it.
+        lay_out: How an array is laid out before it is padded: a CPU is slow at both at once.
+    """
+
+    run: Callable[[int, Any, Sequence[Any]], list[Any]]
+    inputs: tuple[Width, ...]
+    is_differentiable: tuple[bool, ...]
+    results: tuple[Width, ...]
+    num_classes: int
+    own_class: int | None
+    lay_out: Callable[[Any], Any]
+
+    def __call__(self, size_class: Any, offsets: Any, inputs: Sequence[Any]) -> list[Any]:
+        """The results on this device, padded.
+
+        Args:
+            size_class: Of this device, int32.
+        """
+        is_float = self._float_results(offsets, inputs)
+        halves = self._halves(offsets, inputs, is_float)
+        kept = [tuple(own.kept[k].shape for own in halves) for k in range(len(halves[0].kept))]
+        widths = list(itertools.compress(self.results, is_float))
+        of_grads = list(itertools.compress(self.inputs, self.is_differentiable))
+
+        def forward(size_class: Any, offsets: Any, inputs: Sequence[Any]) -> tuple[Any, Any]:
+            def branch(c: int) -> Callable[..., Any]:
+                def run(offsets: Any, inputs: Sequence[Any]) -> tuple[Any, Any]:
+                    own = _narrowed(c, inputs, self.inputs)
+                    found, held = halves[c].run_early([offsets, *own])
+                    wide = [_as_wide(x, shapes) for x, shapes in zip(held, kept, strict=True)]
+                    return self._widened(found, self.results), wide
+
+                return run
+
+            return self._switch(branch, size_class, offsets, inputs)
+
+        def backward(saved: Any, cotangents: Sequence[Any]) -> tuple[None, None, list[Any]]:
+            size_class, offsets, inputs, held = saved
+            floats = list(itertools.compress(cotangents, is_float))
+
+            def branch(c: int) -> Callable[..., Any]:
+                def run(offsets: Any, inputs: Any, held: Any, floats: Any) -> list[Any]:
+                    own = _narrowed(c, inputs, self.inputs)
+                    back = _narrowed(c, floats, widths)
+                    narrow = [_of_shape(x, s[c]) for x, s in zip(held, kept, strict=True)]
+                    found = halves[c].run_late([offsets, *own, *back], narrow)
+                    return self._widened(found, of_grads)
+
+                return run
+
+            found = iter(self._switch(branch, size_class, offsets, inputs, held, floats))
+            return None, None, [next(found) if d else None for d in self.is_differentiable]
+
+        call = jax.custom_vjp(lambda *arguments: forward(*arguments)[0])
+
+        def call_forward(*arguments: Any) -> tuple[Any, Any]:
+            results, held = forward(*arguments)
+            return results, (*arguments, held)
+
+        call.defvjp(call_forward, backward)
+        return call(size_class, offsets, list(inputs))  # type: ignore[no-any-return]
+
+    def _switch(self, branch: Callable[[int], Any], size_class: Any, *operands: Any) -> Any:
+        if self.own_class is not None or self.num_classes == 1:
+            return branch(self.own_class or 0)(*operands)
+        return jax.lax.switch(size_class, [branch(c) for c in range(self.num_classes)], *operands)
+
+    def _widened(self, arrays: Sequence[Any], widths: Sequence[Width]) -> list[Any]:
+        return [
+            x if width is None else widen(self.lay_out(x), width[0], max(width[1]))
+            for x, width in zip(arrays, widths, strict=True)
+        ]
+
+    # -- tracing ---------------------------------------------------------------------------------
+
+    def _shapes(self, c: int, inputs: Sequence[Any]) -> list[Any]:
+        """Of the inputs of a class."""
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
+        return [
+            x if width is None else _with_size(x, width[0], width[1][c])
+            for x, width in zip(shapes, self.inputs, strict=True)
+        ]
+
+    def _results(self, c: int, offsets: Any, inputs: Sequence[Any]) -> list[Any]:
+        run = functools.partial(self.run, c)
+        return jax.eval_shape(run, offsets, self._shapes(c, inputs))  # type: ignore[no-any-return]
+
+    def _float_results(self, offsets: Any, inputs: Sequence[Any]) -> list[bool]:
+        return [jnp.issubdtype(x.dtype, jnp.inexact) for x in self._results(0, offsets, inputs)]
+
+    def _halves(
+        self, offsets: Any, inputs: Sequence[Any], is_float: Sequence[bool]
+    ) -> list[Halves]:
+        """Forward and backward of each class, between which the same is kept."""
+        programs = [self._program(c, offsets, inputs, is_float) for c in range(self.num_classes)]
+        num = 1 + len(inputs)
+        late = range(num, num + sum(is_float))
+        first = halve(programs[0], len(self.results), only_late=late)
+        words = [[eqn.primitive.name for eqn in p.jaxpr.eqns] for p in programs]
+        # A size of one may be traced in another way; then the backward begins with the inputs.
+        places = first.places if all(own == words[0] for own in words) else ()
+        return [halve(p, len(self.results), only_late=late, places=places) for p in programs]
+
+    def _program(
+        self, c: int, offsets: Any, inputs: Sequence[Any], is_float: Sequence[bool]
+    ) -> ClosedJaxpr:
+        """`(offsets, *inputs, *cotangents) -> (*results, *gradients)` of a class."""
+        num = len(inputs)
+
+        def run(offsets: Any, *arguments: Any) -> list[Any]:
+            given, cotangents = arguments[:num], arguments[num:]
+
+            def forward(own: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+                rest = iter(own)
+                every = [
+                    next(rest) if d else x
+                    for x, d in zip(given, self.is_differentiable, strict=True)
+                ]
+                results = self.run(c, offsets, every)
+                return list(itertools.compress(results, is_float)), results
+
+            own = list(itertools.compress(given, self.is_differentiable))
+            _, back, results = jax.vjp(forward, own, has_aux=True)
+            [gradients] = back(list(cotangents))
+            return [*results, *gradients]
+
+        results = self._results(c, offsets, inputs)
+        back = itertools.compress(results, is_float)
+        return jax.make_jaxpr(run)(offsets, *self._shapes(c, inputs), *back)
+
+
+def _narrowed(c: int, arrays: Sequence[Any], widths: Sequence[Width]) -> list[Any]:
+    return [
+        x if width is None else narrow(x, width[0], width[1][c])
+        for x, width in zip(arrays, widths, strict=True)
+    ]
+
+
+def _as_wide(x: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
+    """As large as in any class."""
+    for dim, sizes in enumerate(zip(*shapes, strict=True)):
+        x = widen(x, dim, max(sizes))
+    return x
+
+
+def _of_shape(x: Any, shape: tuple[int, ...]) -> Any:
+    for dim, size in enumerate(shape):
+        x = narrow(x, dim, size)
+    return x
+
+
+def _with_size(x: Any, dim: int, size: int) -> Any:
+    shape = tuple(size if d == dim else n for d, n in enumerate(x.shape))
+    return jax.ShapeDtypeStruct(shape, x.dtype)
+
+
+class Uneven:
+    """A graph whose one inner axis has parts of unlike sizes.
+
+    Args:
+        place: Of the one device that its programs are for; None: any device runs them.
+    """
+
+    def __init__(self, sharded: Sharded, parts: Parts, place: int | None = None):
+        [(self.axis, self._assigned)] = sharded.axes.items()
+        self.graph: Graph = sharded.graph
+        self.sharded, self.parts, self.place = sharded, parts, place
+        self._linked = parts.linked
+
+    def on(self, replica: Replica) -> "Uneven":
+        """For the devices of a copy that are here.
+
+        A process with one of them compiles what this one runs: its own sizes and no branches. So
+        processes have unlike programs, which come to the same collectives in the same order.
+        """
+        return Uneven(self.sharded, self.parts, replica.only_place)
+
+    def cut_of(self, v: int) -> Cut | None:
+        """How a value is cut as its maker leaves it; None if it is whole."""
+        group, dim = self._linked.of_value(v), self._assigned.made.get(v)
+        if group is None or dim is None:
+            return None
+        return self._cut(group, dim, self.graph.values[v].shape[dim])
+
+    def _cut(self, group: int, dim: int, size: int) -> Cut:
+        return Cut(dim, self.parts.sizes(group, size), self.axis, self.place)
+
+    def _cuts(self, op: Op) -> bool:
+        """Whether devices do different things in an operation.
+
+        What only reads a cut value whole, all do alike.
+        """
+        made, wanted = self._assigned.made, self._assigned.wanted
+        if any(made.get(v) is not None for v in op.outputs):
+            return True
+        if op.body and op.kind != "custom":
+            return any(map(self._cuts, op.body))
+        if op.kind == "custom":
+            return any(isinstance(v, int) and made.get(v) is not None for v in op.inputs)
+        return any(dim is not None for own in op.outputs[:1] for dim in wanted.get(own, ()))
+
+    def aux_paddings(self) -> list[Padding]:
+        """Of each other variable."""
+        cuts = [self.cut_of(v) for v in self.graph.aux_values]
+        return [
+            Padding()
+            if cut is None or len(set(cut.sizes)) == 1
+            else Padding(
+                tuple(
+                    cut.sizes if d == cut.dim else ()
+                    for d in range(len(self.graph.values[v].shape))
+                )
+            )
+            for v, cut in zip(self.graph.aux_values, cuts, strict=True)
+        ]
+
+    def cuts_of_sums(self, trained: Sequence[int], summed: Sequence[bool]) -> list[Cut | None]:
+        """How each float tensor of the sums is cut, where its parts are unlike; else None.
+
+        Args:
+            trained: Places of the parameters that are trained.
+            summed: For each other variable whether its changes are such a tensor.
+        """
+        graph = self.graph
+        aux = itertools.compress(graph.aux_values, summed)
+        cuts = [self.cut_of(v) for v in (*(graph.param_values[i] for i in trained), *aux)]
+        return [cut if cut and len(set(cut.sizes)) > 1 else None for cut in cuts]
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def gradient(
+        self, mesh: Mesh, trained: Sequence[int], on_cpu: bool
+    ) -> Callable[..., tuple[Any, list[Any]]]:
+        """`(params, aux, key, batch) -> ((loss, [sums, *new aux]), gradients)`, padded.
+
+        Args:
+            trained: Places of the parameters that are trained.
+            on_cpu: Whether dots are written as a CPU likes them.
+        """
+        params, aux = self.sharded.param_specs(), self.sharded.aux_specs()
+
+        def local(params: Any, aux: Any, key: Any, batch: Any) -> list[Any]:
+            return self.run(params, aux, jax.random.wrap_key_data(key), batch, on_cpu=on_cpu)
+
+        mapped = jax.shard_map(
+            gradient_of(local, trained, on_cpu),
+            mesh=mesh,
+            in_specs=(params, aux, P(), [P()] * len(self.graph.batch_values)),
+            out_specs=((P(), [P(), *aux]), [params[i] for i in trained]),
+            check_vma=False,
+        )
+
+        def run(params: Sequence[Any], aux: Sequence[Any], key: Any, batch: Sequence[Any]) -> Any:
+            return mapped(list(params), list(aux), jax.random.key_data(key), list(batch))
+
+        return run
+
+    def run(
+        self,
+        params: Sequence[Any],
+        aux: Sequence[Any],
+        key: Any,
+        batch: Any,
+        *,
+        on_cpu: bool = False,
+    ) -> list[Any]:
+        """The results of the loss on this device: the first two whole, the others as their own."""
+        graph = self.graph
+        env: Env = dict(graph.consts)
+        for numbers, arrays in (
+            (graph.param_values, params),
+            (graph.aux_values, aux),
+            ((graph.key_value,), (key,)),
+            (graph.batch_values, batch),
+        ):
+            env.update(zip(numbers, arrays, strict=True))
+        level = _Level(self, graph.ops, env, graph.result_values, on_cpu=on_cpu)
+        level.run()
+        num = len(graph.result_values) - len(graph.aux_values)
+        wanted = [*[None] * num, *map(self.cut_of, graph.aux_values)]
+        return [level.as_cut(v, cut) for v, cut in zip(graph.result_values, wanted, strict=True)]
+
+
+class _Level:
+    """Operations of one program: of the loss, or of a body in it.
+
+    Args:
+        ops: In order.
+        env: Arrays that the operations read, those that are cut padded.
+        ends: Values that are wanted of them.
+        on_cpu: Whether arrays are laid out as a CPU likes them.
+    """
+
+    def __init__(
+        self,
+        uneven: Uneven,
+        ops: Sequence[Op],
+        env: Env,
+        ends: Sequence[Any],
+        prefix: str = "",
+        *,
+        on_cpu: bool,
+    ):
+        self._on_cpu = on_cpu
+        self._uneven, self._ops, self._env, self._prefix = uneven, ops, env, prefix
+        self._values = uneven.graph.values
+        self._assigned, self._linked = uneven._assigned, uneven._linked
+        self._pending: list[Op] = []
+        self._made: set[int] = set()  # by those
+        self._last = {v: i for i, op in enumerate(ops) for v in op.inputs if isinstance(v, int)}
+        self._last |= {v: len(ops) for v in ends if isinstance(v, int)}
+        self._whole: dict[int, Any] = {}
+        self._entered: dict[int, Any] = {}
+
+    def run(self) -> None:
+        """All operations, what they make added to the arrays."""
+        for i, op in enumerate(self._ops):
+            inputs = [v for v in op.inputs if isinstance(v, int)]
+            if not self._uneven._cuts(op):
+                self._before(i, inputs)
+                own = {v: self.whole(v) for v in inputs}
+                run_ops([op], own, prefix=self._prefix)
+                self._env.update((v, own[v]) for v in op.outputs)
+            elif op.body and op.kind != "custom":
+                self._before(i, inputs)
+                self._with_body(op)
+            else:
+                states = self._wanted(op)
+                self._before(
+                    i,
+                    [
+                        v
+                        for v, dim in zip(op.inputs, states, strict=True)
+                        if isinstance(v, int)
+                        and (self._made_dim(v) is None or self._made_dim(v) != dim)
+                    ],
+                )
+                self._pending.append(op)
+                self._made.update(op.outputs)
+        self._flush(len(self._ops))
+
+    def whole(self, v: Any) -> Any:
+        """A value, whole on this device."""
+        if not isinstance(v, int):
+            return v.val
+        cut = self._uneven.cut_of(v)
+        if cut is None:
+            return self._env[v]
+        if v not in self._whole:
+            self._whole[v] = gathered(self._env[v], cut)
+        return self._whole[v]
+
+    def as_cut(self, v: Any, cut: Cut | None) -> Any:
+        """A value as another is cut."""
+        if cut is None:
+            return self.whole(v)
+        if isinstance(v, int) and self._uneven.cut_of(v) == cut:
+            return self._env[v]
+        return own_part(jnp.asarray(self.whole(v)), cut)
+
+    def _made_dim(self, v: int) -> int | None:
+        return self._assigned.made.get(v)
+
+    def _wanted(self, op: Op) -> tuple[int | None, ...]:
+        """The dimension in which each operand is cut inside."""
+        if op.kind == "custom":
+            return tuple(self._made_dim(v) if isinstance(v, int) else None for v in op.inputs)
+        return self._assigned.wanted[op.outputs[0]]
+
+    def _before(self, i: int, values: Sequence[int]) -> None:
+        """Run what is pending, if it makes one of these values."""
+        if not self._made.isdisjoint(values):
+            self._flush(i)
+
+    def _flush(self, i: int) -> None:
+        if self._pending:
+            made = {v: x for v, x in self._run_block(self._pending, i)}
+            self._env.update(made)
+        self._pending, self._made = [], set()
+
+    # -- blocks ----------------------------------------------------------------------------------
+
+    def _run_block(self, ops: Sequence[Op], end: int) -> list[tuple[int, Any]]:
+        """What a block makes for operations from `end` on, its partial results completed."""
+        uneven, made = self._uneven, set().union(*(op.outputs for op in ops))
+        given: dict[tuple[int, bool], None] = {}  # a value, and whether it is read as it is cut
+        for op in ops:
+            for v, dim in zip(op.inputs, self._wanted(op), strict=True):
+                if isinstance(v, int) and v not in made:
+                    given[v, dim is not None and self._made_dim(v) == dim] = None
+        results = [v for op in ops for v in op.outputs if self._last.get(v, -1) >= end]
+        groups = sorted({g for op in ops for g in self._groups(op)})
+        units = [tuple(uneven.parts.units[g][d] for g in groups) for d in range(self._num)]
+        classes = sorted(set(units), reverse=True)
+        of_class = [dict(zip(groups, own, strict=True)) for own in classes]
+
+        def width(v: int) -> Width:
+            group, dim = self._linked.of_value(v), self._made_dim(v)
+            if group is None or dim is None:
+                return None
+            each = self._values[v].shape[dim] // self._linked.groups[group].num_units
+            return dim, tuple(own[group] * each for own in of_class)
+
+        def run(c: int, offsets: Any, inputs: Sequence[Any]) -> list[Any]:
+            env = dict(zip(given, inputs, strict=True))
+            starts = {g: offsets[k] for k, g in enumerate(groups)}
+
+            def part(group: int) -> Callable[[int], tuple[int, Any]]:
+                def of(size: int) -> tuple[int, Any]:
+                    each = size // self._linked.groups[group].num_units
+                    return of_class[c][group] * each, starts[group] * each
+
+                return of
+
+            for op in ops:
+                with self._named(op):
+                    found = self._run_own(op, env, made, part)
+                env.update(((v, self._made_dim(v) is not None), x) for v, x in found)
+            return [env[v, self._made_dim(v) is not None] for v in results]
+
+        block = Block(
+            run=run,
+            inputs=tuple(width(v) if as_cut else None for v, as_cut in given),
+            is_differentiable=tuple(self._values[v].differentiable for v, _ in given),
+            results=tuple(map(width, results)),
+            num_classes=len(classes),
+            own_class=None if uneven.place is None else classes.index(units[uneven.place]),
+            lay_out=row_major if self._on_cpu else lambda x: x,
+        )
+        of_device = Cut(0, (1,) * self._num, uneven.axis, uneven.place)
+        starts = jnp.stack(
+            [
+                of_device.own([sum(uneven.parts.units[g][:d]) for d in range(self._num)])
+                for g in groups
+            ]
+        )
+        inputs = [self._env[v] if as_cut else self._enter(v) for v, as_cut in given]
+        size_class = of_device.own([classes.index(own) for own in units])
+        found = block(size_class, starts, inputs)
+        maker = {v: op for op in ops for v in op.outputs}
+        return [
+            (v, x if self._made_dim(v) is not None else self._completed(maker[v], x))
+            for v, x in zip(results, found, strict=True)
+        ]
+
+    @property
+    def _num(self) -> int:
+        return self._assigned.num_devices
+
+    def _groups(self, op: Op) -> set[int]:
+        found = {self._linked.of_value(v) for v in op.outputs}
+        if op.kind == "custom":
+            found |= {self._linked.of_value(v) for v in op.inputs if isinstance(v, int)}
+        else:
+            own = (self._linked.of_operand(op, k) for k in range(len(op.inputs)))
+            found |= {pair[0] for pair in own if pair is not None}
+        return {g for g in found if g is not None}
+
+    def _enter(self, v: int) -> Any:
+        """A whole value for a block."""
+        if v not in self._entered:
+            x = self.whole(v)
+            is_differentiable = self._values[v].differentiable
+            self._entered[v] = entered(x, self._uneven.axis) if is_differentiable else x
+        return self._entered[v]
+
+    def _run_own(
+        self, op: Op, env: dict[tuple[int, bool], Any], made: set[int], part: Any
+    ) -> list[tuple[int, Any]]:
+        """An operation on this device's part."""
+        states = self._wanted(op)
+        [group, *others] = self._groups(op)
+        assert not others, "a factor is one group"
+        own = part(group)
+        operands = []
+        for v, dim in zip(op.inputs, states, strict=True):
+            if not isinstance(v, int):
+                operands.append(v.val)
+            elif dim is not None and self._made_dim(v) == dim:
+                operands.append(env[v, True])
+            else:
+                x = env[v, False]
+                operands.append(x if dim is None else take(x, dim, own))
+        results = [self._made_dim(v) for v in op.outputs]
+        if op.kind != "custom":
+            return list(
+                zip(op.outputs, run_part(op.eqn, operands, states, results, own), strict=True)
+            )
+        found, dims = run_custom(op.eqn, operands, states, own)
+        for i, (dim, wanted) in enumerate(zip(dims, results, strict=True)):
+            if dim is None and wanted is not None:
+                found[i] = take(found[i], wanted, own)
+            elif dim != wanted:
+                raise PlanError(
+                    f"{op.name} ({op.source}) has rules of its own for gradients, and cuts inside "
+                    "what leaves it whole: leave it out of the split"
+                )
+        return list(zip(op.outputs, found, strict=True))
+
+    def _completed(self, op: Op, x: Any) -> Any:
+        """A partial result of all devices."""
+        axis, name = self._uneven.axis, op.name
+        if name in SUMS:
+            return added(x, axis)
+        if name not in EXTREMES:
+            raise PlanError(
+                f"hxla does not know how partial results of {name} are completed over parts of "
+                "unlike sizes: leave it out of the split, or let the parts be alike"
+            )
+        if x.dtype == bool:
+            return extreme(x.astype(jnp.int32), axis, EXTREMES[name]).astype(bool)
+        return extreme(x, axis, EXTREMES[name])
+
+    def _named(self, op: Op) -> Any:
+        stack = op.stack.removeprefix(self._prefix)
+        stack = stack.removesuffix(str(op.eqn.source_info.name_stack)).strip("/")
+        return jax.named_scope(stack) if stack else contextlib.nullcontext()
+
+    # -- bodies ----------------------------------------------------------------------------------
+
+    def _with_body(self, op: Op) -> None:
+        """A `remat` or a `scan` in which something is cut."""
+        inner = self._uneven.cut_of
+
+        def body(*arrays: Any) -> "_Level":
+            env: Env = dict(op.body_consts)
+            env.update(zip(op.body_inputs, arrays, strict=True))
+            level = _Level(
+                self._uneven, op.body, env, op.body_outputs, op.stack, on_cpu=self._on_cpu
+            )
+            level.run()
+            return level
+
+        if op.kind == "remat":
+            operands = [
+                self.as_cut(v, inner(i)) for v, i in zip(op.inputs, op.body_inputs, strict=True)
+            ]
+            cuts = [inner(v) for v in op.outputs]
+
+            def run(*arrays: Any) -> list[Any]:
+                level = body(*arrays)
+                return [level.as_cut(v, c) for v, c in zip(op.body_outputs, cuts, strict=True)]
+
+            found = checkpoint_like(op.eqn, run)(*operands)
+            self._env.update(zip(op.outputs, found, strict=True))
+            return
+        self._scan(op, body)
+
+    def _scan(self, op: Op, body: Callable[..., "_Level"]) -> None:
+        cut_of, params = self._uneven.cut_of, op.eqn.params
+        num_consts, num_carry = scan_counts(op.eqn)
+        first = num_consts + num_carry
+        cuts = [cut_of(v) for v in op.body_inputs]
+        cuts = [*cuts[:first], *(_shifted(cut) for cut in cuts[first:])]
+        operands = [self.as_cut(v, cut) for v, cut in zip(op.inputs, cuts, strict=True)]
+        outs = [*cuts[num_consts:first], *(_inside(cut_of(v)) for v in op.outputs[num_carry:])]
+
+        def step(carry: Any, xs: Any) -> Any:
+            level = body(*operands[:num_consts], *carry, *xs)
+            found = [level.as_cut(v, c) for v, c in zip(op.body_outputs, outs, strict=True)]
+            return found[:num_carry], found[num_carry:]
+
+        carry, ys = jax.lax.scan(
+            step,
+            operands[num_consts:first],
+            operands[first:],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        self._env.update(zip(op.outputs, [*carry, *ys], strict=True))
+
+
+def _shifted(cut: Cut | None) -> Cut | None:
+    """Of the stack of slices that are cut so."""
+    return None if cut is None else dataclasses.replace(cut, dim=cut.dim + 1)
+
+
+def _inside(cut: Cut | None) -> Cut | None:
+    """Of one slice of a stack that is cut so."""
+    return None if cut is None else dataclasses.replace(cut, dim=cut.dim - 1)

@@ -1,0 +1,496 @@
+"""A Flax model, NNX or Linen, as pure functions over flat lists of arrays.
+
+Both kinds become one `Functional`: parameters, auxiliary state (BatchNorm statistics and other
+mutable collections), and a call that runs the user's loss with random keys derived from the
+microbatch's own key and from nothing else.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.core import unfreeze
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from jax.sharding import PartitionSpec
+
+from ..core.errors import ConfigError
+from ..core.types import PyTree
+from ..jax.jaxpr import naming_axes, program_text, with_axes
+from ..jax.program_parts import ResultGroup, apart
+from .arguments import as_module, check_model
+from .loss_call import CalledLoss, Loss, called
+from .merge import Merge, merges_of, statistics_of
+from .plain_arrays import (
+    as_plain,
+    from_plain,
+    is_complex,
+    is_key,
+    is_plain,
+    key_impl,
+    root_key,
+    with_arrays,
+)
+from .trainable import Trainable, entries_of, frozen_names, trained_leaves, trained_tree
+from .writes import (
+    CHANGED,
+    attributes_of,
+    changed_attributes,
+    kept_collections,
+    refuse_attributes,
+    with_writes,
+)
+
+# How jax reaches the array in an NNX variable.
+_OF_VARIABLES = tuple(map(jax.tree_util.GetAttrKey, ("value", "raw_value")))
+
+_LARGE_BYTES = 1 << 20  # of arrays that are made by a program of their own
+
+#: Random streams that a Linen module is given if nothing else is said.
+RNGS = ("params", "dropout")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Functional:
+    """A model without objects.
+
+    Attributes:
+        params: Parameters, or their shapes, in the user's own tree.
+        aux: Other arrays that the loss may change, or their shapes, in the user's own tree.
+        logical: For each parameter the logical names of its dimensions in Flax's metadata.
+        train: `(params, aux, key, batch) -> (output of the loss, aux)`.
+        evaluate: The same with the model in evaluation mode.
+        finish: `(params, aux) -> (model, state)` as `hxla.train` returns them.
+        initialise: Makes the arrays of `params` and `aux` from `init_arguments`; None where they
+            are arrays, or where nothing is known but shapes.
+        init_arguments: One microbatch, of which arrays are needed to run it.
+        frozen: Paths of the parameters that are not trained.
+        merges: For each array of `aux` the rule that the user gives it, or None; see `merges_of`.
+        statistics: For each whether Flax calls it a statistic of batches.
+    """
+
+    params: PyTree
+    aux: PyTree
+    logical: tuple[tuple[str | None, ...] | None, ...]
+    train: Callable[[PyTree, PyTree, jax.Array, PyTree], tuple[Any, PyTree]]
+    evaluate: Callable[[PyTree, PyTree, jax.Array, PyTree], tuple[Any, PyTree]]
+    finish: Callable[[PyTree, PyTree], tuple[Any, PyTree]]
+    initialise: Callable[..., tuple[PyTree, PyTree]] | None = None
+    init_arguments: tuple[Any, ...] = ()
+    frozen: frozenset[str] = frozenset()
+    merges: tuple[str | None, ...] = ()
+    statistics: tuple[bool, ...] = ()
+
+    @property
+    def can_start(self) -> bool:
+        """Whether there are arrays to begin with: a shape alone can be planned and resumed."""
+        leaves = jax.tree.leaves((self.params, self.aux))
+        return self.initialise is not None or not any(map(is_abstract, leaves))
+
+    def made_apart(self, wanted: Sequence[int]) -> list[ResultGroup]:
+        """What makes the arrays of `initialise`: large ones apart, so that few are whole at a time.
+
+        Args:
+            wanted: Numbers of the arrays of `params` and `aux` that are made.
+        """
+        assert self.initialise is not None
+        closed = jax.make_jaxpr(self.initialise)(*self.init_arguments)
+        return apart(closed, jax.tree.leaves(self.init_arguments), wanted, _LARGE_BYTES)
+
+    @property
+    def trained(self) -> PyTree:
+        """The parameters that are trained, in the user's own tree: the optimizer sees this."""
+        return trained_tree(self.params, self.frozen)
+
+    @property
+    def is_trained(self) -> tuple[bool, ...]:
+        """For each parameter whether it is trained."""
+        return trained_leaves(self.params, self.frozen)
+
+    @property
+    def trained_places(self) -> tuple[int, ...]:
+        """The places of the parameters that are trained."""
+        return tuple(i for i, own in enumerate(self.is_trained) if own)
+
+
+def is_abstract(x: Any) -> bool:
+    """Whether a leaf is a shape only."""
+    return isinstance(x, jax.ShapeDtypeStruct)
+
+
+def plain_leaves(tree: PyTree) -> dict[str, Any]:
+    """Leaves by their path in the user's tree, as nested names joined by dots.
+
+    A dot or slash within a name, which would separate, is written as in an address, `%2E` and
+    `%2F`; so no two paths have one name.
+
+    Raises:
+        ConfigError: If two leaves have one path, as by the keys 0 and "0".
+    """
+    found: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = ".".join(_escaped(jax.tree_util.keystr((key,), simple=True)) for key in path)
+        if name in found:
+            raise ConfigError(f"two arrays of the state are called {name}: rename one of them")
+        found[name] = leaf
+    return found
+
+
+def _escaped(name: str) -> str:
+    for letter in "%./":
+        name = name.replace(letter, f"%{ord(letter):02X}")
+    return name or "%"
+
+
+def tree_bytes(tree: PyTree) -> int:
+    """Bytes of all arrays of a tree, or of their shapes."""
+    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def leaf_names(tree: PyTree) -> tuple[str, ...]:
+    """The path of every leaf, as `block/attn/kernel`.
+
+    Where two would be alike, a slash within a name is written as `%2F`.
+    """
+    paths = [
+        [jax.tree_util.keystr((key,), simple=True) for key in path if key not in _OF_VARIABLES]
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+    names = ["/".join(path) for path in paths]
+    times = Counter(names)
+    return tuple(
+        name if times[name] == 1 else "/".join(key.replace("/", "%2F") for key in path)
+        for name, path in zip(names, paths, strict=True)
+    )
+
+
+def _logical(specs: PyTree) -> tuple[tuple[str | None, ...] | None, ...]:
+    """Names of each parameter's dimensions; None where the model gives none."""
+    is_spec = lambda x: x is None or isinstance(x, PartitionSpec)  # noqa: E731
+    leaves = jax.tree.leaves(specs, is_leaf=is_spec)
+    return tuple(tuple(s) if s is not None and any(s) else None for s in leaves)
+
+
+def _check_params(model: Functional) -> None:
+    leaves = jax.tree.leaves(model.params)
+    if not leaves:
+        raise ConfigError("model has no trainable parameters: nothing to train")
+    wrong = [
+        f"  {name}: {leaf.dtype}{list(leaf.shape)}"
+        for name, leaf, own in zip(leaf_names(model.params), leaves, model.is_trained, strict=True)
+        if own and not jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    if wrong:
+        raise ConfigError(
+            "these parameters are no real or complex floats and have no gradient:\n"
+            + "\n".join(wrong)
+            + "\nleave them out of what is trained, trainable=..., or keep them in another "
+            "variable type (NNX) or collection (Linen)"
+        )
+
+
+def _refuse_overwritten(aux: PyTree) -> None:
+    overwritten = [
+        name
+        for path, name, value in entries_of(aux)
+        if OVERWRITE_WITH_GRADIENT in (path[0], type(value).__name__)
+    ]
+    if overwritten:
+        shown = ", ".join(overwritten[:3]) + ", ..." * (len(overwritten) > 3)
+        raise ConfigError(
+            f"the gradient of {shown} is its next value ({OVERWRITE_WITH_GRADIENT!r}, as of Flax's "
+            "Fp8DotGeneralOp), which no sum over microbatches gives: leave "
+            "dot_general_cls out of the model and pass precision='fp8', which scales products of "
+            "8 bits by itself"
+        )
+
+
+def from_nnx(
+    model: nnx.Module,
+    loss: CalledLoss,
+    eval_loss: CalledLoss,
+    *,
+    make: Callable[[], nnx.Module] | None = None,
+    seed: int = 0,
+) -> Functional:
+    """Make an NNX module functional.
+
+    Args:
+        model: Left as it is until `finish`, which updates it in place. Its arrays may be shapes.
+        loss: Called on the model in the mode in which it is given.
+        eval_loss: Called on the model in evaluation mode.
+        make: Makes the module; None: its arrays are those it has.
+        seed: Of the random streams of a module that was shapes only.
+
+    Returns:
+        Params are all `nnx.Param` variables; aux is every other variable except random streams
+        and `nnx.Intermediate`.
+    """
+    filters: Any = (nnx.Param, nnx.RngState, nnx.Intermediate, ...)
+
+    def split(*, evaluating: bool) -> Any:
+        clone = nnx.clone(model)
+        nnx.pop(clone, nnx.Intermediate)  # of earlier calls
+        if evaluating:
+            clone.eval()
+        graphdef, *parts = nnx.split(clone, *filters)
+        return graphdef, *map(with_arrays, parts)
+
+    graphdef_train, params, rngs, _, aux = split(evaluating=False)
+    graphdef_eval = split(evaluating=True)[0]
+
+    def call(graphdef: Any, loss: CalledLoss, *, checks: bool) -> Any:
+        def run_once(graphdef: Any, params: PyTree, aux: PyTree, key: Any, batch: PyTree) -> Any:
+            before = jax.tree.leaves(params)  # now, for a call writes into variables
+            module = nnx.merge(graphdef, params, _reseed(rngs, key), aux)
+            attributes = attributes_of(module)
+            out = loss(module, batch, key)
+            told = changed_attributes(attributes, attributes_of(module))
+            nnx.pop(module, nnx.Intermediate)
+            parts: Any = nnx.split(module, *filters)
+            return (out, before, parts[1], parts[4]), parts[0], told
+
+        def run(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
+            own: list[Any] = [jax.tree.map(lambda x: x, tree) for tree in (params, aux)]
+            results, left, told = run_once(graphdef, own[0], own[1], key, batch)
+            out, before, after, new_aux = results
+
+            def again() -> tuple[str, str, bool]:
+                texts, changes = [], []
+                for own in (graphdef, left):
+
+                    def traced(*arguments: Any, own: Any = own) -> Any:
+                        results, _, told = run_once(own, *arguments)
+                        changes.append(bool(told))
+                        return jax.tree.leaves(results)
+
+                    texts.append(program_text(jax.make_jaxpr(traced)(params, aux, key, batch)))
+                return texts[0], texts[1], changes[1]
+
+            if checks:
+                refuse_attributes(told, again)
+                out = with_writes(out, leaf_names(params), before, after)
+            return out, new_aux
+
+        return run
+
+    def finish(params: PyTree, aux: PyTree) -> tuple[Any, PyTree]:
+        nnx.update(model, params, aux)
+        if any(map(is_abstract, jax.tree.leaves(rngs))):
+            nnx.update(model, _reseed(rngs, root_key(seed)))
+        return model, nnx.state(model, nnx.Not(nnx.RngState))
+
+    def initialise() -> tuple[PyTree, PyTree]:
+        assert make is not None
+        parts: Any = nnx.split(make(), *filters)
+        return with_arrays(parts[1]), with_arrays(parts[4])
+
+    return Functional(
+        params=params,
+        aux=aux,
+        logical=_logical(nnx.get_partition_spec(params)),
+        train=call(graphdef_train, loss, checks=True),
+        evaluate=call(graphdef_eval, eval_loss, checks=False),
+        finish=finish,
+        initialise=None if make is None else initialise,
+    )
+
+
+def _reseed(rngs: PyTree, key: jax.Array) -> PyTree:
+    """Every random stream starts anew from `key`; its position in the model tells it apart."""
+    leaves, treedef = jax.tree.flatten(rngs)
+    fresh = []
+    for i, leaf in enumerate(leaves):
+        if is_key(leaf):
+            stream = jax.random.fold_in(key, i)
+            if key_impl(leaf) == jax.random.key_impl(key):
+                fresh.append(jax.random.split(stream, leaf.shape) if leaf.shape else stream)
+            else:  # the model's own generator, whose keys may have another size
+                size = jax.eval_shape(jax.random.key_data, leaf).shape
+                data = jax.random.bits(stream, size, jnp.uint32)
+                fresh.append(jax.random.wrap_key_data(data, impl=key_impl(leaf)))
+        else:
+            fresh.append(jnp.zeros_like(leaf))
+    return jax.tree.unflatten(treedef, fresh)
+
+
+def from_linen(
+    module: nn.Module,
+    loss: CalledLoss,
+    eval_loss: CalledLoss,
+    *,
+    variables: PyTree | None,
+    seed: int,
+    example: PyTree,
+    rngs: Sequence[str] = RNGS,
+) -> Functional:
+    """Make a Linen module functional.
+
+    Args:
+        module: Unbound module. The loss gets it bound, so `model(batch["x"])`,
+            `model.method(...)` and `model.variables` work as inside `nn.apply`.
+        eval_loss: The same, used for evaluation.
+        variables: Initial variables, or None to initialise them by running the loss once.
+        example: One microbatch, arrays or shapes, for the shapes of the initialisation.
+        rngs: Names of the random streams that the module asks for.
+
+    Returns:
+        Params are the collection `params`; aux is every other collection but those that `sow`
+        fills, which begin empty in each call.
+    """
+
+    def initialised(example: PyTree) -> dict[str, PyTree]:
+        root = root_key(seed)
+        first, second = jax.random.split(root, 2)
+        later = [jax.random.fold_in(root, i) for i in range(2, len(rngs))]
+        keys = dict(zip(rngs, (first, second, *later), strict=False))
+        axes: list[str] = []
+        init = nn.init(loss, module, mutable=True)
+        return dict(naming_axes(lambda: with_axes(init, axes)(keys, example, root), axes))
+
+    def applied(loss: CalledLoss, mutable: Any = CHANGED) -> Any:
+        apply = nn.apply(loss, module, mutable=mutable)
+
+        def run(variables: PyTree, key: jax.Array, batch: PyTree) -> Any:
+            keys = {name: jax.random.fold_in(key, i) for i, name in enumerate(rngs)}
+            return apply(variables, batch, key, rngs=keys)
+
+        return run
+
+    def left(variables: PyTree, mutable: Any) -> PyTree:
+        axes: list[str] = []
+
+        def silent(*arguments: Any) -> None:
+            loss(*arguments)
+
+        run = applied(silent, mutable)
+        key = jax.eval_shape(root_key, 0)
+        return naming_axes(
+            lambda: jax.eval_shape(with_axes(run, axes), variables, key, example), axes
+        )[1]
+
+    def call(loss: CalledLoss) -> Any:
+        def run(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
+            out, left = applied(loss)({"params": params, **aux}, key, batch)
+            return out, {name: left[name] for name in aux}
+
+        return run
+
+    is_made = variables is None
+    if variables is None:
+        variables = jax.eval_shape(initialised, example)
+    variables = with_arrays(dict(unfreeze(variables)))
+    if "params" not in variables:
+        raise ConfigError(
+            f"variables holds the collections {sorted(variables)} but no 'params': pass what "
+            "module.init returned"
+        )
+    params = variables["params"]
+    kept = kept_collections(left, variables, is_whole=is_made)
+
+    def initialise(example: PyTree) -> tuple[PyTree, PyTree]:
+        made = initialised(example)
+        return made["params"], {name: made[name] for name in kept}
+
+    return Functional(
+        params=params,
+        aux={name: variables[name] for name in kept},
+        logical=_logical(nn.get_partition_spec(params)),
+        train=call(loss),
+        evaluate=call(eval_loss),
+        finish=lambda params, aux: (module, {"params": params, **aux}),
+        initialise=initialise if is_made else None,
+        init_arguments=(example,) if is_made else (),
+    )
+
+
+def functional(
+    model: Any,
+    loss: Loss,
+    eval_loss: Loss,
+    *,
+    variables: PyTree | None,
+    seed: int,
+    example: PyTree,
+    rngs: Sequence[str] = RNGS,
+    trainable: Trainable = None,
+    merge: Merge = None,
+) -> Functional:
+    """Make any Flax model functional: see `from_nnx`, `from_linen`, `frozen_names`, `merges_of`.
+
+    A function without arguments that returns an NNX module is not called for real: its arrays are
+    made where they are to lie.
+
+    Raises:
+        ConfigError: If `model` is no Flax module, its parameters cannot be trained, or
+            `trainable` or `merge` names nothing of it.
+    """
+    check_model(model)
+    loss, eval_loss = called(loss), called(eval_loss, "eval_loss")
+    if isinstance(model, nn.Module):
+        made = from_linen(
+            model, loss, eval_loss, variables=variables, seed=seed, example=example, rngs=rngs
+        )
+        return _completed(made, trainable, merge)
+    model, make = as_module(model)
+    if variables is not None:
+        raise ConfigError("variables is for Linen modules: an NNX model holds its own")
+    return _completed(from_nnx(model, loss, eval_loss, make=make, seed=seed), trainable, merge)
+
+
+def _completed(model: Functional, trainable: Trainable, merge: Merge) -> Functional:
+    """What both kinds of model have in common: what is trained, and that all arrays are plain."""
+    model = dataclasses.replace(
+        model,
+        frozen=frozen_names(model.params, trainable),
+        merges=merges_of(model.aux, merge),
+        statistics=statistics_of(model.aux),
+    )
+    _check_params(model)
+    _refuse_overwritten(model.aux)
+    given, initialise = (model.params, model.aux), model.initialise
+    if is_plain(model.params, in_parts=True) and is_plain(model.aux):
+        return model
+
+    def plain(params: PyTree, aux: PyTree) -> tuple[PyTree, PyTree]:
+        return as_plain(params, in_parts=True), as_plain(aux)
+
+    def call(run: Any) -> Any:
+        def with_plain(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
+            old = from_plain(aux, given[1])
+            before = jax.tree.leaves(old)  # now, for a call writes into the variables of a tree
+            out, new = run(from_plain(params, given[0]), old, key, batch)
+            if str(jax.tree.structure(old)) != str(jax.tree.structure(new)):
+                return out, new  # refused by whoever traces it
+            # What is not changed stays the array that it is.
+            each = zip(
+                jax.tree.leaves(aux),
+                before,
+                *map(jax.tree.leaves, (new, as_plain(new))),
+                strict=True,
+            )
+            leaves = [x if a is b else y for x, a, b, y in each]
+            return out, jax.tree.unflatten(jax.tree.structure(aux), leaves)
+
+        return with_plain
+
+    params, aux = plain(*given)
+    logical = [
+        None if names is None else (*names, *[None] * is_complex(x))
+        for names, x in zip(model.logical, jax.tree.leaves(given[0]), strict=True)
+    ]
+    return dataclasses.replace(
+        model,
+        params=params,
+        aux=aux,
+        logical=tuple(logical),
+        train=call(model.train),
+        evaluate=call(model.evaluate),
+        finish=lambda *trained: model.finish(*map(from_plain, trained, given)),
+        initialise=None if initialise is None else lambda *xs: plain(*initialise(*xs)),
+    )

@@ -1,0 +1,145 @@
+"""A loss that is scaled by a power of two before it is differentiated, as float16 needs.
+
+The exponent lies beside the model's other variables, so that every form of a microbatch's programs
+has it as an argument. Gradients come out scaled; whoever adds them up takes the exponent off their
+own, which rounds nothing.
+
+References:
+    Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2 (loss scaling).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core.types import PyTree
+from .functional import Functional
+
+Exponent = TypeVar("Exponent", int, jax.Array)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleState:
+    """Where dynamic loss scaling stands.
+
+    Attributes:
+        exponent: The scale of a microbatch's mean loss is two to this power.
+        good_steps: The steps since it changed, or since an overflow.
+    """
+
+    exponent: int
+    good_steps: int = 0
+
+    @property
+    def scale(self) -> float:
+        """The scale itself."""
+        return 2.0**self.exponent
+
+    def after(self, *, overflowed: bool, growth_steps: int, most: int) -> "ScaleState":
+        """The state after a step.
+
+        Args:
+            overflowed: Whether some gradient was not finite: the scale is halved.
+            growth_steps: The steps without an overflow after which it doubles.
+            most: The largest exponent.
+        """
+        if overflowed:
+            return ScaleState(self.exponent - 1)
+        if self.good_steps + 1 < growth_steps:
+            return ScaleState(self.exponent, self.good_steps + 1)
+        return ScaleState(min(self.exponent + 1, most))
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True)
+class ScaledAux:
+    """Other variables of a model whose loss is scaled.
+
+    Attributes:
+        exponent: int32 scalar.
+    """
+
+    variables: PyTree
+    exponent: Any
+
+    def tree_flatten_with_keys(self) -> tuple[Any, None]:
+        """The variables keep their names, for `value` is no part of a path."""
+        keys = map(jax.tree_util.GetAttrKey, ("value", "loss_scale"))
+        return tuple(zip(keys, (self.variables, self.exponent), strict=True)), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> "ScaledAux":
+        """From both, in their order."""
+        return cls(*children)
+
+
+def own_variables(aux: PyTree) -> PyTree:
+    """Other variables as the model has them."""
+    return aux.variables if isinstance(aux, ScaledAux) else aux
+
+
+def initial_scale(aux: PyTree) -> ScaleState | None:
+    """Where the scaling of a model's loss begins; None: it is not scaled."""
+    return ScaleState(int(aux.exponent)) if isinstance(aux, ScaledAux) else None
+
+
+def saved_scale(state: ScaleState | None) -> dict[str, np.ndarray]:
+    """What a checkpoint holds of the scaling beside the arrays."""
+    return {} if state is None else {"loss_scale": np.array(dataclasses.astuple(state), np.int32)}
+
+
+def restored_scale(tree: Mapping[str, Any]) -> ScaleState | None:
+    """From what `saved_scale` put into a tree."""
+    return ScaleState(*np.asarray(tree["loss_scale"]).tolist()) if "loss_scale" in tree else None
+
+
+def scaled_loss(loss: jax.Array, num_losses: int, aux: PyTree) -> jax.Array:
+    """What is differentiated of a loss.
+
+    Args:
+        loss: A microbatch's sum of losses.
+    """
+    if not isinstance(aux, ScaledAux):
+        return loss
+    exponent = sum_exponent(aux.exponent, num_losses)
+    return loss * jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+
+
+def sum_exponent(exponent: Exponent, num_losses: int) -> Exponent:
+    """The exponent by which a sum of losses is scaled, where their mean is by the given one.
+
+    The number is rounded down to a power of two, so that scaling rounds nothing.
+
+    Args:
+        num_losses: How many losses a microbatch adds up, masked ones included: it is known before
+            anything runs, and the same for all microbatches.
+    """
+    return exponent - (num_losses.bit_length() - 1)
+
+
+def with_loss_scale(model: Functional, exponent: int) -> Functional:
+    """A model whose other variables hold the exponent of a loss scale; `finish` takes its own."""
+
+    def call(run: Any) -> Any:
+        def scaled(params: PyTree, aux: Any, key: jax.Array, batch: PyTree) -> Any:
+            out, variables = run(params, aux.variables, key, batch)
+            return out, ScaledAux(variables, aux.exponent)
+
+        return scaled
+
+    def initialise(*arguments: Any) -> tuple[PyTree, PyTree]:
+        assert model.initialise is not None
+        params, aux = model.initialise(*arguments)
+        return params, ScaledAux(aux, jnp.int32(exponent))
+
+    return dataclasses.replace(
+        model,
+        aux=ScaledAux(model.aux, np.asarray(exponent, np.int32)),
+        train=call(model.train),
+        evaluate=call(model.evaluate),
+        initialise=None if model.initialise is None else initialise,
+    )

@@ -1,0 +1,149 @@
+"""The user's optimizer as updates run it: with all that is known of a step, and plain arrays.
+
+An optax transformation may ask for more than gradients. The value of the loss and the gradient
+itself are known when an update runs; the loss as a function is not, for an update sees sums and no
+examples.
+"""
+
+import dataclasses
+import inspect
+from typing import Any
+
+import jax
+import optax
+
+from ..core.errors import ConfigError, HxlaError
+from ..core.types import PyTree
+from ..jax.digest import program_digest
+from ..jax.jaxpr import backward_slice, inlined, variables
+from .functional import leaf_names
+from .plain_arrays import as_plain, from_plain
+
+_GIVEN = "an update gets the gradient, the state, the parameters, and by name `value` and `grad`"
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """An optax transformation whose state has the data of random keys in their place.
+
+    Attributes:
+        given: The user's own: a transformation, or an `optax.MultiSteps`.
+    """
+
+    given: Any
+
+    @property
+    def _transformation(self) -> optax.GradientTransformationExtraArgs:
+        given = self.given
+        if isinstance(given, optax.MultiSteps):
+            given = given.gradient_transformation()
+        return optax.with_extra_args_support(given)
+
+    def init(self, params: PyTree) -> PyTree:
+        """The state to begin with."""
+        return as_plain(self._transformation.init(params))
+
+    def reads(self, params: PyTree) -> frozenset[int]:
+        """Parameters of whose values the initial state is made; of most only the shapes matter."""
+        jaxpr = inlined(jax.make_jaxpr(self.init)(params)).jaxpr
+        equations = backward_slice(jaxpr.eqns, jaxpr.outvars)
+        sides = (*(eqn.invars for eqn in equations), jaxpr.outvars)
+        read = variables(v for side in sides for v in side)
+        return frozenset(i for i, v in enumerate(jaxpr.invars) if v in read)
+
+    def update(
+        self, grads: PyTree, state: PyTree, params: PyTree, *, value: jax.Array
+    ) -> tuple[PyTree, PyTree]:
+        """What is added to the parameters, and the next state.
+
+        Args:
+            grads: The gradient of the global batch.
+            state: As `init` or `update` gave it.
+            value: float32 scalar, the loss whose gradient it is.
+
+        Raises:
+            ConfigError: If the optimizer evaluates the loss itself.
+        """
+        transformation = self._transformation
+        like = jax.eval_shape(transformation.init, params)
+        extra = {"value": value, "grad": grads, "value_fn": _no_value_fn}
+        takes = inspect.signature(transformation.update).parameters.values()
+        if all(parameter.kind != parameter.VAR_KEYWORD for parameter in takes):
+            names = {parameter.name for parameter in takes}
+            extra = {name: known for name, known in extra.items() if name in names}
+        updates, state = transformation.update(grads, from_plain(state, like), params, **extra)
+        return updates, as_plain(state)
+
+    def digests(self, params: PyTree) -> dict[str, str]:
+        """Digests of the initial state and of an update, with numbers such as a learning rate."""
+        shapes = jax.eval_shape(lambda tree: tree, params)
+        state = jax.eval_shape(self.init, shapes)
+
+        def update(grads: PyTree, state: PyTree, params: PyTree, value: jax.Array) -> Any:
+            return self.update(grads, state, params, value=value)
+
+        value = jax.ShapeDtypeStruct((), "float32")
+        return {
+            "start": program_digest(jax.make_jaxpr(self.init)(shapes)),
+            "update": program_digest(jax.make_jaxpr(update)(shapes, state, shapes, value)),
+        }
+
+    def restored(self, state: PyTree, params: PyTree) -> PyTree:
+        """The state with its keys, as optax makes it."""
+        return from_plain(state, jax.eval_shape(self._transformation.init, params))
+
+    def check(self, params: PyTree) -> None:
+        """Run an update on shapes.
+
+        Args:
+            params: The parameters or their shapes.
+
+        Raises:
+            ConfigError: If the optimizer asks for what no update has, or its state changes its
+                shapes.
+        """
+        shapes = jax.eval_shape(lambda tree: tree, params)
+        state = jax.eval_shape(self.init, shapes)
+        value = jax.ShapeDtypeStruct((), "float32")
+        try:
+            _, after = jax.eval_shape(
+                lambda g, s, p, v: self.update(g, s, p, value=v), shapes, state, shapes, value
+            )
+        except HxlaError:
+            raise
+        except Exception as error:  # whatever the user's transformation raises
+            raise ConfigError(
+                f"the optimizer cannot update these parameters: {type(error).__name__}: {error}\n"
+                f"{_GIVEN}; a transformation that needs more (value_fn, obj_fn, grad_fn, a "
+                "Hessian) has to be replaced by one that does not"
+            ) from error
+        _check_state(state, after)
+
+
+def _check_state(before: PyTree, after: PyTree) -> None:
+    structures = [str(jax.tree.structure(state)) for state in (before, after)]
+    if structures[0] != structures[1]:
+        raise ConfigError(
+            "an update changes the structure of the optimizer's state: before\n"
+            f"  {structures[0]}\nafter\n  {structures[1]}"
+        )
+    pairs = zip(leaf_names(before), jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    changed = [
+        f"  {name}: {a.dtype}{list(a.shape)} before, {b.dtype}{list(b.shape)} after"
+        for name, a, b in pairs
+        if (a.shape, a.dtype) != (b.shape, b.dtype)
+    ]
+    if changed:
+        raise ConfigError(
+            "an update changes shapes or dtypes of the optimizer's state:\n"
+            + "\n".join(changed)
+            + "\ninitialise the state with the dtypes that updates give it"
+        )
+
+
+def _no_value_fn(*_: Any, **__: Any) -> Any:
+    raise ConfigError(
+        "the optimizer calls `value_fn`: a line search evaluates the loss of the whole global "
+        f"batch several times in one update, and an update has no examples ({_GIVEN}). Use "
+        "optax.lbfgs(learning_rate, linesearch=None), or an optimizer without a line search"
+    )

@@ -1,0 +1,445 @@
+"""What must hold between the fields of a plan."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from ..core.errors import PlanError
+from ..core.types import DATA_AXIS, STAGE_AXIS
+from ..schedule.schedules import Schedule, make_schedule, schedule_from_table
+from ..schedule.segment_sequence import (
+    CUT,
+    INPUT,
+    Residuals,
+    SegmentCost,
+    replay_sequence,
+    sequence_from_texts,
+)
+
+
+def schedule_of(schedule: Any, num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """The schedule of one copy of the model.
+
+    Args:
+        schedule: A name or a table of texts.
+        num_microbatches: That the copy runs in a step.
+        num_chunks: Parts of the model on each stage.
+
+    Raises:
+        PlanError: If it is not for so many stages, microbatches or chunks.
+    """
+    if isinstance(schedule, str):
+        return make_schedule(schedule, num_stages, num_microbatches, num_chunks)
+    own = schedule_from_table(schedule)
+    made_for = (own.num_stages, own.num_microbatches, own.num_chunks)
+    if made_for != (num_stages, num_microbatches, num_chunks):
+        raise PlanError(
+            f"the table of the pipeline's schedule is for {made_for[0]} stages, {made_for[1]} "
+            f"microbatches and {made_for[2]} chunks; this pipeline has {num_stages} stages, "
+            f"{num_microbatches} microbatches and {num_chunks} chunks"
+        )
+    return own
+
+
+def faults(plan: Any) -> Iterator[str]:
+    """Each thing that is wrong, as `key: what, and what to do`.
+
+    Args:
+        plan: A `Plan` whose fields are each of the right type.
+    """
+    yield from _of_batch(plan)
+    yield from _of_devices(plan)
+    yield from _of_axes(plan)
+    yield from _of_parameters(plan)
+    if plan.pipeline is not None:
+        yield from _of_pipeline(plan)
+    if plan.chain is not None:
+        yield from _of_chain(plan)
+    yield from _of_stash(plan)
+    if plan.sums.kind == "exact" and plan.sums.dtype != "float32":
+        yield f"sums.dtype: {plan.sums.dtype} rounds what exact sums keep, use float32"
+    yield from _of_sums_over_the_host(plan)
+    yield from _of_executors(plan)
+    yield from _of_starts(plan)
+    yield from _of_calls(plan)
+    known = {p.name for p in plan.parameters}
+    for sparse in plan.sums.sparse:
+        if sparse.name not in known:
+            yield f"sums.sparse: there is no parameter {sparse.name!r}"
+        elif plan.axes:
+            yield "sums.sparse: rows travel between copies of one device only, leave it empty"
+            break
+    yield from _of_shares(plan)
+    yield from _of_prediction(plan)
+
+
+def _of_sums_over_the_host(plan: Any) -> Iterator[str]:
+    if plan.sums.over == "device":
+        return
+    if plan.axes:
+        yield (
+            "sums.over: copies of one device meet over the host, these have the axes "
+            f"{', '.join(axis.name for axis in plan.axes)}: use 'device'"
+        )
+    if plan.placement.zero == 3:
+        yield (
+            "placement.zero: stage 3 gathers parameters in collectives of the devices, over the "
+            "host use at most 2"
+        )
+    if plan.sums.kind != "exact":
+        yield (
+            f"sums.over: hosts add integers, and {plan.sums.kind} sums are none: use kind 'exact', "
+            "or 'device'"
+        )
+
+
+def _of_executors(plan: Any) -> Iterator[str]:
+    if all(replica.executors == 1 for replica in plan.replicas):
+        return
+    if plan.axes or plan.chain is not None:
+        form = "axes" if plan.axes else "a chain of segments"
+        yield (
+            f"replicas: executors run microbatches of one program on one device, a copy has {form} "
+            "here: use executors 1"
+        )
+    if plan.sums.kind != "exact":
+        yield (
+            "replicas: executors take microbatches in no fixed order, which moves the bits of "
+            f"{plan.sums.kind} sums: use executors 1, or sums of kind 'exact'"
+        )
+
+
+def _of_starts(plan: Any) -> Iterator[str]:
+    late = [i for i, replica in enumerate(plan.replicas) if replica.start_seconds]
+    if not late:
+        return
+    if plan.pipeline is None:
+        why = "only pipelines begin one after another, and the copies here have no stages"
+    elif plan.placement.zero > 1:
+        why = (
+            f"with placement.zero of {plan.placement.zero} all copies fill and empty some slots "
+            "after others together, and none begins later"
+        )
+    else:
+        return
+    yield f"replicas.{late[0]}.start_seconds: {why}: leave it 0"
+
+
+def _of_calls(plan: Any) -> Iterator[str]:
+    if plan.microbatches_per_call == 1:
+        return
+    if plan.pipeline is not None or plan.chain is not None:
+        form = "pipeline" if plan.pipeline is not None else "chain of segments"
+        yield (
+            f"microbatches_per_call: a {form} has several programs for each microbatch, and none "
+            "that runs several of them: use 1"
+        )
+    if any(replica.executors > 1 for replica in plan.replicas):
+        yield (
+            "microbatches_per_call: executors take one microbatch after another, each as soon as "
+            "it has done one: use 1, or executors 1"
+        )
+
+
+def _of_batch(plan: Any) -> Iterator[str]:
+    num, rest = divmod(plan.batch_size, plan.microbatch_size)
+    if rest:
+        yield (
+            f"microbatch_size: {plan.microbatch_size} does not divide batch_size "
+            f"{plan.batch_size}, use a divisor"
+        )
+    elif sum(plan.counts) != num:
+        yield (
+            f"replicas: num_microbatches {', '.join(map(str, plan.counts[:9]))} add up to "
+            f"{sum(plan.counts)}, a batch of {plan.batch_size} has {num}"
+        )
+
+
+def _of_devices(plan: Any) -> Iterator[str]:
+    listed = Counter(device.rank for device in plan.devices)
+    used = Counter(rank for replica in plan.replicas for rank in replica.devices)
+    for rank in (r for r, n in listed.items() if n > 1):
+        yield f"devices: rank {rank} is listed twice"
+    for rank in (r for r, n in used.items() if n > 1):
+        yield f"replicas: device {rank} has two places"
+    for rank in sorted(used.keys() - listed.keys()):
+        yield f"replicas: device {rank} is none of `devices`"
+    for rank in sorted(listed.keys() - used.keys()):
+        yield f"devices: rank {rank} has no place in `replicas`, leave it out"
+    size = math.prod(axis.size for axis in plan.axes)
+    for i, replica in enumerate(plan.replicas):
+        if len(replica.devices) != size:
+            yield (f"replicas.{i}.devices: {len(replica.devices)} devices, the axes take {size}")
+
+
+def _of_axes(plan: Any) -> Iterator[str]:
+    names = [axis.name for axis in plan.axes]
+    for name in (n for n, times in Counter(names).items() if times > 1):
+        yield f"axes: {name!r} is there twice"
+    if DATA_AXIS in names:
+        yield f"axes: {DATA_AXIS!r} lies between copies of the model, `replicas` lists them"
+    if STAGE_AXIS in names[1:]:
+        yield f"axes: {STAGE_AXIS!r} must be the first"
+    if (STAGE_AXIS in names) != (plan.pipeline is not None):
+        yield f"pipeline: given if and only if {STAGE_AXIS!r} is one of the axes"
+    for axis in plan.axes:
+        if not axis.shares:
+            continue
+        if len(axis.shares) != axis.size:
+            yield f"axes.{axis.name}.shares: {len(axis.shares)} for {axis.size} devices"
+        if len(plan.axes) > 1:
+            yield (
+                f"axes.{axis.name}.shares: unlike parts are for copies with one axis, this plan "
+                f"has {', '.join(names)}: leave the shares out, or the other axes"
+            )
+    roles = {len(axis.roles) for axis in plan.axes if axis.name != STAGE_AXIS}
+    if len(roles) > 1:
+        yield "axes: each lists the role of every TaskGraph, these list different numbers of them"
+
+
+def _of_parameters(plan: Any) -> Iterator[str]:
+    sizes = plan.axis_sizes
+    for name, times in Counter(p.name for p in plan.parameters).items():
+        if times > 1:
+            yield f"parameters: {name!r} is there twice"
+    for p in plan.parameters:
+        key = f"parameters.{p.name}.spec"
+        if len(p.spec) != len(p.shape):
+            yield f"{key}: {len(p.spec)} entries for {len(p.shape)} dimensions"
+            continue
+        used = Counter(axis for names in p.spec for axis in names)
+        for axis in used:
+            if axis not in sizes:
+                yield f"{key}: there is no axis {axis!r}"
+            elif used[axis] > 1:
+                yield f"{key}: {axis!r} cuts it twice"
+        unlike = p.sizes or ((),) * len(p.shape)
+        if len(unlike) != len(p.shape):
+            yield (
+                f"parameters.{p.name}.sizes: {len(unlike)} entries for {len(p.shape)} dimensions"
+            )
+            continue
+        for d, (size, cut) in enumerate(zip(p.shape, p.cuts(sizes), strict=True)):
+            if unlike[d]:
+                yield from _of_sizes(plan, p, d)
+            elif size % cut:
+                yield f"{key}: dimension {d} of size {size} does not divide into {cut}"
+
+
+def _of_sizes(plan: Any, p: Any, d: int) -> Iterator[str]:
+    """A dimension whose parts are unlike."""
+    key, parts, axes = f"parameters.{p.name}.sizes.{d}", p.sizes[d], p.spec[d]
+    if len(axes) != 1:
+        cut = f"{len(axes)} axes cut" if axes else "no axis cuts"
+        yield f"{key}: {cut} this dimension, parts of unlike sizes are of one axis"
+        return
+    own = next((axis for axis in plan.axes if axis.name == axes[0]), None)
+    if own is not None and len(parts) != own.size:
+        yield f"{key}: {len(parts)} sizes for the {own.size} devices of {own.name!r}"
+    elif own is not None and not own.shares:
+        yield f"{key}: sizes are unlike only over an axis with `shares`, {own.name!r} has none"
+    if sum(parts) != p.shape[d]:
+        yield f"{key}: {' + '.join(map(str, parts))} is {sum(parts)}, not {p.shape[d]}"
+
+
+def _of_shares(plan: Any) -> Iterator[str]:
+    placement, num = plan.placement, len(plan.replicas)
+    if placement.waves > 1 and placement.zero < 2:
+        yield "placement.waves: they are of ZeRO's stages 2 and 3, use 1 or set placement.zero"
+    if placement.parameters != "device" and placement.zero < 3:
+        yield (
+            "placement.parameters: only in ZeRO's stage 3 each copy has its share of them, set "
+            "placement.zero to 3, or use 'device'"
+        )
+    if not placement.zero:
+        if placement.shares:
+            yield "placement.shares: they are of ZeRO's stages, set placement.zero to 1, 2 or 3"
+        if placement.shard_groups > 1:
+            yield (
+                "placement.shard_groups: they are of ZeRO's stages, set placement.zero to 1, 2 or 3"
+            )
+        if placement.whole:
+            yield "placement.whole: it is of ZeRO's stages, set placement.zero to 1, 2 or 3"
+        if placement.optimizer != "device":
+            yield (
+                f"placement.optimizer: what waits in the {placement.optimizer} is updated as in "
+                "ZeRO's stages, set placement.zero to 1, 2 or 3"
+            )
+        return
+    known = {p.name for p in plan.parameters}
+    for name in placement.whole:
+        if name not in known:
+            yield f"placement.whole: there is no parameter {name!r}"
+    if num == 1 and placement.zero > 1:
+        yield "placement.zero: one copy of the model has nobody to share with, use 1 or 0"
+    if plan.axes:
+        yield from _of_shares_of_cut_copies(plan)
+    if placement.zero > 1 and plan.chain is None and plan.pipeline is None:
+        yield "placement.zero: stages 2 and 3 run segment by segment, set `chain`, or use 1"
+    groups = placement.shard_groups
+    if groups > 1:
+        yield from _of_shard_groups(plan)
+    if placement.shares and num % groups == 0 and len(placement.shares) != num // groups:
+        of = f"in each of {groups} groups" if groups > 1 else "of the model"
+        yield f"placement.shares: {len(placement.shares)} for {num // groups} copies {of}"
+    if plan.sums.sparse:
+        yield (
+            "placement.zero: rows of a gradient travel to every copy, leave sums.sparse empty or "
+            "use 0"
+        )
+
+
+def _of_shares_of_cut_copies(plan: Any) -> Iterator[str]:
+    placement, num = plan.placement, len(plan.replicas)
+    axes = ", ".join(axis.name for axis in plan.axes)
+    cut = f"copies of the model are cut by {axes}"
+    if num == 1:
+        yield f"placement.zero: {cut}, and one copy has nobody to share with: use 0"
+    if plan.pipeline is not None:
+        if placement.waves > 1:
+            yield f"placement.waves: {cut}, and stages run all microbatches in one: use 1"
+        if placement.parameters != "device":
+            yield f"placement.parameters: {cut}, whose parts stay on their devices: use 'device'"
+    if plan.is_uneven:
+        yield f"placement.zero: {cut} in unlike parts, whose state is not shared out: use 0"
+    if placement.optimizer == "disk":
+        yield f"placement.optimizer: {cut}, whose state goes to no disk: use 'host' or 'device'"
+
+
+def _of_shard_groups(plan: Any) -> Iterator[str]:
+    num, groups = len(plan.replicas), plan.placement.shard_groups
+    if num % groups or num == groups:
+        yield (
+            f"placement.shard_groups: {num} copies of the model do not make {groups} groups of "
+            "equal size, of two or more: use another number"
+        )
+        return
+    if plan.sums.over == "host":
+        yield (
+            "placement.shard_groups: over the host the copies of a process have one place, in one "
+            "group: use 1, or sums.over 'device'"
+        )
+    arithmetic = {device.rank: device.arithmetic for device in plan.devices}
+    kinds = [tuple(arithmetic.get(rank, "") for rank in r.devices) for r in plan.replicas]
+    size = num // groups
+    for member in range(size):
+        same = kinds[member::size]
+        if len(set(same)) > 1:
+            copies = ", ".join(map(str, range(member, num, size)))
+            of = " and ".join(sorted({kind for own in same for kind in own}))
+            yield (
+                f"placement.shard_groups: copies {copies} update the same, and are of unlike kinds "
+                f"({of}): they would drift apart. Use 1, or groups in which the same kinds follow "
+                "each other"
+            )
+
+
+def _of_pipeline(plan: Any) -> Iterator[str]:
+    pipeline, num_stages = plan.pipeline, plan.num_stages
+    if num_stages < 2:
+        yield f"axes: {STAGE_AXIS!r} has size {num_stages}, a pipeline has at least two stages"
+    parts = [segment.part for segment in pipeline.segments]
+    wanted = list(range(num_stages * pipeline.num_chunks))
+    if sorted(set(parts)) != wanted or parts != sorted(parts):
+        yield (
+            f"pipeline.segments: their parts are {_brief(parts)}, they must go from 0 to "
+            f"{wanted[-1]} in order, each at least once"
+        )
+    firsts = [segment.first for segment in pipeline.segments]
+    if firsts[0] != 0 or any(b <= a for a, b in itertools.pairwise(firsts)):
+        yield f"pipeline.segments: their first equations {_brief(firsts)} must grow from 0"
+    if len({segment.keep for segment in pipeline.segments}) > 1:
+        yield "pipeline.segments: all must `keep` the same"
+    inner = math.prod(axis.size for axis in plan.axes) // max(num_stages, 1)
+    if inner > 1 and not pipeline.recompute:
+        yield (
+            f"pipeline.segments: stages of {inner} devices keep `inputs`, residuals are for stages "
+            "of one"
+        )
+    for count in sorted({count for count in plan.counts if count}):
+        try:
+            schedule = schedule_of(pipeline.schedule, num_stages, count, pipeline.num_chunks)
+        except PlanError as error:
+            yield f"pipeline.schedule: {error}"
+            return
+        if schedule.has_weight and pipeline.recompute:
+            yield (
+                "pipeline.segments: weight gradients of their own need `residuals`; with `inputs` "
+                "each forward would run three times, use schedule '1f1b'"
+            )
+            return
+
+
+def _of_chain(plan: Any) -> Iterator[str]:
+    chain = plan.chain
+    if plan.axes:
+        axes = ", ".join(axis.name for axis in plan.axes)
+        cut = f"the copies are cut by {axes}"
+        if plan.pipeline is not None:
+            yield f"chain: {cut}, and stages are segments of their own: leave it out"
+        elif plan.is_uneven:
+            yield f"chain: {cut} in unlike parts, in which no segment can wait: leave it out"
+    firsts = [segment.first for segment in chain.segments]
+    if firsts[0] != 0 or any(b <= a for a, b in itertools.pairwise(firsts)):
+        yield f"chain.segments: their first equations {_brief(firsts)} must grow from 0"
+    try:
+        sequence = sequence_from_texts(len(firsts), chain.sequence)
+        replay_sequence(sequence, _no_costs(len(firsts)))
+    except PlanError as error:
+        yield f"chain.sequence: {error}"
+        return
+    if sequence.offloads and plan.placement.stash == "device":
+        yield "placement.stash: `chain.sequence` offloads to host memory, set 'host'"
+
+
+def _of_stash(plan: Any) -> Iterator[str]:
+    if plan.placement.stash == "device":
+        return
+    if plan.chain is None:
+        yield "placement.stash: what waits is of segments, set `chain`, or use 'device'"
+    elif not any(str(text).startswith("O") for text in plan.chain.sequence):
+        yield "placement.stash: no operation of `chain.sequence` offloads anything, use 'device'"
+
+
+def _no_costs(num: int) -> list[SegmentCost]:
+    """Of a chain's programs, to see whether a sequence can run."""
+    return [
+        SegmentCost(
+            name=str(i),
+            input_bytes=1,
+            input_gradient_bytes=1,
+            forward_seconds=0.0,
+            residuals=(
+                Residuals(
+                    name=INPUT if i == num - 1 else CUT,
+                    num_bytes=int(i < num - 1),
+                    reads_input=i == num - 1,
+                    forward_seconds=0.0,
+                    backward_seconds=0.0,
+                ),
+            ),
+            offload_seconds=0.0,
+        )
+        for i in range(num)
+    ]
+
+
+def _of_prediction(plan: Any) -> Iterator[str]:
+    known = plan.prediction
+    if known is None:
+        return
+    for name in ("microbatch_seconds", "fixed_seconds"):
+        num = len(getattr(known, name))
+        if num not in (0, len(plan.replicas)):
+            yield f"prediction.{name}: {num} values for {len(plan.replicas)} replicas"
+    if bool(known.microbatch_seconds) != bool(known.fixed_seconds):
+        yield "prediction: microbatch_seconds and fixed_seconds come together"
+    unknown = {d.rank for d in known.devices} - {d.rank for d in plan.devices}
+    if unknown:
+        yield f"prediction.devices: {sorted(unknown)} are none of `devices`"
+
+
+def _brief(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:12])) + (", ..." if len(numbers) > 12 else "")

@@ -1,0 +1,549 @@
+"""The plan: who holds and computes what. All that a run of training decides is in it.
+
+A plan is made by annotations, rules, a mesh, a number of stages or the search, and lowered with the
+traced loss to the programs that run; nothing else decides anything. It can be written to a file,
+read, edited by hand, and compared.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+import pydantic
+
+from ..core.errors import PlanError
+from ..core.files import MOST_JSON_BYTES, named, read_bytes
+from ..core.types import STAGE_AXIS
+from .check import faults
+from .file import faults_of, from_json, refusal
+from .layout import Layout, PlanValue, whole
+from .parts import (
+    Axis,
+    Placement,
+    PlannedChain,
+    PlannedDevice,
+    PlannedPipeline,
+    Prediction,
+    ReplicaWork,
+    RunnerUp,
+    SumsForm,
+    Versions,
+)
+from .picture import DeviceRow, draw_devices
+from .precision import Precision
+from .text import (
+    chain_in_words,
+    differences,
+    held_in_words,
+    parts_in_words,
+    pipeline_in_words,
+    runners_up_in_words,
+)
+
+
+def deciding(plan: Any) -> dict[str, Any]:
+    """What `Plan.numerics` is the fingerprint of."""
+    found: dict[str, Any] = {
+        "made_with": plan.made_with.model_dump(),
+        "batch_size": plan.batch_size,
+        "microbatch_size": plan.microbatch_size,
+        "precision": plan.precision.model_dump(),
+        "excess_precision": plan.sums.kind != "exact",
+        "sums": plan.sums.model_dump(include={"kind", "limbs"}),
+        "parameters": [[p.name, p.shape, p.dtype] for p in plan.parameters],
+    }
+    arithmetic = {device.rank: device.arithmetic for device in plan.devices}
+    kinds = set(arithmetic.values())
+    found["kinds"] = sorted(kinds)
+    if len(kinds) > 1:  # which microbatch is computed where
+        found["kinds"] = [
+            [[arithmetic[rank] for rank in r.devices], r.num_microbatches] for r in plan.replicas
+        ]
+    if plan.axes:
+        found["axes"] = [axis.model_dump(exclude={"shares"}) for axis in plan.axes]
+        found["specs"] = [layout.spec for layout in plan.parameters]
+    if plan.is_uneven:
+        found["shares"] = [axis.shares for axis in plan.axes]
+        found["sizes"] = [layout.sizes for layout in plan.parameters]
+    if plan.pipeline is not None:
+        segments = plan.pipeline.segments
+        found["cut"] = [plan.pipeline.points, plan.pipeline.num_chunks, plan.pipeline.cut_by]
+        each = [[s.first, s.keep] for s in segments]
+        found["keep"] = each if len({s.keep for s in segments}) > 1 else segments[0].keep
+        found["has_weight"] = plan.pipeline.has_weight
+    if plan.chain is not None:  # whatever is recomputed, the programs are the same
+        found["chain"] = plan.chain.points
+    if plan.microbatches_per_call > 1:
+        found["microbatches_per_call"] = plan.microbatches_per_call
+    # Each that devices of a copy put together is compiled apart from what else the copy owns.
+    is_whole = plan.placement.whole and not plan.axes
+    decides = is_whole or len(kinds) > 1
+    if plan.placement.zero and (decides or plan.axes or plan.sums.kind == "float"):
+        # Sums over a whole tensor depend on the program around them.
+        own = plan.granules if decides else ()
+        tier = plan.placement.tier_of_whole if is_whole else ()
+        found["zero"] = [plan.placement.whole, own, *tier]
+        if plan.placement.shard_groups > 1 and (decides or plan.sums.kind == "float"):
+            found["shard_groups"] = plan.placement.shard_groups
+    if plan.sums.kind == "float":
+        found["sums"] = [plan.sums.model_dump(), plan.counts, plan.placement.waves]
+    return found
+
+
+_MOST_LINES = 24  # of differences, and of devices in words
+
+
+class Plan(PlanValue):
+    r"""Who holds and computes what, why, and how far from the best it can be.
+
+    All that a run decides is in it: the same traced loss and the same plan are lowered to the same
+    programs. It is frozen and hashable; a file of it can be edited by hand and is checked when it
+    is read.
+
+    Attributes:
+        format: The version of the file's format.
+        made_with: The versions and settings that decide bits.
+        cluster: The name of the mesh file; empty for the devices that were there.
+        mesh_file: The path of a mesh file that is not built in, where the plan was made.
+        batch_size: The examples of a global batch.
+        microbatch_size: The examples of a microbatch.
+        devices: The devices that take part.
+        axes: The mesh axes inside a copy of the model; none where a copy has one device.
+        replicas: The copies of the model, with their devices and their work.
+        pipeline: The stages and their schedule, where `stage` is the first of the axes.
+        chain: The segments of a microbatch that are programs of their own; None: it is one program.
+        microbatches_per_call: The microbatches that one call of a program runs, at most.
+        parameters: The layout of each parameter over its copy's devices between steps.
+        sums: The way gradients are added up.
+        precision: The dtypes of the computation.
+        placement: The kinds of memory, and what stays in it.
+        prediction: The time and memory of a step; None where nothing is known.
+        runners_up: The next best plans of a search, the fastest first.
+        reasons: Why, and what is estimated, in words.
+
+    Example:
+        >>> import hxla, jax
+        >>> from flax import nnx
+        >>> model = nnx.eval_shape(lambda: nnx.Linear(1024, 4096, rngs=nnx.Rngs(0)))
+        >>> batch = {"x": jax.ShapeDtypeStruct((4, 1024), "float32")}
+        >>> graph = hxla.trace(model, lambda model, batch: model(batch["x"]).mean(), batch)
+        >>> plan = hxla.make_plan(graph, 2, batch_size=32)
+        >>> plan.write("plan.json")
+        >>> other = hxla.Plan.read("plan.json").with_counts((5, 3))
+        >>> print(*plan.diff(other), sep="\n")
+        replicas.0.num_microbatches: 4 here, 5 there
+        replicas.1.num_microbatches: 4 here, 3 there
+        >>> plan.numerics == other.numerics
+        True
+    """
+
+    format: Literal[1] = 1
+    made_with: Versions
+    cluster: str = ""
+    mesh_file: str = ""
+    batch_size: Annotated[int, pydantic.Field(ge=1, le=2**48)]
+    microbatch_size: Annotated[int, pydantic.Field(ge=1, le=2**48)]
+    devices: tuple[PlannedDevice, ...] = pydantic.Field(min_length=1)
+    axes: tuple[Axis, ...] = ()
+    replicas: tuple[ReplicaWork, ...] = pydantic.Field(min_length=1)
+    pipeline: PlannedPipeline | None = None
+    chain: PlannedChain | None = None
+    microbatches_per_call: Annotated[int, pydantic.Field(ge=1, le=4096)] = 1
+    parameters: tuple[Layout, ...]
+    sums: SumsForm = SumsForm()
+    precision: Precision = Precision()
+    placement: Placement = Placement()
+    prediction: Prediction | None = None
+    runners_up: tuple[RunnerUp, ...] = ()
+    reasons: Annotated[tuple[str, ...], pydantic.Field()] = ()
+
+    @pydantic.model_validator(mode="after")
+    def _is_consistent(self) -> "Plan":
+        found = tuple(faults(self))
+        if found:
+            raise ValueError("\n".join(found))
+        return self
+
+    # -- facts -----------------------------------------------------------------------------------
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The microbatches of each copy of the model in a step."""
+        return tuple(replica.num_microbatches for replica in self.replicas)
+
+    @property
+    def num_microbatches(self) -> int:
+        """The microbatches of a global batch."""
+        return self.batch_size // self.microbatch_size
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """The mesh axes inside a copy of the model, by name."""
+        return {axis.name: axis.size for axis in self.axes}
+
+    @property
+    def inner_axes(self) -> tuple[tuple[str, int], ...]:
+        """Names and sizes of the mesh axes inside a replica, or inside each of its stages."""
+        return tuple((axis.name, axis.size) for axis in self.axes if axis.name != STAGE_AXIS)
+
+    @property
+    def mesh_in_words(self) -> str:
+        """Copies of the model and the axes inside one: `data x tensor = 2 x 4`."""
+        sizes = (len(self.replicas), *self.axis_sizes.values())
+        return f"{' x '.join(('data', *self.axis_sizes))} = {' x '.join(map(str, sizes))}"
+
+    @property
+    def num_stages(self) -> int:
+        """The stages of each copy of the model; 1 without a pipeline."""
+        return self.axis_sizes.get(STAGE_AXIS, 1)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether devices of a copy may have parts of unlike sizes."""
+        return any(axis.shares for axis in self.axes)
+
+    @property
+    def granules(self) -> tuple[int, ...]:
+        """With ZeRO, what each copy of a group owns of the optimizer's state, in granules."""
+        return self.placement.shares or (1,) * (len(self.replicas) // self.placement.shard_groups)
+
+    @property
+    def owned_parts(self) -> tuple[float, ...]:
+        """With ZeRO, the part of the optimizer's state that each copy of the model has."""
+        parts = tuple(own / sum(self.granules) for own in self.granules)
+        return parts * self.placement.shard_groups
+
+    @property
+    def parameter_bytes(self) -> int:
+        """The bytes of all parameters."""
+        return sum(layout.num_bytes for layout in self.parameters)
+
+    @property
+    def device_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of one device's part of each parameter, padded to the largest part."""
+        sizes = self.axis_sizes
+        return tuple(p.device_shape(sizes) for p in self.parameters)
+
+    @property
+    def device_parameter_bytes(self) -> int:
+        """The bytes of one device's part of the parameters, padded to the largest part."""
+        sizes = self.axis_sizes
+        return sum(p.device_bytes(sizes) for p in self.parameters)
+
+    @property
+    def memory_form(self) -> str:
+        """How a step lies in memory, in words: what of it times that were measured know."""
+        own = self.placement
+        runs = "one program" if self.chain is None else "a chain"
+        return f"zero {own.zero}, {runs}, {own.optimizer}, {own.stash}, {own.parameters}"
+
+    @property
+    def replica_names(self) -> tuple[str, ...]:
+        """Short unique names of the copies: their devices' kinds and ranks, `cpu0@0.5`."""
+        kinds = {device.rank: device.kind for device in self.devices}
+        return tuple(_name(replica.devices, kinds) for replica in self.replicas)
+
+    @property
+    def stage_names(self) -> tuple[tuple[str, ...], ...]:
+        """Short names of the stages of each copy, likewise."""
+        kinds = {device.rank: device.kind for device in self.devices}
+        size = math.prod(axis.size for axis in self.axes) // self.num_stages
+        return tuple(
+            tuple(_name(r.devices[i : i + size], kinds) for i in range(0, len(r.devices), size))
+            for r in self.replicas
+        )
+
+    @property
+    def numerics(self) -> str:
+        """Fingerprint of the fields that decide bits: equal numerics, equal bits.
+
+        Two runs of one model, loss, optimizer, data and seed whose plans have equal numerics end
+        with the same parameters to the last bit. Counts, the number of copies, schedules and where
+        devices are do not enter, unless the sums are of floats or the devices are of unlike kinds.
+        That the optimizer's state is shared out (`placement.zero`), and whose share is where, enter
+        only if a parameter of copies of one device has an owner, the sums are of floats or the
+        devices of unlike kinds; that it is shared out, and no more of it, also if copies are of
+        several devices. Of a schedule only this enters: whether weight gradients are operations of
+        their own, as in `zb-h1`. Compiled apart from the gradients of the inputs they are rounded
+        elsewhere.
+
+        A plan does not say which CPU devices share a process, and XLA computes by it: it cuts long
+        contractions by the threads of a process, and more than two devices of one copy add floats
+        in another order inside a process than between processes; unlike parts are branches there.
+        So the law is for processes of one form: those of `hxla run` have a device and a thread.
+        """
+        text = json.dumps(deciding(self), sort_keys=True).encode()
+        return hashlib.sha256(text).hexdigest()[:16]
+
+    @property
+    def decisions(self) -> "Plan":
+        """The plan without its prediction, its runners-up, its reasons and a path."""
+        without = {"prediction": None, "runners_up": (), "reasons": (), "mesh_file": ""}
+        return self.model_copy(update=without)
+
+    # -- other plans -----------------------------------------------------------------------------
+
+    def with_counts(self, counts: tuple[int, ...]) -> "Plan":
+        """Give the copies of the model other counts of microbatches; the prediction falls away.
+
+        Args:
+            counts: The microbatches of each copy in a step.
+
+        Returns:
+            Another plan, of equal `numerics` where the sums are exact and the devices alike.
+
+        Raises:
+            PlanError: If they do not add up to `num_microbatches`.
+        """
+        if len(counts) != len(self.replicas):
+            raise PlanError(
+                f"{len(counts)} counts for {len(self.replicas)} copies of the model: give one each"
+            )
+        try:
+            replicas = tuple(
+                ReplicaWork(**dict(replica) | {"num_microbatches": whole(count)})
+                for replica, count in zip(self.replicas, counts, strict=True)
+            )
+        except pydantic.ValidationError as error:
+            raise refusal(faults_of(error)) from None
+        return self.replaced(replicas=replicas, prediction=None)
+
+    def replaced(self, **fields: Any) -> "Plan":
+        """Make a plan with other fields, checked like any.
+
+        Args:
+            fields: The fields by their names.
+
+        Returns:
+            Another plan.
+
+        Raises:
+            PlanError: If the fields do not go together, with every fault.
+        """
+        return self.checked(
+            {name: getattr(self, name) for name in type(self).model_fields} | fields
+        )
+
+    @classmethod
+    def checked(cls, fields: Mapping[str, Any]) -> "Plan":
+        """Make a plan of fields.
+
+        Args:
+            fields: All fields without a default, by their names.
+
+        Returns:
+            The plan.
+
+        Raises:
+            PlanError: If they do not go together, with every fault.
+        """
+        try:
+            return cls(**fields)
+        except pydantic.ValidationError as error:
+            raise refusal(faults_of(error)) from None
+
+    # -- files -----------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """Write the plan as JSON, complete."""
+        return self.model_dump_json(indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "Plan":
+        """Read what `to_json` wrote, or what a person made of it.
+
+        Args:
+            text: The JSON.
+
+        Returns:
+            The plan.
+
+        Raises:
+            PlanError: If the text is no plan: every fault, with its key and the reason.
+        """
+        return from_json(cls, text)
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file.
+
+        Args:
+            path: The path of the file; one that is there is replaced.
+
+        Raises:
+            PlanError: If the file cannot be written.
+        """
+        try:
+            with open(path, "w") as file:
+                file.write(self.to_json())
+        except OSError as error:
+            raise PlanError(f"plan {path} cannot be written: {error.strerror}") from None
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> "Plan":
+        """Read a plan from a file.
+
+        Args:
+            path: The path of the file.
+
+        Returns:
+            The plan.
+
+        Raises:
+            PlanError: If there is none that can be read, or it is no plan.
+        """
+        text = read_bytes(path, MOST_JSON_BYTES, named("plan", path, PlanError))
+        try:
+            return cls.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from None
+
+    # -- words and pictures ----------------------------------------------------------------------
+
+    def diff(self, other: "Plan") -> tuple[str, ...]:
+        """Say what another plan decides otherwise, a line for each key; predictions are left out.
+
+        Args:
+            other: The other plan.
+
+        Returns:
+            Lines such as `replicas.0.num_microbatches: 9 here, 8 there`; none if the plans decide
+            the same.
+        """
+        return tuple(differences(self.decisions.model_dump(), other.decisions.model_dump()))
+
+    def explain(self) -> str:
+        """Tell the plan in words: what each copy and device does, its time and memory, and why."""
+        sums = self.sums.words + " over the host" * (self.sums.over == "host")
+        lines = [
+            f"{self.batch_size} examples a step in {self.num_microbatches} microbatches of "
+            f"{self.microbatch_size}, {sums}" + (f"; {self.mesh_in_words}" if self.axes else "")
+        ]
+        width = max(map(len, self.replica_names))
+        for i, (name, count) in enumerate(zip(self.replica_names, self.counts, strict=True)):
+            if i == _MOST_LINES:
+                lines.append(f"  and {len(self.replicas) - i} more")
+                break
+            lines.append(f"  {name:<{width}}  {count:>4} microbatches{self._of_replica(i)}")
+        if self.axes:
+            lines.append(
+                f"  parameters {self.parameter_bytes:,} bytes, {self.device_parameter_bytes:,} on "
+                "a device"
+            )
+        if self.is_uneven:
+            [axis] = self.axes
+            lines += parts_in_words(self.parameters, axis.name, axis.size)
+        if self.pipeline is not None:
+            lines += pipeline_in_words(self.pipeline, self.num_stages)
+        if self.chain is not None:
+            lines += chain_in_words(self.chain)
+        lines += self.precision.in_words()
+        lines += [f"  under {setting}" for setting in self.made_with.settings]
+        lines += self._of_prediction(self.prediction or Prediction())
+        lines += [f"  {reason}" for reason in self.reasons]
+        lines += runners_up_in_words(self.runners_up)
+        lines += held_in_words(self.prediction, self.runners_up)
+        return "\n".join(lines)
+
+    def _of_replica(self, i: int) -> str:
+        known, own = self.prediction, self.replicas[i]
+        how = f", {own.executors} at once" if own.executors > 1 else ""
+        how += f", starts {own.start_seconds * 1e3:.4g} ms later" if own.start_seconds else ""
+        if known is None or not known.microbatch_seconds:
+            return how
+        micro, fixed = known.microbatch_seconds[i], known.fixed_seconds[i]
+        return f" of {micro * 1e3:.1f} ms, busy {fixed + self.counts[i] * micro:.3f} s{how}"
+
+    def _of_prediction(self, known: Prediction) -> Iterator[str]:
+        if known.step_seconds:
+            bound = (
+                f", at most {max(known.gap, 0.0):.1%} above any plan" if known.bound_seconds else ""
+            )
+            rate = self.batch_size / known.step_seconds
+            yield f"  predicted step {known.step_seconds:.4g} s, {rate:.4g} examples/s{bound}"
+        if known.sent_bytes:
+            yield f"  sent by a device for a microbatch: {known.sent_bytes:,.0f} bytes"
+        kinds = {device.rank: device.kind for device in self.devices}
+        timed = any(d.compute_seconds for d in known.devices)
+        shown = [d for d in known.devices if timed or d.capacity_bytes]
+        for i, d in enumerate(shown):
+            if i == _MOST_LINES:
+                yield f"  and {len(shown) - i} more devices"
+                return
+            of = f" of {d.capacity_bytes / 2**30:.2f} GiB" if d.capacity_bytes else ""
+            spent = ""
+            if timed:
+                told = {
+                    "compute": d.compute_seconds,
+                    "wait": d.wait_seconds,
+                    "reduce": d.reduction_seconds,
+                    "update": d.update_seconds,
+                }
+                # Sums of floats that should cancel leave something far below a microsecond.
+                spent = "  " + ", ".join(f"{k} {round(s, 6):.3g} s" for k, s in told.items())
+            yield f"  {d.rank:>4} {kinds[d.rank]}  {d.memory_bytes / 2**30:.2f} GiB{of}{spent}"
+
+    def compare(self, other: "Plan") -> str:
+        """Set both plans side by side, in words.
+
+        Args:
+            other: The plan of the second column.
+
+        Returns:
+            Some lines of text.
+        """
+        a, b = (dict(_facts(plan)) for plan in (self, other))
+        width = max(map(len, a.values()))
+        lines = [f"{name:<17} {a[name]:>{width}}  {b[name]}" for name in a if name in b]
+        steps = [p.prediction.step_seconds if p.prediction else 0.0 for p in (self, other)]
+        if all(steps):
+            lines.append(f"the second is {steps[0] / steps[1]:.2f}x as fast as the first")
+        return "\n".join(lines)
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """Write a picture: each device with its copy, its stage, its work, its time and memory.
+
+        Args:
+            path: A `.png`, `.svg` or `.pdf` file; its folder is made.
+        """
+        known = {d.rank: d for d in self.prediction.devices} if self.prediction else {}
+        kinds = {device.rank: device.kind for device in self.devices}
+        size = math.prod(axis.size for axis in self.axes) // self.num_stages
+        rows = [
+            DeviceRow(
+                label=f"{rank} {kinds[rank]}",
+                replica=r,
+                stage=i // size,
+                num_microbatches=replica.num_microbatches,
+                prediction=known.get(rank),
+            )
+            for r, replica in enumerate(self.replicas)
+            for i, rank in enumerate(replica.devices)
+        ]
+        draw_devices(rows, path, num_stages=self.num_stages, title=self.explain().split("\n")[0])
+
+
+def _name(ranks: tuple[int, ...], kinds: Mapping[int, str]) -> str:
+    kind, _, share = kinds[ranks[0]].partition("@")
+    consecutive = ranks == tuple(range(ranks[0], ranks[-1] + 1)) and len(ranks) > 1
+    numbers = f"{ranks[0]}-{ranks[-1]}" if consecutive else "+".join(map(str, ranks))
+    return f"{kind}{numbers}" + (f"@{share}" if share else "")
+
+
+def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
+    """What `Plan.compare` sets side by side."""
+    counts, known = plan.counts, plan.prediction
+    yield "cluster", plan.cluster or "here"
+    yield "devices in use", str(len(plan.devices))
+    yield "data x inner axes", " x ".join(map(str, (len(counts), *plan.axis_sizes.values())))
+    yield "microbatch size", str(plan.microbatch_size)
+    many = len(counts) > 16
+    yield "microbatches", f"{len(counts)} copies" if many else ", ".join(map(str, counts))
+    if known is not None and known.step_seconds:
+        yield "predicted step", f"{known.step_seconds:.4g} s"
+        yield "examples/s", f"{plan.batch_size / known.step_seconds:.4g}"
+        yield "gap", f"{known.gap:.1%}"
+        fullest = max((d.memory_bytes for d in known.devices), default=0.0)
+        yield "fullest device", f"{fullest / 2**30:.2f} GiB"

@@ -1,0 +1,227 @@
+"""A model as the planner sees it: a chain of layers, their sizes and their measured times."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ..core.errors import PlanError
+from .products import MatrixProduct
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerSize:
+    """Sizes of one layer on one device of a tensor-parallel group.
+
+    Attributes:
+        parameter_bytes: The bytes of the parameters that the device holds.
+        output_bytes: The bytes of one microbatch's output, what the next layer is sent.
+        stash_bytes: The bytes that one microbatch's backward keeps from its forward.
+        flops: The forward operations of one microbatch (0: not known).
+        arithmetic: What its matrix products are computed in, as mesh files name rates; `model`:
+            each as the model says.
+        products: The matrix products of one microbatch's forward; none: not known.
+        moved_bytes: The bytes that one microbatch's forward moves through memory beside them; 0:
+            not known, about what its backward keeps.
+    """
+
+    parameter_bytes: float
+    output_bytes: float
+    stash_bytes: float
+    flops: float = 0.0
+    arithmetic: str = "model"
+    products: tuple[MatrixProduct, ...] = ()
+    moved_bytes: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerTime:
+    """Seconds of one layer on one device, for one microbatch.
+
+    Attributes:
+        forward: The seconds of the forward, with the collectives of tensor parallelism inside.
+        backward: The seconds of the backward, likewise.
+        update: The seconds of the update of the device's parameters, once a step.
+        measured: Whether it was measured; else it is estimated from operations and bytes
+            (roofline).
+    """
+
+    forward: float
+    backward: float
+    update: float = 0.0
+    measured: bool = True
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Setting:
+    """What the times of a profile were measured for.
+
+    Attributes:
+        kind: The kind of the device, as `Device.label` says.
+        microbatch_size: The examples of a microbatch.
+        tensor: The devices of one tensor-parallel group, all of this kind and in one node.
+    """
+
+    kind: str
+    microbatch_size: int
+    tensor: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitTime:
+    """Seconds of one microbatch on devices over which an axis cuts the model, all at work together.
+
+    Attributes:
+        kinds: The kinds of the devices at each place of a copy, those of several copies sorted and
+            joined by ` + `.
+        microbatch_size: The examples of the microbatch.
+        sent_bytes: The bytes that one device sends over the axis for it, which tell one way to cut
+            the model from another.
+        parts: The part of all that is cut that each place has.
+        seconds: The seconds of the microbatch, forward and backward, with its collectives.
+    """
+
+    kinds: tuple[str, ...]
+    microbatch_size: int
+    sent_bytes: float
+    parts: tuple[float, ...]
+    seconds: float
+
+    @property
+    def split(self) -> tuple[tuple[str, ...], int, float]:
+        """What is cut, whatever the parts."""
+        return self.kinds, self.microbatch_size, self.sent_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A model as a chain of layers, with the sizes and times that are known.
+
+    Attributes:
+        model: The name, or fingerprint of the traced program.
+        layers: The names of the layers, in the order of the chain.
+        sizes: (microbatch size, tensor) to one size for each layer.
+        times: Setting to one time for each layer.
+        reductions: The kinds of devices that train together, sorted and joined by ` + `, to the
+            seconds of a step that are neither microbatches nor updates: the sum of gradients over
+            all of them, and what the training loop does besides.
+        peaks: Setting to the bytes that a whole copy needs on the device without the inputs of its
+            microbatches: state, sums, and what the compiled programs say of themselves.
+        num_segments: The most layers that were asked for, of which a chain may have fewer (0: as
+            many as there are).
+        form: The form of memory in which the model trained meanwhile, whose forwards that run again
+            and copies are in its times, as `Plan.memory_form` names it; empty: each layer ran
+            alone.
+        splits: Times of splits of the model, of each with the parts that it ran with.
+    """
+
+    model: str
+    layers: tuple[str, ...]
+    sizes: Mapping[tuple[int, int], tuple[LayerSize, ...]]
+    times: Mapping[Setting, tuple[LayerTime, ...]]
+    reductions: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    peaks: Mapping[Setting, int] = dataclasses.field(default_factory=dict)
+    num_segments: int = 0
+    form: str = ""
+    splits: tuple[SplitTime, ...] = ()
+
+    @property
+    def most_segments(self) -> int:
+        """The number to ask for to get the same layers again."""
+        return self.num_segments or len(self.layers)
+
+    def check(self, layers: Sequence[str]) -> None:
+        """Refuse to speak of another chain.
+
+        Args:
+            layers: The names of that chain's layers.
+
+        Raises:
+            PlanError: If its layers are other ones.
+        """
+        if self.layers != tuple(layers):
+            raise PlanError(
+                f"the profile has the segments {', '.join(self.layers)}, the loss now has "
+                f"{', '.join(layers)}: measure it again with hxla profile"
+            )
+
+    def to_table(self) -> dict[str, Any]:
+        """Write it as lists and dictionaries, for JSON."""
+        return {
+            "model": self.model,
+            "layers": list(self.layers),
+            "num_segments": self.num_segments,
+            "form": self.form,
+            "sizes": [
+                {"microbatch_size": b, "tensor": t, "layers": [dataclasses.asdict(s) for s in own]}
+                for (b, t), own in sorted(self.sizes.items())
+            ],
+            "times": [
+                {**dataclasses.asdict(setting), "layers": [dataclasses.asdict(t) for t in times]}
+                for setting, times in sorted(self.times.items())
+            ],
+            "reductions": dict(sorted(self.reductions.items())),
+            "peaks": [
+                {**dataclasses.asdict(setting), "bytes": peak}
+                for setting, peak in sorted(self.peaks.items())
+            ],
+            "splits": [dataclasses.asdict(own) for own in self.splits],
+        }
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> "Profile":
+        """Read what `to_table` made.
+
+        Args:
+            table: The lists and dictionaries.
+
+        Returns:
+            The profile.
+
+        Raises:
+            KeyError: If a key is missing.
+            TypeError: If a value is of another type.
+            ValueError: If a number is none.
+        """
+        return cls(
+            model=str(table["model"]),
+            layers=tuple(map(str, table["layers"])),
+            sizes={
+                (int(row["microbatch_size"]), int(row["tensor"])): tuple(
+                    _size(layer) for layer in row["layers"]
+                )
+                for row in table["sizes"]
+            },
+            times={
+                _setting(row): tuple(LayerTime(**layer) for layer in row["layers"])
+                for row in table["times"]
+            },
+            reductions={str(k): float(v) for k, v in table.get("reductions", {}).items()},
+            peaks={_setting(row): int(row["bytes"]) for row in table.get("peaks", ())},
+            num_segments=int(table.get("num_segments", 0)),
+            form=str(table.get("form", "")),
+            splits=tuple(map(_split, table.get("splits", ()))),
+        )
+
+
+def _size(layer: Mapping[str, Any]) -> LayerSize:
+    products = tuple(MatrixProduct(**product) for product in layer.get("products", ()))
+    return LayerSize(**{**layer, "products": products})
+
+
+def _split(row: Mapping[str, Any]) -> SplitTime:
+    rows = {name: tuple(row[name]) for name in ("kinds", "parts")}
+    return SplitTime(**{**row, **rows})
+
+
+def _setting(row: Mapping[str, Any]) -> Setting:
+    return Setting(str(row["kind"]), int(row["microbatch_size"]), int(row["tensor"]))
+
+
+def together_key(labels: Iterable[str]) -> str:
+    """Names a set of devices that train together, by their kinds."""
+    return " + ".join(sorted(labels))
+
+
+def measured_sum(profile: Profile | None, labels: Iterable[str]) -> float | None:
+    """Seconds of the sum over devices of some kinds, and of the loop, where they were measured."""
+    return None if profile is None else profile.reductions.get(together_key(labels))

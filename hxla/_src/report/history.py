@@ -1,0 +1,142 @@
+"""What happened in a run, as values: the training loop writes them, reports read them."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from ..plan.plan import Plan
+
+#: A metric over the global batch: one number, or one for each example where they are kept.
+MetricValue: TypeAlias = float | tuple[float, ...]
+
+
+def scalars(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
+    """Those metrics that are one number: what curves and tables can show."""
+    return {name: value for name, value in metrics.items() if not isinstance(value, tuple)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One training step.
+
+    Attributes:
+        step: The number of the step, from 0.
+        loss: The mean loss of the global batch, before the step's update.
+        metrics: The user's own metrics, merged over the global batch as `hxla.metric` says; a
+            concatenation is a tuple with one number for each example.
+        seconds: The wall time of the step, as this process saw it.
+        num_examples: The examples in the global batch.
+        num_tokens: The tokens in the global batch (0 if the batch holds no integer sequences).
+        counts: The microbatches that each copy of the model ran.
+        busy_seconds: The seconds that each copy computed in this step (microbatches and update).
+        redone: How often the step was redone after an overflow of the fixed-point range.
+        skipped: Whether the update was skipped because a gradient was not finite.
+        loss_scale: The number by which the mean loss of a microbatch was multiplied for its
+            gradient; None: by none.
+        evaluation: The evaluation that followed the step; None: none did.
+    """
+
+    step: int
+    loss: float
+    metrics: Mapping[str, MetricValue]
+    seconds: float
+    num_examples: int
+    num_tokens: int
+    counts: tuple[int, ...]
+    busy_seconds: tuple[float, ...]
+    redone: int = 0
+    skipped: bool = False
+    loss_scale: float | None = None
+    evaluation: "EvalRecord | None" = None
+
+    @property
+    def idle_seconds(self) -> tuple[float, ...]:
+        """The seconds of the step in which each copy waited for the others."""
+        return tuple(max(0.0, self.seconds - busy) for busy in self.busy_seconds)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalRecord:
+    """One evaluation.
+
+    Attributes:
+        step: The updates that the evaluated parameters have had.
+        loss: The mean loss over the data.
+        metrics: The user's own metrics over the data, as of a `StepRecord`.
+        num_examples: The examples of the data.
+        seconds: The wall time of the evaluation.
+    """
+
+    step: int
+    loss: float
+    metrics: Mapping[str, MetricValue]
+    num_examples: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rebalance:
+    """One change of the microbatch counts.
+
+    Attributes:
+        step: The first step that ran with the new counts.
+        before: The counts before.
+        after: The counts after.
+        reason: Why, in words.
+        expected_gain: The predicted step time before over after, minus one (0.25: a quarter
+            faster).
+        achieved_gain: The same ratio as measured, None until enough steps have run.
+    """
+
+    step: int
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    reason: str
+    expected_gain: float
+    achieved_gain: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitWork:
+    """How long the devices of a split worked in a step, and waited for each other.
+
+    Attributes:
+        num_steps: The steps that were measured.
+        step_seconds: The mean wall time of a step.
+        names: The names of the devices.
+        work_seconds: The mean seconds of a step that each worked; the rest it waited.
+        better_shares: The ratio that would clearly be better; empty: none would.
+        advice: The same in words.
+    """
+
+    num_steps: int
+    step_seconds: float
+    names: tuple[str, ...]
+    work_seconds: tuple[float, ...]
+    better_shares: tuple[int, ...] = ()
+    advice: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class History:
+    """All records of one run, in order.
+
+    Attributes:
+        device_names: The names of the copies of the model, in the order of `counts`.
+        steps: One record for each training step of this run (not of the run it resumed).
+        evaluations: One record for each evaluation.
+        rebalances: One record for each change of counts.
+        num_compilations: The XLA compilations after the first completed step.
+        plans: The plans that ran, by the first step of each: one to begin with, one for each resume
+            and one for each change of counts. Those before a resume come from its checkpoint.
+        split: What the devices of a split worked, as measured; None: there is none, or no clock
+            for it. A `Result` has it; while a session runs it is None.
+    """
+
+    device_names: tuple[str, ...]
+    steps: tuple[StepRecord, ...] = ()
+    evaluations: tuple[EvalRecord, ...] = ()
+    rebalances: tuple[Rebalance, ...] = ()
+    num_compilations: int = 0
+    plans: Mapping[int, Plan] = dataclasses.field(default_factory=dict)
+    split: SplitWork | None = None

@@ -1,0 +1,277 @@
+"""The figures of a run, once computed: for the terminal, tables and pages."""
+
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from ..core.format import clock, gain, number, percent, plural, shares, si, span
+from .history import History, SplitWork, StepRecord, scalars
+from .tables import Table, as_text
+
+_PHASE_STEPS = 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Some steps that ran with the same counts, as means over them.
+
+    Attributes:
+        counts: Microbatches that each device ran.
+        steps: First and last of the steps.
+        num_steps: How many steps with these counts were averaged.
+        step_seconds: Wall time of a step.
+        busy_seconds: Seconds of a step that each device computed.
+        rate: Tokens (or examples) per second.
+    """
+
+    counts: tuple[int, ...]
+    steps: tuple[int, int]
+    num_steps: int
+    step_seconds: float
+    busy_seconds: tuple[float, ...]
+    rate: float
+
+    @property
+    def idle_seconds(self) -> tuple[float, ...]:
+        """Seconds of a step that each device waited."""
+        return tuple(max(0.0, self.step_seconds - busy) for busy in self.busy_seconds)
+
+    @property
+    def idle_fractions(self) -> tuple[float, ...]:
+        """Part of a step that each device waited."""
+        return tuple(s / self.step_seconds if self.step_seconds else 0.0 for s in self.idle_seconds)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The figures of a run with at least one step.
+
+    Attributes:
+        unit: What is counted, `tokens` or `examples`.
+        num_units: How many of them were trained on, repetitions included.
+        whole: All steps but the first, which may include compilation; the counts are the last
+            step's, and steps on another number of devices are left out.
+        before: The first steps with the first counts, without the very first step.
+        after: The last steps with the last counts; the same as `before` if counts never moved.
+    """
+
+    unit: str
+    num_units: int
+    whole: Phase
+    before: Phase
+    after: Phase
+
+    @property
+    def moved(self) -> bool:
+        """Whether the first steps and the last had different counts."""
+        return self.before.counts != self.after.counts
+
+    @property
+    def balancing_gain(self) -> float:
+        """Step time before balancing over that after it, minus one."""
+        after = self.after.step_seconds
+        return self.before.step_seconds / after - 1 if after else math.nan
+
+
+def num_units(record: StepRecord) -> int:
+    """Tokens of a step, or its examples if the batch holds no tokens."""
+    return record.num_tokens or record.num_examples
+
+
+def summarise(history: History) -> Summary:
+    """The figures of a run of at least one step."""
+    steps = history.steps
+    # The very first step may include compilation; with no other there is no choice.
+    warm = steps[1:] or steps
+    comparable = [r for r in warm if len(r.counts) == len(steps[-1].counts)]
+    comparable = comparable or [steps[-1]]
+    first_counts = comparable[0].counts
+    same = itertools.takewhile(lambda r: r.counts == first_counts, comparable[:_PHASE_STEPS])
+    last = comparable[-_PHASE_STEPS:]
+    # A device without work is given some for one step now and then: not the counts of the run.
+    usual = collections.Counter(r.counts for r in last).most_common(1)[0][0]
+    last = [r for r in last if r.counts == usual]
+    after = _phase(last, usual)
+    return Summary(
+        unit="tokens" if any(r.num_tokens for r in steps) else "examples",
+        num_units=sum(map(num_units, steps)),
+        whole=_phase(comparable, steps[-1].counts),
+        before=_phase(list(same), first_counts) if first_counts != usual else after,
+        after=after,
+    )
+
+
+def _phase(records: Sequence[StepRecord], counts: tuple[int, ...]) -> Phase:
+    num = len(records)
+    seconds = sum(r.seconds for r in records)
+    devices = range(len(counts))
+    return Phase(
+        counts=counts,
+        steps=(records[0].step, records[-1].step),
+        num_steps=num,
+        step_seconds=seconds / num,
+        busy_seconds=tuple(sum(r.busy_seconds[d] for r in records) / num for d in devices),
+        rate=sum(map(num_units, records)) / seconds if seconds else math.nan,
+    )
+
+
+def names_of(history: History, counts: Sequence[int]) -> tuple[str, ...]:
+    """One name per count; devices that the history does not name are numbered."""
+    names = history.device_names[: len(counts)]
+    return names + tuple(f"device{d}" for d in range(len(names), len(counts)))
+
+
+_MAX_STEPS = 20  # whose numbers are said
+
+
+def lead(history: History, summary: Summary) -> str:
+    """The run in a sentence."""
+    return (
+        f"{plural(len(history.steps), 'step')} on {plural(len(summary.after.counts), 'device')}, "
+        f"{si(summary.num_units)} {summary.unit} in {clock(sum(r.seconds for r in history.steps))}."
+    )
+
+
+def figures(history: History, summary: Summary) -> Iterator[tuple[str, str, str]]:
+    """What to see first: a label, a value and a detail each."""
+    before, after = summary.before, summary.after
+    yield (
+        f"{summary.unit} per second",
+        si(after.rate),
+        f"{span(after.step_seconds)} per step, last {after.num_steps}; whole run "
+        f"{si(summary.whole.rate)}, {span(summary.whole.step_seconds)} per step",
+    )
+    if summary.moved:
+        moved = f"{shares(before.counts)} to {shares(after.counts)}"
+        yield "gain by balancing", gain(summary.balancing_gain), moved
+    losses = [number(record.loss) for record in history.steps]
+    yield "final loss", losses[-1], f"was {losses[0]}"
+    if history.evaluations:
+        last = history.evaluations[-1]
+        yield "evaluation loss", number(last.loss), f"after {plural(last.step, 'update')}"
+    idle = after.idle_fractions
+    worst = max(range(len(idle)), key=idle.__getitem__)
+    yield "idle at most", percent(idle[worst]), names_of(history, after.counts)[worst]
+
+
+def evaluation_table(history: History) -> Table:
+    """Every evaluation, the last one first."""
+    keys = sorted({key for e in history.evaluations for key in scalars(e.metrics)})
+    rows = [
+        (
+            str(e.step),
+            number(e.loss),
+            *(number(scalars(e.metrics)[key]) if key in e.metrics else "" for key in keys),
+            str(e.num_examples),
+            span(e.seconds),
+        )
+        for e in reversed(history.evaluations)
+    ]
+    return Table(("evaluated after step", "loss", *keys, "examples", "took"), rows)
+
+
+def device_tables(history: History, summary: Summary) -> Iterator[tuple[str, Phase, Table]]:
+    """Titles, steps and tables of the devices' work before balancing and after it."""
+    phases = {"Counts": summary.after}
+    if summary.moved:
+        phases = {"First counts": summary.before, "Last counts": summary.after}
+    heads = ("device", "microbatches", "busy", "idle", "of the step", "busy per microbatch")
+    for words, phase in phases.items():
+        rows = [
+            (
+                name,
+                f"{count}/{sum(phase.counts)}",
+                span(busy),
+                span(idle),
+                percent(fraction),
+                span(busy / count) if count else "",
+                percent(whole),
+            )
+            for name, count, busy, idle, fraction, whole in zip(
+                names_of(history, phase.counts),
+                phase.counts,
+                phase.busy_seconds,
+                phase.idle_seconds,
+                phase.idle_fractions,
+                summary.whole.idle_fractions,
+                strict=True,
+            )
+        ]
+        steps = f"steps {phase.steps[0]} to {phase.steps[1]}, {span(phase.step_seconds)} each"
+        title = f"{words} ({shares(phase.counts)}), {steps}"
+        yield title, phase, Table((*heads, "idle, whole run"), rows)
+
+
+def split_table(work: SplitWork) -> Table:
+    """What each device of a split did of a step."""
+    rows = [
+        (name, span(own), span(max(0.0, work.step_seconds - own)), percent(own / work.step_seconds))
+        for name, own in zip(work.names, work.work_seconds, strict=True)
+    ]
+    return Table(("device", "worked", "waited", "worked, of a step"), rows)
+
+
+def change_table(history: History) -> Table:
+    """Every change of counts."""
+    rows = [
+        (
+            str(i),
+            str(change.step),
+            shares(change.before),
+            shares(change.after),
+            gain(change.expected_gain),
+            gain(change.achieved_gain),
+            change.reason,
+        )
+        for i, change in enumerate(history.rebalances, start=1)
+    ]
+    heads = ("mark", "from step", "before", "after", "expected", "achieved", "reason")
+    return Table(heads, rows, left=(0, 6))
+
+
+def event_table(history: History) -> Table:
+    """What went differently than it should."""
+    events = {
+        "Steps redone after an overflow of the fixed-point range": [
+            r.step for r in history.steps if r.redone
+        ],
+        "Updates skipped because a gradient was not finite": [
+            r.step for r in history.steps if r.skipped
+        ],
+    }
+    rows = []
+    for what, steps in events.items():
+        more = f" and {len(steps) - _MAX_STEPS} more" if len(steps) > _MAX_STEPS else ""
+        listed = f" (steps {', '.join(map(str, steps[:_MAX_STEPS]))}{more})" if steps else ""
+        rows.append((what, f"{len(steps)}{listed}"))
+    rows.append(("Compilations after the first completed step", str(history.num_compilations)))
+    return Table(("event", "how often"), rows, left=(0, 1))
+
+
+_WIDTH = 100
+_MAX_DEVICES = 8
+_MAX_CHANGES = 5
+_MAX_EVENTS = 3
+
+
+def terminal_report(history: History) -> str:
+    """The figures of a run of at least one step as a few lines of plain text."""
+    return as_text(_parts(history), _WIDTH)
+
+
+def _parts(history: History) -> Iterator[str | tuple[str, Table, int]]:
+    summary = summarise(history)
+    yield f"hxla: {lead(history, summary)}"
+    found = list(figures(history, summary))
+    yield "", Table(("", "", ""), found, left=(0, 2)), len(found)
+    for title, _, table in device_tables(history, summary):
+        yield title, table, _MAX_DEVICES
+    if history.split is not None:
+        title = f"Devices of a split, {plural(history.split.num_steps, 'step')}"
+        yield title, split_table(history.split), _MAX_DEVICES
+        if history.split.advice:
+            yield history.split.advice
+    yield "Changes of counts", change_table(history), _MAX_CHANGES
+    yield "", event_table(history), _MAX_EVENTS

@@ -1,0 +1,1 @@
+"""Schedules of pipelines as tables, and their replay."""

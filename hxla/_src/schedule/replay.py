@@ -1,0 +1,357 @@
+"""What a schedule takes with true times: overlapped transfers, blocking ones, or tick by tick.
+
+Only the order of each stage's row is kept from the table; when an operation starts follows from
+what it waits for.
+
+hxla's pipelines are so: XLA's permutes stand between the computations of a step, on every device.
+The search's closed formula assumes the same, and so does the prediction of the plan it hands over.
+
+In the lowered form a stage goes on to its next tick once the arrays of this one have crossed, in
+both directions, every boundary of the tick's set that touches it. So it waits for those neighbours
+even where it needs nothing of them, which `_replay` does not.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from ..core.errors import PlanError
+from .schedules import BACKWARD, FORWARD, WEIGHT, Action, Schedule, needs
+
+SEND = "send"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """An operation, or a transfer, in time.
+
+    Attributes:
+        stage: Where; of a transfer, the sender.
+        kind: `forward`, `backward`, `weight` or `send`.
+        start_seconds: From the start of the step.
+        end_seconds: The same.
+    """
+
+    stage: int
+    kind: str
+    microbatch: int
+    chunk: int
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """A replayed schedule.
+
+    Attributes:
+        events: Operations, in the order of their starts within each stage.
+    """
+
+    num_stages: int
+    events: tuple[Event, ...]
+    sends: tuple[Event, ...]
+
+    @property
+    def makespan_seconds(self) -> float:
+        """Seconds until the last operation or transfer has ended."""
+        return max(event.end_seconds for event in (*self.events, *self.sends))
+
+    @property
+    def finish_seconds(self) -> tuple[float, ...]:
+        """When each stage ends its last operation."""
+        ends = [0.0] * self.num_stages
+        for event in self.events:
+            ends[event.stage] = max(ends[event.stage], event.end_seconds)
+        return tuple(ends)
+
+    @property
+    def busy_seconds(self) -> tuple[float, ...]:
+        """Time that each stage computes."""
+        busy = [0.0] * self.num_stages
+        for event in self.events:
+            busy[event.stage] += event.end_seconds - event.start_seconds
+        return tuple(busy)
+
+
+def replay(
+    schedule: Schedule,
+    forward_seconds_P: Sequence[float],
+    backward_seconds_P: Sequence[float],
+    *,
+    weight_seconds_P: Sequence[float] = (),
+    send_seconds_P: Sequence[float] = (),
+) -> Timeline:
+    """Times of every operation of a schedule.
+
+    Args:
+        forward_seconds_P: Forward of one microbatch, per part of the chain.
+        backward_seconds_P: Backward of one microbatch, per part; where the schedule has weight
+            gradients of their own, of the input only.
+        weight_seconds_P: Weight gradient of one microbatch, per part.
+        send_seconds_P: One transfer between part p and p + 1, either direction, per part but the
+            last (default 0). It delays only the operation that waits for it.
+
+    Returns:
+        The timeline. Of each microbatch the transfers happen once per direction and boundary.
+
+    Raises:
+        PlanError: If lengths do not match, or a time is negative or not finite.
+    """
+    num_stages, num_chunks = schedule.num_stages, schedule.num_chunks
+    num_parts = num_stages * num_chunks
+    seconds = {
+        FORWARD: tuple(forward_seconds_P),
+        BACKWARD: tuple(backward_seconds_P),
+        WEIGHT: tuple(weight_seconds_P) if schedule.has_weight else (0.0,) * num_parts,
+        SEND: tuple(send_seconds_P) or (0.0,) * (num_parts - 1),
+    }
+    for kind, values in seconds.items():
+        wanted = num_parts - (kind == SEND)
+        if len(values) != wanted:
+            raise PlanError(
+                f"{len(values)} times of {kind} for a chain of {num_parts} parts: give {wanted}"
+            )
+        if not all(0 <= value < float("inf") for value in values):
+            raise PlanError(f"times of {kind} are {values}: each must be finite and at least 0")
+    events: list[Event] = []
+    sends: list[Event] = []
+    ends: dict[tuple[int, Action], float] = {}
+    free = [0.0] * num_stages
+    # The table's order is a topological order: every need lies in an earlier tick.
+    for tick in schedule.table_TS:
+        for stage, op in enumerate(tick):
+            if op is None:
+                continue
+            part = op.chunk * num_stages + stage
+            start = free[stage]
+            need = needs(op, stage, num_stages, num_chunks)
+            if need is not None:
+                source = need[1].chunk * num_stages + need[0]
+                took = 0.0 if source == part else seconds[SEND][min(source, part)]
+                start = max(start, ends[need] + took)
+                if took:
+                    sends.append(make_event(need[0], SEND, op, ends[need], took))
+            events.append(make_event(stage, op.kind, op, start, seconds[op.kind][part]))
+            ends[stage, op] = free[stage] = events[-1].end_seconds
+    return Timeline(
+        num_stages=num_stages,
+        # Each stage's events were made in their order, which a stable sort keeps.
+        events=tuple(sorted(events, key=lambda event: event.stage)),
+        sends=tuple(sends),
+    )
+
+
+def make_event(stage: int, kind: str, op: Action, start: float, took: float) -> Event:
+    return Event(
+        stage=stage,
+        kind=kind,
+        microbatch=op.microbatch,
+        chunk=op.chunk,
+        start_seconds=start,
+        end_seconds=start + took,
+    )
+
+
+Choice = tuple[float, bool, int]  # from when, whether it is a computation, and the stage
+Need = tuple[int, Action]
+
+
+def blocking_replay(
+    schedule: Schedule,
+    forward_seconds_P: Sequence[float],
+    backward_seconds_P: Sequence[float],
+    send_seconds_P: Sequence[float] = (),
+    *,
+    start_seconds: float = 0.0,
+) -> Timeline:
+    """Times of every operation of a schedule without weight gradients of their own.
+
+    Args:
+        forward_seconds_P: Forward of one microbatch, per part of the chain.
+        backward_seconds_P: Backward of one microbatch, per part.
+        send_seconds_P: One transfer between part p and p + 1, either direction, per part but the
+            last (default 0).
+
+    Returns:
+        The timeline.
+
+    Raises:
+        PlanError: If stages wait for one another's transfers in a circle.
+    """
+    seconds = {FORWARD: forward_seconds_P, BACKWARD: backward_seconds_P}
+    state = _State(schedule, start_seconds)
+    events: list[Event] = []
+    sends: list[Event] = []
+    # Of all that could happen next, what can start first does; a transfer before a computation, as
+    # it is issued first.
+    while possible := state.choices():
+        start, computes, stage = min(possible)
+        op = state.next_op(stage)
+        part = state.part_of(stage, op)
+        if computes:
+            took = seconds[op.kind][part]
+            events.append(make_event(stage, op.kind, op, start, took))
+            state.compute(stage, op, start + took)
+        else:
+            source, sent = state.need_of(stage, op)
+            took = send_seconds_P[min(state.part_of(source, sent), part)] if send_seconds_P else 0.0
+            if took:
+                sends.append(make_event(source, SEND, op, start, took))
+            state.receive(stage, op, source, start + took)
+    if waiting := state.waiting():
+        raise PlanError(f"stages wait for one another's transfers with {waiting}")
+    return Timeline(
+        num_stages=schedule.num_stages,
+        events=tuple(sorted(events, key=lambda event: event.stage)),
+        sends=tuple(sends),
+    )
+
+
+class _State:
+    """How far each stage is, and when it is free."""
+
+    def __init__(self, schedule: Schedule, start_seconds: float):
+        self._schedule = schedule
+        self._rows = schedule.rows
+        self._position = [0] * schedule.num_stages
+        self._free = [start_seconds] * schedule.num_stages
+        self._owed = [0] * schedule.num_stages  # transfers to send before a stage goes on
+        self._computed: set[Need] = set()
+        self._received: set[Need] = set()
+        self._waited_for: set[Need] = set()
+        self._near = [{stage} for stage in range(schedule.num_stages)]  # that wait for one another
+        for stage, row in enumerate(self._rows):
+            for op in row:
+                need = self._need(stage, op)
+                if need is not None and need[0] != stage:
+                    self._waited_for.add(need)
+                    self._near[stage].add(need[0])
+                    self._near[need[0]].add(stage)
+        self._choices: list[Choice | None] = [None] * schedule.num_stages
+        self._changed = set(range(schedule.num_stages))
+
+    def _need(self, stage: int, op: Action) -> Need | None:
+        return needs(op, stage, self._schedule.num_stages, self._schedule.num_chunks)
+
+    def need_of(self, stage: int, op: Action) -> Need:
+        """What an operation waits for, of another stage."""
+        need = self._need(stage, op)
+        assert need is not None
+        return need
+
+    def part_of(self, stage: int, op: Action) -> int:
+        """The part of the chain that an operation is of."""
+        return op.chunk * self._schedule.num_stages + stage
+
+    def next_op(self, stage: int) -> Action:
+        """What a stage does next."""
+        return self._rows[stage][self._position[stage]]
+
+    def choices(self) -> list[Choice]:
+        """What could happen next, of each stage."""
+        for stage in self._changed:
+            self._choices[stage] = self._choice(stage)
+        self._changed = set()
+        return [choice for choice in self._choices if choice is not None]
+
+    def _choice(self, stage: int) -> Choice | None:
+        if self._position[stage] == len(self._rows[stage]):
+            return None
+        op = self.next_op(stage)
+        need = self._need(stage, op)
+        if need is not None and need[0] != stage and (stage, op) not in self._received:
+            if need not in self._computed:
+                return None
+            return max(self._free[stage], self._free[need[0]]), False, stage
+        return None if self._owed[stage] else (self._free[stage], True, stage)
+
+    def compute(self, stage: int, op: Action, end: float) -> None:
+        """A stage has computed its next operation."""
+        self._free[stage] = end
+        self._computed.add((stage, op))
+        self._owed[stage] += (stage, op) in self._waited_for
+        self._position[stage] += 1
+        self._changed |= self._near[stage]
+
+    def receive(self, stage: int, op: Action, source: int, end: float) -> None:
+        """A stage has received what its next operation waits for."""
+        self._free[stage] = self._free[source] = end
+        self._owed[source] -= 1
+        self._received.add((stage, op))
+        self._changed |= self._near[stage] | self._near[source]
+
+    def waiting(self) -> list[Action]:
+        """Of each stage that is not done what it would do next."""
+        rows = zip(self._position, self._rows, strict=True)
+        return [row[position] for position, row in rows if position < len(row)]
+
+
+Seconds = Mapping[tuple[str, int], float]
+
+
+def replay_ticks(
+    schedule: Schedule,
+    seconds: Seconds,
+    boundaries: Sequence[Sequence[int]],
+    *,
+    transfer_seconds: Mapping[int, float] | None = None,
+) -> Timeline:
+    """Times of every operation of a lowered schedule.
+
+    Args:
+        seconds: Of each kind of operation and part; those not in it take no time.
+        boundaries: For each tick those that arrays cross; boundary b is below stage b.
+        transfer_seconds: Of an exchange over each boundary; None: they take no time.
+
+    Returns:
+        The timeline.
+    """
+    num_stages = schedule.num_stages
+    ready = [0.0] * num_stages
+    events: list[Event] = []
+    sends: list[Event] = []
+    for tick, crossed in zip(schedule.table_TS, boundaries, strict=True):
+        done = list(ready)
+        for stage, op in enumerate(tick):
+            if op is None:
+                continue
+            part = op.chunk * num_stages + stage
+            took = seconds.get((op.kind, part), 0.0)
+            done[stage] = ready[stage] + took
+            events.append(make_event(stage, op.kind, op, ready[stage], took))
+        ready = list(done)
+        last = [0.0] * num_stages  # transfer of each stage
+        for b in crossed:
+            took = (transfer_seconds or {}).get(b, 0.0)
+            for stage, other in ((b, (b + 1) % num_stages), ((b + 1) % num_stages, b)):
+                meet = max(done[stage], done[other]) + took
+                if meet > ready[stage]:
+                    ready[stage], last[stage] = meet, took
+        for stage, op in enumerate(tick):
+            if op is not None and last[stage]:
+                start = ready[stage] - last[stage]
+                sends.append(make_event(stage, SEND, op, start, last[stage]))
+    return Timeline(
+        num_stages=num_stages,
+        events=tuple(sorted(events, key=lambda e: e.stage)),
+        sends=tuple(sorted(sends, key=lambda e: e.stage)),
+    )
+
+
+def measured_timeline(
+    schedule: Schedule, times_ST: Sequence[Sequence[tuple[float, float]]]
+) -> Timeline:
+    """The ticks of one step as every stage's process saw them.
+
+    Args:
+        times_ST: Start and end of each tick on each stage, seconds from the start of the step; a
+            tick ends when its transfers have.
+    """
+    events = [
+        make_event(stage, op.kind, op, start, end - start)
+        for stage in range(schedule.num_stages)
+        for t, tick in enumerate(schedule.table_TS)
+        if (op := tick[stage]) is not None
+        for start, end in [times_ST[stage][t]]
+    ]
+    return Timeline(num_stages=schedule.num_stages, events=tuple(events), sends=())

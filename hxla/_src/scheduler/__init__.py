@@ -1,0 +1,1 @@
+"""Which job holds which devices: policies, a simulator, and live runs."""

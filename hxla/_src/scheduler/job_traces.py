@@ -1,0 +1,329 @@
+"""Files of jobs: our own, and the published traces and speeds of EasyScale and of Pollux."""
+
+import csv
+import dataclasses
+import functools
+import io
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from ..core.errors import ScheduleError
+from ..core.files import MOST_TOML_BYTES, listed, named, read_text, shown
+from .elastic_jobs import ElasticJob
+from .waste import Capability
+
+#: Kinds of devices of EasyScale's trace, and how many its simulation has.
+EASYSCALE_DEVICES = {"V100": 32, "P100": 16, "T4": 16}
+#: The times of a mini-batch that EasyScale's simulation ran with were not published, only those of
+#: `overhead.csv`. With these all jobs one after another, decided on once a minute, end after
+#: 11,190 s; 16,560 s were published. Times this factor they end after 16,710 s, and EasyScale's
+#: own policy on like devices gives a mean completion of 1,019 s; 1,071 s were published.
+EASYSCALE_SLOWER = 1.7
+#: Those of Pollux's: 16 nodes of 4.
+POLLUX_DEVICES = {"T4": 64}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TracedApplication:
+    """An application of EasyScale's trace.
+
+    Attributes:
+        batch_size: The examples of a worker's mini-batch that was timed.
+        seconds: Its time on a V100, a P100 and a T4, deterministic (D1).
+        num_examples: The examples of an epoch as the simulation counts them, a hundredth of the
+            data set's.
+    """
+
+    batch_size: int
+    seconds: tuple[float, float, float]
+    num_examples: float
+
+
+#: Seconds are of `overhead.csv`, column `ddp_determinism`; where a job's devices may be of several
+#: kinds they are of `ddp_hetero` (the kernels that do not depend on the device, D2). Examples are
+#: the data sets' sizes in `simulator/applications.py`. Both are of EasyScale's artifact
+#: (sUntvoOk/EasyScale_info_for_SC23 at c5ff7b6).
+EASYSCALE_APPLICATIONS = {
+    "shufflenetv2": TracedApplication(
+        batch_size=128, seconds=(0.2167, 0.3310, 0.4022), num_examples=12800
+    ),
+    "resnet50": TracedApplication(
+        batch_size=64, seconds=(0.2688, 0.4393, 0.6591), num_examples=12800
+    ),
+    "vgg19": TracedApplication(batch_size=32, seconds=(0.3924, 0.6514, 0.9439), num_examples=12800),
+    "yolov3": TracedApplication(
+        batch_size=8, seconds=(0.4590, 0.7169, 0.8133), num_examples=165.51
+    ),
+    "ncf": TracedApplication(
+        batch_size=1024, seconds=(0.0107, 0.0127, 0.0118), num_examples=49708.45
+    ),
+    "bert": TracedApplication(batch_size=8, seconds=(0.4390, 0.5998, 0.6661), num_examples=886.41),
+    "electra": TracedApplication(
+        batch_size=8, seconds=(0.4420, 0.5958, 0.6654), num_examples=886.41
+    ),
+    "swintransformer": TracedApplication(
+        batch_size=32, seconds=(0.4289, 0.5941, 0.6153), num_examples=12800
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProfiledApplication:
+    """An application of Pollux's traces.
+
+    Attributes:
+        seconds: The time of one device's part of a step without its sum, on a T4, by examples.
+        num_steps: The steps of the whole training, by batch size.
+        sums_seconds: What the sum adds on 2 and on 4 devices of a node, and over several nodes.
+    """
+
+    seconds: dict[int, float]
+    num_steps: dict[int, int]
+    sums_seconds: tuple[float, float, float]
+
+
+#: Of the simulator of Pollux's artifact (petuum/adaptdl, branch osdi21-artifact at c793c70,
+#: Apache-2.0), nodes of 4 T4: `placements.csv`, the step's time less its sum's, rows of placement
+#: 1; the sums' times of the smallest size, rows of placements 2, 4 and 4444; the iterations that
+#: its validation runs took.
+POLLUX_APPLICATIONS = {
+    "cifar10": ProfiledApplication(
+        seconds={32: 0.0423, 64: 0.0593, 128: 0.1033},
+        num_steps={128: 39062, 256: 20377, 512: 10615, 1024: 5722},
+        sums_seconds=(0.0042, 0.0143, 0.1082),
+    ),
+    "ncf": ProfiledApplication(
+        seconds={256: 0.0071},
+        num_steps={256: 194174, 512: 97094, 1024: 48625, 2048: 24308},
+        sums_seconds=(0.0041, 0.0053, 0.0257),
+    ),
+    "deepspeech2": ProfiledApplication(
+        seconds={10: 0.4649, 20: 0.6797},
+        num_steps={20: 28536, 40: 14711, 80: 7683, 160: 4041},
+        sums_seconds=(0.0379, 0.1096, 0.3219),
+    ),
+    "bert": ProfiledApplication(
+        seconds={4: 0.4416, 12: 0.9078},
+        num_steps={12: 14774, 24: 7427, 48: 3732, 96: 1885},
+        sums_seconds=(0.0550, 0.1224, 1.3905),
+    ),
+    "yolov3": ProfiledApplication(
+        seconds={4: 0.2645, 8: 0.3237},
+        num_steps={8: 103444, 16: 52905, 32: 27430, 64: 14577, 128: 8075},
+        sums_seconds=(0.0202, 0.1216, 0.8399),
+    ),
+    "imagenet": ProfiledApplication(
+        seconds={20: 0.1462, 40: 0.2523, 200: 0.9223},
+        num_steps={1600: 78453, 3200: 42123, 6400: 23972},
+        sums_seconds=(0.0016, 0.0037, 0.2584),
+    ),
+}
+
+
+_T = TypeVar("_T")
+_Row = Mapping[str, str]
+_SECONDS = "seconds_"
+_OWN = ("name", "time", "steps", "microbatches")
+_EASYSCALE = (
+    "name",
+    "time",
+    "application",
+    "max_parallelism",
+    "batch_size",
+    "epochs",
+    "enable_heterogeneous_deterministic",
+    "preferred_gpu",
+)
+_POLLUX = ("name", "time", "application", "num_replicas", "batch_size")
+_MOST = 10**9  # of a number in a trace
+_MOST_MICROBATCHES = 1 << 16
+
+
+def read_jobs(
+    path: str | os.PathLike[str], *, gangs: str = "asked", is_cut: bool = True
+) -> tuple[tuple[ElasticJob, ...], dict[str, int]]:
+    """The jobs of a trace, and the devices that it was published with.
+
+    A trace is CSV, and its header says whose it is:
+
+    - ours: `name`, `time`, `steps`, `microbatches`, and `seconds_KIND` for each kind of device, the
+      seconds of a microbatch; if wished `min_devices` (1), `kind` (the first: that of its gang, and
+      its only one if it cannot be mixed), `mixed` (1: devices of several kinds may share a step)
+      and `gang` (as many as microbatches);
+    - EasyScale's: `max_parallelism`, `epochs`, `preferred_gpu` and others; of rows of one name the
+      last counts, as in its artifact;
+    - Pollux's: `application`, `num_replicas`, `batch_size`.
+
+    Speeds of published applications are those that were published, see `_published_speeds`.
+
+    Args:
+        gangs: How many devices a job gets from schedulers of fixed sets: what it `asked` for, or
+            the `most` that it can use.
+        is_cut: For Pollux's: whether the batch of a device is cut into the smallest microbatches
+            that were measured, so that a job can use more devices than it asked for.
+
+    Returns:
+        The jobs in the file's order, and the number of devices by kind: none for ours.
+
+    Raises:
+        ScheduleError: If the file cannot be read, with every row that is wrong.
+    """
+    refuse = named("trace", path, ScheduleError)
+    text = read_text(path, MOST_TOML_BYTES, refuse)
+    reader = csv.DictReader(io.StringIO(text))
+    try:
+        head = [field.strip() for field in reader.fieldnames or ()]
+        rows = [
+            {
+                k.strip(): (v or "").strip()
+                for k, v in row.items()
+                if isinstance(k, str) and not isinstance(v, list)
+            }
+            for row in reader
+        ]
+    except csv.Error as error:
+        raise refuse(f"is no CSV: {error}") from None
+    kinds = [field.removeprefix(_SECONDS) for field in head if field.startswith(_SECONDS)]
+    devices: dict[str, int] = {}
+    if kinds and set(_OWN) <= set(head):
+        make: Callable[[_Row], ElasticJob] = functools.partial(_own, kinds=kinds)
+    elif set(_EASYSCALE) <= set(head):
+        make, devices = _of_easyscale, dict(EASYSCALE_DEVICES)
+        rows = list({row["name"]: row for row in rows}.values())
+    elif set(_POLLUX) <= set(head):
+        make = functools.partial(_of_pollux, gangs=gangs, is_cut=is_cut)
+        devices = dict(POLLUX_DEVICES)
+    else:
+        raise refuse(
+            f"has columns {shown(head)}: give {', '.join(_OWN)} and {_SECONDS}KIND for each kind "
+            "of device, or a trace of EasyScale or of Pollux"
+        )
+    return _jobs(rows, make, refuse), devices
+
+
+def _jobs(
+    rows: Sequence[_Row],
+    make: Callable[[_Row], ElasticJob],
+    refuse: Callable[[str], Exception],
+) -> tuple[ElasticJob, ...]:
+    jobs, wrong = [], []
+    for number, row in enumerate(rows, 1):
+        try:
+            jobs.append(make(row))
+        except (ScheduleError, ValueError) as error:
+            wrong.append(f"job {number}, {shown(row.get('name', ''))}: {error}")
+    if wrong:
+        raise refuse("has jobs that cannot be read:" + listed(wrong))
+    if not jobs:
+        raise refuse("has no job")
+    return tuple(jobs)
+
+
+def _own(row: _Row, kinds: Sequence[str]) -> ElasticJob:
+    num = _whole(row, "microbatches")
+    if num > _MOST_MICROBATCHES:
+        raise ValueError(f"microbatches {num:,}, at most {_MOST_MICROBATCHES:,} are scheduled")
+    alone = 0
+    if row.get("kind"):
+        if row["kind"] not in kinds:
+            raise ValueError(f"kind {shown(row['kind'])}, of which there is no {_SECONDS} column")
+        alone = kinds.index(row["kind"])
+    gang = _whole(row, "gang") if row.get("gang") else num
+    return ElasticJob(
+        name=row["name"],
+        arrival_seconds=_number(row, "time"),
+        num_steps=_whole(row, "steps"),
+        num_microbatches=num,
+        min_devices=_whole(row, "min_devices") if row.get("min_devices") else 1,
+        capabilities=tuple(
+            Capability(kind=k, microbatches_per_second=1 / _positive(row, _SECONDS + k))
+            for k in kinds
+        ),
+        gang=tuple(gang * (k == alone) for k in range(len(kinds))),
+        mixed=bool(_whole(row, "mixed")) if row.get("mixed") else True,
+        alone=alone,
+    )
+
+
+def _of_easyscale(row: _Row) -> ElasticJob:
+    application = _known(row, EASYSCALE_APPLICATIONS)
+    size, num = _whole(row, "batch_size"), _whole(row, "max_parallelism")
+    kinds = [kind.lower() for kind in EASYSCALE_DEVICES]
+    if row["preferred_gpu"] not in kinds:
+        raise ValueError(f"preferred_gpu {shown(row['preferred_gpu'])}, known are {kinds}")
+    alone = kinds.index(row["preferred_gpu"])
+    if min(size, num) < 1 or num > _MOST_MICROBATCHES:
+        raise ValueError(
+            f"batch_size {size} and max_parallelism {num}, give at least 1, and at most "
+            f"{_MOST_MICROBATCHES:,} of the latter"
+        )
+    # A mini-batch of another size than the measured one takes as much longer as it is larger.
+    scale = EASYSCALE_SLOWER * size / application.batch_size
+    return ElasticJob(
+        name=row["name"],
+        arrival_seconds=_number(row, "time"),
+        num_steps=math.ceil(_whole(row, "epochs") * application.num_examples / (size * num)),
+        num_microbatches=num,
+        capabilities=tuple(
+            Capability(kind=kind, microbatches_per_second=1 / (scale * seconds))
+            for kind, seconds in zip(EASYSCALE_DEVICES, application.seconds, strict=True)
+        ),
+        gang=tuple(num * (k == alone) for k in range(len(kinds))),
+        mixed=bool(_whole(row, "enable_heterogeneous_deterministic")),
+        alone=alone,
+    )
+
+
+def _of_pollux(row: _Row, gangs: str, is_cut: bool) -> ElasticJob:
+    application = _known(row, POLLUX_APPLICATIONS)
+    batch, asked = _whole(row, "batch_size"), _whole(row, "num_replicas")
+    if batch not in application.num_steps:
+        raise ValueError(f"batch_size {batch}, measured were {sorted(application.num_steps)}")
+    size = (min if is_cut else max)(application.seconds)
+    num = batch // size
+    on_two, on_four, on_more = application.sums_seconds
+    [kind] = POLLUX_DEVICES
+    return ElasticJob(
+        name=row["name"],
+        arrival_seconds=_number(row, "time"),
+        num_steps=application.num_steps[batch],
+        num_microbatches=num,
+        capabilities=(
+            Capability(kind=kind, microbatches_per_second=1 / application.seconds[size]),
+        ),
+        gang=(num if gangs == "most" else min(asked, num),),
+        sums_seconds=((1, 0.0), (2, on_two), (4, on_four), (_MOST, on_more)),
+    )
+
+
+def _known(row: _Row, applications: Mapping[str, _T]) -> _T:
+    name = row["application"]
+    if name not in applications:
+        raise ValueError(f"application {shown(name)}, known are {', '.join(applications)}")
+    return applications[name]
+
+
+def _number(row: _Row, key: str) -> float:
+    try:
+        value = float(row[key])
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= _MOST:
+        raise ValueError(f"{key} {shown(row[key])}, give a number from 0 to {_MOST:,}")
+    return value
+
+
+def _positive(row: _Row, key: str) -> float:
+    value = _number(row, key)
+    if value < 1 / _MOST:
+        raise ValueError(f"{key} {shown(row[key])}, give a positive number")
+    return value
+
+
+def _whole(row: _Row, key: str) -> int:
+    value = _number(row, key)
+    if value != int(value):
+        raise ValueError(f"{key} {shown(row[key])}, give a whole number")
+    return int(value)

@@ -1,0 +1,267 @@
+"""`hxla schedule run` and `replay`: jobs that really run, and their decisions made again."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from ..core.errors import ScheduleError
+from ..core.format import clock
+from ..core.types import EXIT_PREEMPTED
+from ..launch.cleanup import start_janitor
+from .allocation_picture import write_picture
+from .elastic_jobs import Holdings
+from .live_hosts import JobFleet, JobProcess, MeshFleet
+from .live_jobs import LiveJob, read_live_jobs
+from .live_record import (
+    Began,
+    Decided,
+    Ended,
+    Entry,
+    Holds,
+    as_line,
+    as_simulation,
+    decided_otherwise,
+    read_record,
+)
+from .live_run import LiveSchedule, Places
+from .schedule_commands import GANGS, POLICIES
+from .waste import Nums
+
+#: Policies for jobs whose devices may change.
+LIVE_POLICIES = tuple(name for name in POLICIES if name not in GANGS)
+_POLL_SECONDS = 0.2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LiveOptions:
+    """What the command line asked for.
+
+    Attributes:
+        mesh: Name or path of a mesh file of CPU devices of this machine, read again as it changes.
+        ray: Address of a Ray cluster, instead of that.
+        policies: The name of the policy: one.
+        move_seconds: How long a job is taken to pause when its devices change.
+        interval_seconds: The time between decisions when nothing happens.
+        learns_speeds: Whether speeds are those of the runs, once there are any.
+        folder: A new folder for the record and for what jobs print.
+    """
+
+    jobs: str
+    mesh: str | None
+    ray: str | None = None
+    policies: tuple[str, ...]
+    move_seconds: float
+    interval_seconds: float
+    learns_speeds: bool = False
+    folder: str
+
+
+def run_command(wishes: LiveOptions) -> int:
+    """Run jobs on devices that a policy gives them and takes from them, until all have ended.
+
+    Returns:
+        0 if all jobs have trained, 1 if one failed, and how the user ended them otherwise.
+
+    Raises:
+        ScheduleError: If the jobs or the wishes are wrong.
+        MeshError: If the mesh file is.
+    """
+    _check(wishes)
+    file_of_jobs = _JobsFile(wishes.jobs)
+    kinds = file_of_jobs.kinds
+    with contextlib.ExitStack() as stack:
+        fleet = _fleet(wishes, kinds, stack)
+        folder = pathlib.Path(wishes.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        file = stack.enter_context((folder / "record.jsonl").open("w", buffering=1))
+        janitor = start_janitor()
+        stack.callback(janitor.close)
+        processes: list[JobProcess] = []
+
+        def note(line: str) -> None:
+            janitor.write(f"{line}\n".encode())
+
+        def start(job: LiveJob, places: Places) -> JobProcess:
+            processes.append(JobProcess(job, fleet, places, folder, note))
+            return processes[-1]
+
+        def record(entry: Entry) -> None:
+            file.write(as_line(entry) + "\n")
+            for line in _told(entry, kinds):
+                _say(line)
+
+        stack.callback(lambda: note("done"))
+        stack.callback(_close, processes)
+        [name] = wishes.policies
+        schedule = LiveSchedule(
+            file_of_jobs.jobs,
+            fleet,
+            (name, POLICIES[name]),
+            start=start,
+            record=record,
+            move_seconds=wishes.move_seconds,
+            interval_seconds=wishes.interval_seconds,
+            learns_speeds=wishes.learns_speeds,
+        )
+        asked = _until_ended(schedule, file_of_jobs.more, stack)
+    if asked is not None:
+        return EXIT_PREEMPTED if asked == signal.SIGTERM else 128 + asked
+    if schedule.failed:
+        _say(f"failed: {', '.join(schedule.failed)}; {wishes.folder}/NAME.log says why")
+        return 1
+    return 0
+
+
+def replay_command(path: str, *, draw: str | None = None) -> tuple[str, int]:
+    """Make the decisions of a recorded run again.
+
+    Args:
+        draw: File for a picture of who held what when, `.png` or `.svg`.
+
+    Returns:
+        What is to be said, and 0 if all decisions are equal, else 1.
+
+    Raises:
+        ScheduleError: If it is no record.
+    """
+    entries = read_record(path)
+    began = entries[0]
+    assert isinstance(began, Began)
+    if began.policy not in POLICIES:
+        raise ScheduleError(f"record {path}: no policy {began.policy}: there are {_names()}")
+    if draw is not None:
+        write_picture({began.policy: as_simulation(entries)}, draw)
+    num = sum(isinstance(entry, Decided) for entry in entries)
+    others = decided_otherwise(entries, POLICIES[began.policy])
+    lines = [f"{began.policy}: {num - len(others)} of {num} decisions are made again as recorded"]
+    for decided, held in others:
+        at = decided.situation.at_seconds
+        lines.append(
+            f"at {at:.1f} s: recorded {_all(decided.held, began.kinds)}; decided again "
+            f"{_all(held, began.kinds)}"
+        )
+    return "\n".join(lines) + "\n", int(bool(others))
+
+
+def _close(processes: Sequence[JobProcess]) -> None:
+    for process in processes:
+        process.stop()
+    for process in processes:
+        process.close()
+
+
+def _check(wishes: LiveOptions) -> None:
+    if len(wishes.policies) != 1 or wishes.policies[0] not in LIVE_POLICIES:
+        raise ScheduleError(f"run follows one policy: give --policy one of {_names()}")
+    if not (wishes.move_seconds >= 0 and wishes.interval_seconds > 0):
+        raise ScheduleError(
+            f"a move of {wishes.move_seconds:g} s and {wishes.interval_seconds:g} s between "
+            "decisions: give at least 0 s, and more than 0 s"
+        )
+    if (wishes.mesh is None) == (wishes.ray is None):
+        raise ScheduleError("say where devices are: give --mesh FILE or --ray ADDRESS")
+    if os.path.exists(wishes.folder) and (
+        not os.path.isdir(wishes.folder) or os.listdir(wishes.folder)
+    ):
+        raise ScheduleError(f"--out {wishes.folder}: it is not empty; name a new folder")
+
+
+def _fleet(wishes: LiveOptions, kinds: tuple[str, ...], stack: contextlib.ExitStack) -> JobFleet:
+    if wishes.mesh is not None:
+        return MeshFleet(wishes.mesh, kinds, _say)
+    assert wishes.ray is not None
+    try:
+        from .live_hosts import RayFleet
+    except ModuleNotFoundError:
+        raise ScheduleError("--ray needs Ray: pip install 'hxla[ray]', on every node") from None
+    fleet = RayFleet(wishes.ray, kinds, _say)
+    stack.callback(fleet.close)
+    return fleet
+
+
+class _JobsFile:
+    """A file of jobs to which more may be added while they run."""
+
+    def __init__(self, path: str):
+        self._path = path
+        self._changed_at = self._looked()
+        self.jobs = read_live_jobs(path)
+        self.kinds = self.jobs[0].job.kinds
+
+    def more(self) -> Sequence[LiveJob]:
+        """All its jobs if it was changed since and can be read, else none."""
+        now = self._looked()
+        if now in (self._changed_at, 0):
+            return ()
+        self._changed_at = now
+        try:
+            jobs = read_live_jobs(self._path)
+        except ScheduleError as error:
+            _say(f"jobs stay as they are: {error}")
+            return ()
+        kinds = jobs[0].job.kinds
+        if kinds == self.kinds:
+            return jobs
+        was, own = ", ".join(self.kinds), ", ".join(kinds)
+        _say(f"jobs stay as they are: {self._path} has seconds on {own}, in this order, not {was}")
+        return ()
+
+    def _looked(self) -> int:
+        """When it was changed last; 0: it is not there."""
+        try:
+            return os.stat(self._path).st_mtime_ns
+        except OSError:
+            return 0
+
+
+def _until_ended(
+    schedule: LiveSchedule, more: Callable[[], Sequence[LiveJob]], stack: contextlib.ExitStack
+) -> int | None:
+    """Returns the signal that ended it, if one did."""
+    asked: list[int] = []
+    wake = threading.Event()
+
+    def receive(number: int, _: object) -> None:
+        asked.append(number)
+        wake.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        stack.callback(signal.signal, number, signal.signal(number, receive))
+    began = time.monotonic()
+    while not schedule.step(time.monotonic() - began):
+        schedule.submit(more(), time.monotonic() - began)
+        wake.wait(_POLL_SECONDS)
+        wake.clear()
+        if asked:
+            schedule.end()
+    return asked[0] if asked else None
+
+
+def _told(entry: Entry, kinds: tuple[str, ...]) -> Iterator[str]:
+    match entry:
+        case Holds(at_seconds=at, name=name, nums=nums):
+            yield f"{clock(at)}: {name} holds {_devices(nums, kinds)}"
+        case Ended(at_seconds=at, name=name, code=code):
+            yield f"{clock(at)}: {name} " + (f"failed with {code}" if code else "has trained")
+
+
+def _all(held: Holdings, kinds: tuple[str, ...]) -> str:
+    return ", ".join(f"{name}: {_devices(nums, kinds)}" for name, nums in held.items()) or "nothing"
+
+
+def _devices(nums: Nums, kinds: tuple[str, ...]) -> str:
+    return " + ".join(f"{n} {k}" for n, k in zip(nums, kinds, strict=True) if n) or "nothing"
+
+
+def _names() -> str:
+    return ", ".join(LIVE_POLICIES)
+
+
+def _say(text: str) -> None:
+    print(f"hxla: {text}", file=sys.stderr, flush=True)

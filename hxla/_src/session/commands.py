@@ -1,0 +1,72 @@
+"""`hxla plan`: what a script would train, planned for any cluster and not trained."""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+
+from ..choose.make_plan import make_plan
+from ..choose.search_plan import SearchOptions
+from ..core.errors import ConfigError
+from ..core.files import local_path
+from ..lower.determinism import determinism
+from ..plan.plan import Plan
+from ..report.lanes import lanes_of_timeline, write_picture
+from ..schedule.replay import Timeline
+from ..schedule.timeline import perfetto
+from .capture import job_of
+from .measure import SessionMeasure
+
+
+def plan_script(
+    command: Sequence[str],
+    *,
+    meshes: Sequence[str],
+    search: SearchOptions,
+    profile: str | None = None,
+    write: str | None = None,
+    draw: str | None = None,
+) -> None:
+    """Plan what a script would train; print, write, draw.
+
+    A script that says how its devices share the model, by annotations, a mesh or stages, is planned
+    so; any other by search.
+
+    Args:
+        command: A Python script and its arguments.
+        meshes: Clusters to plan for; two are compared.
+        write: File for the first cluster's plan.
+        draw: Folder for pictures and traces.
+
+    Raises:
+        HxlaError: If the script has no job, or nothing fits.
+    """
+    job, wishes = job_of(command)
+    plans = []
+    for mesh in meshes:
+        found, _ = make_plan(job, mesh, wishes, SessionMeasure(), profile=profile, search=search)
+        plans.append(found.plan)
+        print(f"{found.plan.cluster}: {found.plan.explain()}")
+        print(f"  {determinism(job.graph(found.plan.microbatch_size), found.plan)}")
+        if draw is not None:
+            _draw(local_path(draw, "--draw", ConfigError), found.plan, found.timelines)
+    if len(plans) == 2:
+        print(plans[0].compare(plans[1]))
+    if write is not None:
+        plans[0].write(write)
+        print(f"written: {write}")
+
+
+def _draw(folder: pathlib.Path, plan: Plan, timelines: Mapping[int, Timeline]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"{plan.cluster}.png"]
+    plan.draw(files[0])
+    step = plan.prediction.step_seconds if plan.prediction is not None else 0.0
+    for replica, timeline in timelines.items():
+        names = plan.stage_names[replica]
+        name = f"{plan.cluster}-replica{replica}"
+        picture, trace = folder / f"{name}.svg", folder / f"{name}.perfetto.json"
+        title = f"{plan.cluster}, replica {replica}: step {step:.4g} s"
+        lanes = lanes_of_timeline(timeline, names, title=title, end_seconds=step)
+        write_picture(lanes, picture)
+        trace.write_text(perfetto(timeline, names))
+        files += [picture, trace]
+    print("drawn: " + ", ".join(map(str, files)))

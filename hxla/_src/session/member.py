@@ -1,0 +1,238 @@
+"""A session as a part of `hxla run --elastic`: it begins, stops and leaves as told."""
+
+import contextlib
+import functools
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from ..checkpoint.hand_over import leave_state, state_part
+from ..core.errors import CheckpointError, ConfigError
+from ..core.format import num_bytes
+from ..core.types import PyTree
+from ..jax.coordination import is_lost_peer
+from ..job.context import JobContext
+from ..launch.control_channel import copy_folder
+from ..launch.member import Member, pin
+from ..lower.store import Store
+from ..model.functional import tree_bytes
+from ..plan.plan import Plan
+from .ending import Termination
+from .restore import RestoreSource, chosen
+
+if TYPE_CHECKING:
+    from ..checkpoint.checkpoints import Checkpoints
+
+
+#: What a process may ask of all: to end the run; to leave it, once a checkpoint is written; or to
+#: leave it with the state in memory.
+STOP, LEAVE, MOVE = 1.0, 2.0, 3.0
+_MOST_COPIES = 2  # of one process; a third waits until the first is let go
+# What may be there at once: copies, what is left in the end and the next generation's first copy,
+# and of three of those a neighbour's.
+_MOST_STATES, _MOST_OF_NEIGHBOURS = _MOST_COPIES + 2, _MOST_COPIES + 1
+_WAIT_SECONDS = 0.01
+_NOTE_CHARACTERS = 300
+
+
+def rehearse(member: Member, store: Store, job: JobContext) -> None:
+    """Compile what leaves and takes over a state, if nobody waits; all processes call this.
+
+    Args:
+        member: This process in its generation.
+        store: Holds a state, which stays as it is.
+    """
+    if not any(job.gather("who waits", "x" * member.is_waited_for)):
+        store.load(store.saved())
+
+
+class SessionMember:
+    """What a session of an elastic job does besides training.
+
+    Args:
+        member: This process in its generation.
+        termination: Whether SIGTERM arrived.
+        beginning: Where the state is from.
+
+    Raises:
+        ConfigError: If copies are asked for, and memory has no room for them.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        store: Store,
+        termination: Termination,
+        job: JobContext,
+        beginning: RestoreSource,
+    ):
+        self._state_of_data = job.source.state
+        self._member, self._store, self._termination = member, store, termination
+        self._facts: dict[str, Any] = {}
+        self._step = 0
+        self._every = job.settings.checkpoint.in_memory_every
+        self._begins_in_memory = beginning.is_in_memory
+        self._copied: dict[int, str] = {}
+        wanted = store.wanted()
+        self._part = state_part(wanted, jax.process_index(), jax.process_count())
+        self._needed = self._part.num_bytes(wanted) * member.num_neighbours
+        if self._every is not None:
+            if member.num_neighbours == jax.process_count():
+                self._needed *= _MOST_STATES
+            else:  # which begins with a state that came from other hosts
+                self._needed *= _MOST_STATES + _MOST_OF_NEIGHBOURS
+                self._needed += tree_bytes(wanted)
+            if words := self._shortage():
+                raise ConfigError(
+                    f"checkpoint.in_memory_every: {words}: enlarge it (mount -o remount,size=... "
+                    "/dev/shm), or make no copies"
+                )
+
+    @property
+    def asks(self) -> float:
+        """What this process asks of all."""
+        return MOVE * self._member.stops or LEAVE * self._member.ends
+
+    def told(self) -> Iterator[str]:
+        """What the user should know of the memory for states, and of what a kill takes along."""
+        if words := self._shortage():
+            yield f"{words}: without a checkpoint it is lost when devices change; enlarge /dev/shm"
+        if self._every is not None:
+            steps = "step" if self._every == 1 else f"{self._every} steps"
+            yield (
+                f"every {steps} the state is copied into memory, in {self._part.count} parts: no "
+                "more is run again after a process is killed"
+            )
+        elif self._part.count > 1:
+            yield (
+                f"the state is in {self._part.count} parts: if a process is killed, the steps "
+                "since the last checkpoint run again; see checkpoint.in_memory_every"
+            )
+
+    def _shortage(self) -> str:
+        folder = os.path.dirname(self._member.folder)
+        room = _bytes_in(folder) + shutil.disk_usage(folder).free
+        if self._needed <= room:
+            return ""
+        return f"states need {num_bytes(self._needed)} and {folder} has only {num_bytes(room)}"
+
+    @contextlib.contextmanager
+    def training(self, step: int, facts: dict[str, Any], plan: Plan) -> Iterator[None]:
+        """While the store holds a state that may be left at any time.
+
+        Args:
+            facts: Of the run, which are left with the state.
+            plan: That runs: later generations keep what decides its bits.
+        """
+        self._step, self._facts = step, facts
+        pin(chosen(plan))
+        with self._member.trains(self._leave_unasked, lambda: bool(self._termination.arrived)):
+            self._member.tell(part=self._part.number, num_parts=self._part.count)
+            if self._begins_in_memory and self._every is not None:
+                self._write_copy()
+            self._member.tell(is_joined=True, step=step, num_microbatches=plan.num_microbatches)
+            yield
+
+    @contextlib.contextmanager
+    def updating(self, checkpoints: "Checkpoints | None", ran: Sequence[float]) -> Iterator[None]:
+        """While the state is between two steps; then tells the authority.
+
+        Args:
+            checkpoints: What is written of them is told too; None: there are none.
+            ran: What this process ran in the step, see `Report`.
+        """
+        with self.changing:
+            yield
+            self._step += 1
+        saved = None if checkpoints is None or jax.process_index() else checkpoints.complete_step
+        saved_step = -1 if saved is None else saved
+        self._member.tell(step=self._step, saved_step=saved_step, ran=ran)
+
+    @property
+    def changing(self) -> contextlib.AbstractContextManager[Any]:
+        """While the state of a step is another than it was."""
+        return self._member.changing
+
+    def move(self) -> None:
+        """Leave the state in memory, every member at the same step."""
+        step, digest = self._leave()
+        self._member.tell(left_step=step, digest=digest)
+
+    def copy(self) -> None:
+        """Every so many steps, copy the state into memory; every member at the same step."""
+        if self._every is not None and not self._step % self._every:
+            self._write_copy()
+
+    def _write_copy(self) -> None:
+        """Write this process's part; of those that hold the same only one does."""
+        folder = functools.partial(copy_folder, self._member.folder)
+        has_room = self._has_let_go(folder)
+        while not has_room and not self._member.ends:  # nobody lets go of copies at the run's end
+            time.sleep(_WAIT_SECONDS)
+            has_room = self._has_let_go(folder)
+        saved = self._store.saved()  # which takes all members
+        if self._part.writer != jax.process_index() or not has_room:
+            return
+        try:
+            self._copied[self._step] = self._write(saved, folder(self._step))
+        except CheckpointError as error:  # another took the memory: older copies are there still
+            self._member.tell(note=str(error)[:_NOTE_CHARACTERS])
+            return
+        told = {str(step): digest for step, digest in self._copied.items()}
+        self._member.tell(copies=told)
+
+    def _has_let_go(self, folder: Callable[[int], str]) -> bool:
+        """Whether no more copies are there than may be beside another: none is kept without need
+        once all parts of a newer one are known."""
+        there = {s: digest for s, digest in self._copied.items() if os.path.exists(folder(s))}
+        self._copied = there
+        return len(there) < _MOST_COPIES
+
+    def finished(self) -> None:
+        """Training is done and its results are written."""
+        self._member.tell(is_finished=True)
+
+    def left_by(self, error: BaseException | None) -> None:
+        """If another member was lost, wait for the order to leave the state."""
+        if error is not None and jax.process_count() > 1 and is_lost_peer(error):
+            self._member.stay_to_leave()
+
+    def _leave_unasked(self) -> tuple[int, str] | None:
+        """In a process that may be the only one left, so nobody can be asked for anything."""
+        if self._store.is_shared and jax.process_count() > 1:
+            return None  # to bring it into its even form takes all
+        return self._leave()
+
+    def _leave(self) -> tuple[int, str]:
+        return self._step, self._write(self._store.saved(), self._member.folder)
+
+    def _write(self, saved: PyTree, folder: str) -> str:
+        facts = self._facts | {"step": self._step, "data": self._state_of_data(self._step)}
+        return leave_state(saved, facts, folder, self._part)
+
+
+def ran(plan: Plan, busy_seconds: Sequence[float]) -> list[float]:
+    """What this process ran in a step, as `Report` has it.
+
+    Args:
+        plan: That the step ran by.
+        busy_seconds: What each copy of the model spent on its microbatches.
+    """
+    pairs = zip(plan.replicas, busy_seconds, strict=True)
+    [(own, seconds)] = [pair for pair in pairs if jax.process_index() in pair[0].devices]
+    known = (own.num_microbatches, own.executors) if len(own.devices) == 1 else (0, 1)
+    return [*known, seconds]
+
+
+def _bytes_in(folder: str) -> int:
+    """Of its files, also those that come and go meanwhile."""
+    found = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                found += os.stat(os.path.join(path, name)).st_size
+    return found

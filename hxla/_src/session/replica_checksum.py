@@ -1,0 +1,79 @@
+"""Whether the copies of the state are still the same, bit for bit."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+import numpy as np
+
+from ..core.errors import LaunchError
+from ..job.agreement import ranks_text
+from ..lower.store import Store
+
+_MOST_NAMES = 5
+
+
+class ReplicaChecksum:
+    """Compares the checksums of the copies of the state every so often.
+
+    Of a job with one copy there is nothing to compare.
+
+    Args:
+        ranks: For each copy the processes that hold it.
+        every: Steps from one comparison to the next.
+    """
+
+    def __init__(self, store: Store, ranks: tuple[tuple[int, ...], ...], every: int):
+        self._store, self._ranks, self._every = store, ranks, every
+        self._compared: int | None = None
+
+    def stepped(self, step: int) -> None:
+        """Compare if it is time to.
+
+        Raises:
+            LaunchError: As `compare`.
+        """
+        if self.is_due(step):
+            self.compare(step)
+
+    def is_due(self, step: int) -> bool:
+        """Whether to compare at this step."""
+        return step % self._every == 0
+
+    def compare(self, step: int) -> None:
+        """Compare, unless it was done after this step; every process calls this.
+
+        Raises:
+            LaunchError: On every process, if copies differ: which, and in which arrays.
+        """
+        if len(self._ranks) == 1 or step == self._compared:
+            return
+        before, self._compared = self._compared, step
+        rows = self._store.checksums()
+        usual, _ = Counter(map(bytes, rows)).most_common(1)[0]
+        first = next(i for i, row in enumerate(rows) if bytes(row) == usual)
+        odd = {i: rows[i] != rows[first] for i in range(len(rows)) if bytes(rows[i]) != usual}
+        if not odd:
+            return
+        since = (
+            f"after step {before} they were still equal"
+            if before is not None
+            else ("they were not compared before")
+        )
+        raise LaunchError(
+            f"after {step} steps the copies of the state are no longer the same ({since}):\n  "
+            + "\n  ".join(self._lines(first, odd))
+            + "\nthe processes were given other values than one another, their devices compute "
+            "differently, or memory was damaged: resume from a checkpoint of before"
+        )
+
+    def _lines(self, first: int, odd: Mapping[int, np.ndarray]) -> list[str]:
+        names = self._store.leaf_names()
+        lines = []
+        for i, differs in odd.items():
+            found = [names[k] for k in np.flatnonzero(differs)]
+            more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
+            lines.append(
+                f"{ranks_text(self._ranks[i])} has another {', '.join(found[:_MOST_NAMES])}{more} "
+                f"than {ranks_text(self._ranks[first])}"
+            )
+        return lines

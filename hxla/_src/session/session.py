@@ -1,0 +1,497 @@
+"""A session: a plan that runs. It alone has state; it is opened and closed, never changed into
+another.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import time
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..choose.counts import best_counts
+from ..choose.microbatch_counts import (
+    check_limits,
+    count_limits,
+    lack,
+    own_ids,
+    pooled,
+    predicted,
+    shared_numbers,
+)
+from ..cluster.job_devices import Devices
+from ..core.errors import ConfigError
+from ..core.fingerprint import fingerprint
+from ..core.types import PyTree
+from ..data.data import num_tokens
+from ..inspect.unplanned_gathers import unplanned_gathers
+from ..jax.compilation_events import num_compilations
+from ..jax.devices import is_here
+from ..jax.heap import keep_heap_small
+from ..job.agreement import facts_of_data
+from ..job.context import JobContext
+from ..launch.member import own_member
+from ..lower.determinism import determinism
+from ..lower.state import State
+from ..plan.plan import Plan
+from ..report.history import EvalRecord, History, Rebalance, StepRecord
+from .balancer import Balancer
+from .ending import Ending, Termination
+from .evaluating import evaluated
+from .fastest_executors import with_fastest_executors
+from .member import LEAVE, MOVE, STOP, SessionMember, ran, rehearse
+from .recorder import recorder_of, step_record
+from .replica_checksum import ReplicaChecksum
+from .restore import RestoreSource
+from .state_access import StateAccess, replaced
+from .step import Feed, Outcome, Stepper, left_out
+from .validate_plan import agree_on_asked, check_runnable
+from .values import Result, SessionOptions, plans_to_table
+from .watch import PipelineWatch, SplitWatch
+from .watchdog import Watchdog
+
+
+class Session:
+    """A plan that runs: made by `Job.open`, used in a `with` statement.
+
+    Iterating trains to the last step and gives a record of each. A user's own loop may call `step`
+    instead, with batches of its own. Every process of a job makes the same calls in the same order.
+
+    Attributes:
+        plan: The present plan; a re-balance makes another, with other counts.
+        step_number: The updates done.
+
+    Example:
+        >>> import hxla, numpy as np, optax
+        >>> from flax import nnx
+        >>> data = {"x": np.eye(8, dtype=np.float32), "y": np.arange(8, dtype=np.float32)}
+        >>> def loss(model, batch):
+        ...     return (model(batch["x"])[:, 0] - batch["y"]) ** 2
+        >>> model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
+        >>> job = hxla.Job(model, data, loss, optax.sgd(0.1), batch_size=8)
+        >>> with job.open(job.plan(microbatch_size=1), checkpoint_dir="checkpoints") as session:
+        ...     for _ in range(3):
+        ...         record = session.step(data)
+        ...     whole = session.gather(session.state.params)
+        ...     evaluation = session.evaluate(data)
+        ...     session.save()
+        ...     result = session.result()
+        >>> evaluation.loss < record.loss, result.step
+        (True, 3)
+    """
+
+    def __init__(self, job: JobContext, plan: Plan, devices: Devices, options: SessionOptions):
+        self._job, self._options = job, options
+        self._cluster = job.cluster(devices)
+        self._stack = contextlib.ExitStack()
+        self._is_closed = False
+        self._member: SessionMember | None = None
+        with contextlib.ExitStack() as opening, options.waiting(plan) as told:
+            opening.enter_context(self._stack)
+            self._watchdog = self._stack.enter_context(Watchdog.of_job(job.settings.watchdog))
+            opening.push(self._watchdog.left_by)
+            self._watchdog.beat(-1, "compiling and measuring")
+            self._termination = Termination()
+            self._stack.callback(self._termination.close)
+            self._stopping = self._told = 0.0
+            self._handed, self._is_settled, self._is_replaced = StateAccess(), True, False
+            agree_on_asked(plan, job, options)
+            check_runnable(plan, job, self._cluster, devices)
+            on_cpu = any(d is not None and is_here(d) and d.platform == "cpu" for d in devices)
+            is_tight = on_cpu and plan.placement.sums == "released"
+            if is_tight:
+                keep_heap_small()
+            member = own_member() if not options.is_trial and options.steps is not None else None
+            begin = functools.partial(
+                RestoreSource, job, plan, options, self._stack, is_tight=is_tight
+            )
+            beginning = begin() if member is None else None
+            start = options.first_step if beginning is None else beginning.first_step
+            resumed = None if beginning is None else beginning.step
+            inputs = job.as_inputs(batch := job.first_batch(start, plan.microbatch_size))
+            job.agree("data", lambda: facts_of_data(batch, f"data of step {start}: "))
+            weights = job.opened_weights(plan.microbatch_size) if resumed is None else None
+            self._programs = job.programs(plan, devices, told.tell, keep=options.is_trial)
+            self._reducer = self._programs.reducer
+            self._store = self._programs.store()
+            self._stack.callback(self._store.close)
+            told.tell("putting the state in its places")
+            if beginning is None or not beginning.load(self._store):
+                self._store.initialise(job.gather, weights)
+            told.tell("running every program once")
+            self._stepper = Stepper(self._programs, self._store)
+            every = job.settings.watchdog.compare_steps
+            self._copies = ReplicaChecksum(self._store, self._reducer.ranks, every)
+            self._stack.callback(self._stepper.close)
+            self._stepper.use_executors(plan.replicas)
+            own = self._stepper.warm_up(
+                inputs, repeats=3 if options.balance else 0, has_scales=resumed is not None
+            )
+            seconds = None
+            if options.balance:
+                if job.settings.cluster.executors == "auto" and options.steps is not None:
+                    gain, left = job.settings.balance.min_gain, options.steps - start
+                    parts = (self._stepper, self._programs, plan, inputs, own, gain, left)
+                    plan, own = with_fastest_executors(*parts)
+                seconds = pooled(shared_numbers(self._reducer, own), plan)
+            if member is not None:
+                rehearse(member, self._store, job)
+                told.tell("waiting for the generation to be formed")
+                beginning = begin(folders=member.wait_for_the_others())
+                if beginning.load(self._store):
+                    self._stepper.restored()
+                self._member = SessionMember(member, self._store, self._termination, job, beginning)
+            assert beginning is not None  # one of the two branches made it
+            self._checkpoints, self._saved = beginning.checkpoints, beginning.saved_step
+            self.step_number = self._first_step = start = beginning.first_step
+            self._plans, self._beginning = beginning.plans, beginning
+            held = self._store.num_bytes()
+            self.memory_bytes = self._programs.memory_bytes(held)
+            self._saves_alone = on_cpu and lack(devices, self._cluster, held + self.memory_bytes)
+            own = [self.memory_bytes] * len(self._reducer.local)
+            self._bytes_of_copies = shared_numbers(self._reducer, own)
+            at_once = self._programs.most_inputs
+            limits = count_limits(plan, self._cluster, self._bytes_of_copies, inputs, at_once)
+            counts = plan.counts
+            if seconds is not None:
+                counts = best_counts(plan.num_microbatches, seconds, None, limits)
+            check_limits(counts, limits)
+            moves = options.balance or job.settings.balance
+            self.balancer = Balancer(moves, counts, limits, seconds)
+            self.plan = plan if counts == plan.counts else plan.with_counts(counts)
+            self._watch_pipelines = PipelineWatch(self._stepper, self._programs, job.gather)
+            said = unplanned_gathers(self._programs)
+            said += self._watch_pipelines.measure(inputs, self.plan)
+            self.plan = self._predicted(self.plan).replaced(reasons=(*plan.reasons, *said))
+            self.split_watch = SplitWatch(self._programs, self._cluster, job)
+            self._plans[start] = self.plan
+            self._recorder = recorder_of(self.plan, options, start)
+            self._stack.callback(self._recorder.close)
+            self._feed = Feed(job, batch, options.steps)
+            self._stack.callback(self._feed.close)
+            self._ending = Ending(self._recorder, self._watch_pipelines, self._termination, options)
+            self._began = time.perf_counter()
+            if self._member is not None:
+                facts = self._meta() | {"numerics": self.plan.numerics}
+                self._stack.enter_context(self._member.training(start, facts, self.plan))
+            else:
+                self._termination.heed_interrupts()
+            opening.pop_all()
+        for words in (*(self._member.told() if self._member else ()), *beginning.notes):
+            self._recorder.log(words)
+        promised = determinism(self._programs.graph, self.plan)
+        self._recorder.log(f"{self.plan.explain()}\n  {promised}")
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        if self._member is not None:
+            self._member.left_by(error)
+        if error is not None:
+            is_new = self.step_number > self._first_step or self._is_replaced
+            save = self._save_and_wait if is_new and self._checkpoints is not None else None
+            self._ending.left_by(error, self.history, self.plan, self.step_number, save)
+        self._watchdog.left_by(kind, error, trace)
+        with self._ending.noting(error):
+            self.close()
+
+    def close(self) -> None:
+        """Wait for what is being written, write the report, and let go of everything."""
+        if not self._is_closed:
+            self._is_closed = True
+            with self._stack:
+                self._ending.report(self.history, self.plan, self.step_number)
+
+    # -- opening ---------------------------------------------------------------------------------
+
+    def _meta(self) -> dict[str, Any]:
+        state = self._job.source.state(self.step_number)
+        facts = self._beginning.facts | {"plans": plans_to_table(self._plans)}
+        return facts if state is None else facts | {"data": state}
+
+    def _predicted(self, plan: Plan) -> Plan:
+        prediction = predicted(
+            plan,
+            self.balancer.seconds,
+            self.balancer.fixed,
+            memory_bytes=self._bytes_of_copies,
+            cluster=self._cluster,
+        )
+        return plan.replaced(prediction=self._watch_pipelines.predicted(prediction))
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        """Train to the last step, or until somebody asks to stop.
+
+        Raises:
+            ConfigError: If the session was opened without a number of steps.
+        """
+        if self._options.steps is None:
+            raise ConfigError("a session without `steps` has no end: open it with steps=...")
+        while self.step_number < self._options.steps and self._stopping >= 0:
+            yield self.step()
+            self._settle()
+
+    def stop(self) -> None:
+        """Ask all processes to end after the next step: iterating then ends."""
+        if self._stopping >= 0:
+            self._stopping = max(self._stopping, STOP)
+
+    def step(self, batch: PyTree | None = None) -> StepRecord:
+        """Train one step.
+
+        Args:
+            batch: The global batch, the same on every process; None: the next one of the data.
+
+        Returns:
+            What happened.
+
+        Raises:
+            NonFiniteError: A gradient was not finite and the job says `nonfinite="stop"`.
+            DataError: If the data ends, or the batch has another size.
+            Preempted: After SIGTERM or Ctrl-C on any process in an earlier step, once a checkpoint
+                is written.
+        """
+        self._settle()
+        step = self.step_number
+        ids = own_ids(self.plan.counts, self._reducer)
+        self._watchdog.beat(step, "data")
+        if batch is None:
+            batches = self._feed.loaded(step, ids, self.plan)
+        else:
+            compares = step == self._first_step or self._copies.is_due(step)
+            batches = self._feed.given(batch, step, ids, self.plan, compares=compares)
+        self._watchdog.beat(step, "microbatches")
+        compiled = num_compilations()
+        timed = step == self._first_step + 1 and self._options.run_dir is not None
+        self._watch_pipelines.time_ticks(timed)
+        outcome = self._stepper.accumulate(
+            step,
+            ids,
+            batches,
+            stop=max(self._stopping, self._asks),
+            on_phase=functools.partial(self._watchdog.beat, step),
+        )
+        if timed:
+            self._watch_pipelines.tell_ticks()
+        self._watchdog.beat(step, "update")
+        with self._updating(outcome):
+            if outcome.nonfinite:
+                stops = self._job.nonfinite == "stop" and not self._options.is_trial
+                self._recorder.log(left_out(step, outcome, self._stepper, stops=stops))
+            else:
+                with self._ending.halfway():
+                    self._stepper.update(outcome)
+                    self._stepper.rescale(overflowed=False)
+            self.step_number = step + 1
+        if step > self._first_step:
+            self._recorder.num_compilations += num_compilations() - compiled
+        record = self._recorded(step, outcome, batches)
+        self._watchdog.beat(step, "between steps")
+        self._copies.stepped(self.step_number)
+        if outcome.stop:
+            self._stopping, self._told = -1.0, outcome.stop
+        self._is_settled = False
+        return record
+
+    def _settle(self) -> None:
+        """End what is between two steps: what callbacks and the like do belongs to the first."""
+        self._handed.take_back()
+        if self._is_settled:
+            return
+        self._is_settled = True
+        if self._member is not None and self.step_number != self._options.steps:
+            self._member.copy()
+        if self._told in (LEAVE, MOVE):
+            self._leave(moves=self._told == MOVE)
+
+    def _recorded(self, step: int, outcome: Outcome, batches: Sequence[Any]) -> StepRecord:
+        change = None
+        if self._options.balance:
+            change = self.balancer.observe(step, outcome.busy_seconds, outcome.update_seconds)
+        now = time.perf_counter()
+        tokens = num_tokens(batches, self.plan.num_microbatches)
+        record = step_record(step, outcome, self.plan, seconds=now - self._began, tokens=tokens)
+        self._began = now
+        self._recorder.step(record)
+        if change is not None:
+            self._rebalance(change)
+        elif self.balancer.counts != self.plan.counts:  # one step's trial of a parked device
+            self.plan = self._predicted(self.plan.with_counts(self.balancer.counts))
+        if advice := self.split_watch.stepped():
+            self._recorder.log(f"step {step}: {advice}")
+        settled = self.balancer.stepped(record.seconds)
+        if settled is not None:
+            self._recorder.settled(step, settled)
+        return record
+
+    def _rebalance(self, change: Rebalance) -> None:
+        self.plan = self._predicted(self.plan.with_counts(self.balancer.counts))
+        self._plans[change.step] = self.plan
+        self._recorder.rebalanced(change)
+
+    @property
+    def _asks(self) -> float:
+        """What this process asks of all besides the user's wish to end."""
+        own = LEAVE * bool(self._termination.arrived)
+        return own if self._member is None else self._member.asks
+
+    @contextlib.contextmanager
+    def _updating(self, outcome: Outcome) -> Iterator[None]:
+        """A state may be left before an update or after it, and not after half of one."""
+        if self._member is None:
+            yield
+            return
+        self._stepper.wait_for_sums()
+        with self._member.updating(self._checkpoints, ran(self.plan, outcome.busy_seconds)):
+            yield
+
+    def _leave(self, *, moves: bool) -> None:
+        if self.step_number == self._options.steps:
+            return  # this was the last one anyway
+        if moves and self._member is not None:
+            self._member.move()
+        else:
+            self._save_and_wait()
+        raise self._termination.left(self.step_number, is_kept=moves or bool(self._checkpoints))
+
+    def _save_and_wait(self) -> None:
+        if self._checkpoints is not None:
+            self.save()
+            self._watchdog.beat(self.step_number, "checkpoint")
+            self._checkpoints.wait()
+
+    # -- between steps ---------------------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        """The state as it lies, to be read only, whose arrays the next step overwrites.
+
+        `gather` makes the whole of any part of it, and `replace` puts another in its place.
+        """
+        return self._handed.state or self._handed.hand_out(self._store.state(self.step_number))
+
+    def gather(self, tree: PyTree) -> PyTree:
+        """Make arrays of `state` whole in host memory, one after another.
+
+        Args:
+            tree: Any part of `state`.
+
+        Returns:
+            The same tree of numpy arrays.
+        """
+        return self._store.gather(tree)
+
+    def replace(
+        self,
+        *,
+        params: PyTree | None = None,
+        aux: PyTree | None = None,
+        opt_state: PyTree | None = None,
+    ) -> None:
+        """Train on with other arrays in the state; every process calls this with equal ones.
+
+        Arrays of `state` that are handed back stay where they lie. Others go through host memory to
+        each device that holds a part of them, one after another. What is computed of whole arrays,
+        as `gather` makes them, is the same for every spread of the work.
+
+        Args:
+            params: The parameters: a tree as that of `state.params`, with arrays, NumPy's arrays or
+                numbers of the same shapes and dtypes. None: they stay. So for the next two.
+            aux: The other variables, as in `state.aux`.
+            opt_state: The state of the optimizer, as in `state.opt_state`.
+
+        Raises:
+            ConfigError: With everything that differs from the state in its name, shape or dtype.
+            LaunchError: If processes call this with other arrays than one another.
+        """
+        self._handed.check()
+        given = {"params": params, "aux": aux, "opt_state": opt_state}
+        arrays = replaced(given, self._store.wanted(), self._handed.has, self._store.gather)
+        names = self._store.leaf_names()
+        named = {names[k]: x for k, x in arrays.items()}
+        self._job.agree("replaced arrays", lambda: facts_of_data(named, "session.replace: "))
+        self._stepper.wait()
+        with self._member.changing if self._member is not None else contextlib.nullcontext():
+            self._store.replace(arrays)
+        self._handed.take_back()
+        self._saved, self._is_replaced = None, True
+
+    @property
+    def history(self) -> History:
+        """The records so far."""
+        return self._recorder.history(dict(self._plans))
+
+    def evaluate(self, data: Any) -> EvalRecord:
+        """Find the mean loss and metrics over a data set, the same for every spread of the work.
+
+        Args:
+            data: The data, of any kind that a job takes but an unbounded one.
+
+        Returns:
+            The record of the evaluation.
+
+        Raises:
+            DataError: If it is empty or of no known kind.
+        """
+        step, parts = self.step_number, (self._job, self._stepper, self._reducer, self.plan)
+        with self._watchdog.phase(step, "evaluation") as beat:
+            record = evaluated(*parts, data, step, beat)
+        self._recorder.evaluated(record)
+        self._began = time.perf_counter()
+        return record
+
+    def save(self) -> None:
+        """Write a checkpoint in the background: each process writes the parts that it owns.
+
+        Raises:
+            ConfigError: If the session was opened without a `checkpoint_dir`.
+            CheckpointError: If an earlier one failed.
+        """
+        if self._checkpoints is None:
+            raise ConfigError("there is no folder to save to: open the session with checkpoint_dir")
+        if self._saved != self.step_number:
+            with self._watchdog.phase(self.step_number, "checkpoint"):
+                self._copies.compare(self.step_number)
+                self._stepper.wait()
+                self._checkpoints.save(self.step_number, self._store.saved(), self._meta())
+                self._saved = self.step_number
+                if self._saves_alone:
+                    self._checkpoints.wait()
+
+    def result(self) -> Result:
+        """Write the last checkpoint and the report, and give the model its trained variables.
+
+        Returns:
+            The trained model and state, the history, the plan and the SHA-256 of the state.
+        """
+        self._watchdog.beat(self.step_number, "finishing")
+        self._handed.take_back()
+        self._copies.compare(self.step_number)
+        self._save_and_wait()
+        self.plan = self._predicted(self.plan)
+        history = dataclasses.replace(self.history, split=self.split_watch.measured())
+        state = self._store.state(self.step_number)
+        sha256 = fingerprint((state.params, state.aux, state.opt_state), self._store.gather)
+        training = self._programs.training
+        model, trained = training.model.finish(self._store.here(state.params), state.aux)
+        self._ending.report(history, self.plan, self.step_number)
+        if self._member is not None:
+            self._member.finished()
+        return Result(
+            model=model,
+            state=trained,
+            opt_state=training.optimizer.restored(state.opt_state, training.model.trained),
+            step=self.step_number,
+            history=history,
+            plan=self.plan,
+            sha256=sha256,
+        )

@@ -1,0 +1,546 @@
+"""One training step: microbatches on each local replica, one exact sum, one update."""
+
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..core.errors import NonFiniteError
+from ..core.types import PyTree
+from ..data.data import Loader, cut_batch
+from ..job.agreement import facts_of_data
+from ..job.context import JobContext
+from ..lower import exact
+from ..lower.contribution import DeviceSums, peaks_to_maxima
+from ..lower.layerwise import Spans
+from ..lower.lower import Programs
+from ..lower.microbatch import Microbatches
+from ..lower.pipeline import PieceTimes, Pipeline, piece_times
+from ..lower.runners import Runner
+from ..lower.store import Store
+from ..lower.sum import NUM_TOLD
+from ..lower.update import UpdateInputs
+from ..lower.zero_pipeline import ZeroPipeline
+from ..model.loss import means
+from ..model.loss_scale import ScaleState, sum_exponent
+from ..plan.parts import ReplicaWork
+from ..plan.plan import Plan
+from ..plan.precision import LEAST_SCALE_EXPONENT, MOST_SCALE_EXPONENT
+from ..report.history import MetricValue
+from .forward_passes import ForwardPasses
+
+
+class Feed:
+    """Loads the job's data ahead of the step, or cuts batches that the user has.
+
+    Args:
+        first: Arrays of the first examples of the data, as programs are compiled for them.
+        num_steps: Of the run; None: not known.
+    """
+
+    def __init__(self, job: JobContext, first: PyTree, num_steps: int | None):
+        self._job, self._first = job, first
+        self._num_steps = num_steps if num_steps is not None else 1 << 62
+        self._loader: Loader | None = None
+
+    def close(self) -> None:
+        """End the thread that loads."""
+        if self._loader is not None:
+            self._loader.close()
+
+    def loaded(self, step: int, ids: Sequence[range], plan: Plan) -> list[list[PyTree]]:
+        """Those of the job's data.
+
+        Raises:
+            DataError: And whatever else the user's data raises.
+        """
+        if self._loader is None:
+            self._loader = Loader(
+                self._job.source,
+                microbatch_size=plan.microbatch_size,
+                num_steps=self._num_steps,
+                depth=self._job.settings.data.prefetch_steps,
+            )
+        loaded = iter(self._loader.get(step, list(itertools.chain(*ids))))
+        return [[next(loaded) for _ in own] for own in ids]
+
+    def given(
+        self, batch: PyTree, step: int, ids: Sequence[range], plan: Plan, *, compares: bool
+    ) -> list[list[PyTree]]:
+        """Those of a global batch of the user's own.
+
+        Args:
+            batch: The same on every process.
+            ids: Of the microbatches of each local copy.
+            compares: Whether processes compare what they were given.
+
+        Raises:
+            DataError: If it is malformed, or other than the job's data.
+            LaunchError: If processes were given other batches than one another.
+        """
+        found = cut_batch(batch, ids, plan, f"the batch of step {step}", self._first)
+        if compares:
+            self._job.agree("batch", lambda: facts_of_data(batch, f"batch of step {step}: "))
+        return found
+
+
+_MAX_REDOS = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What all processes know after the sum of a step.
+
+    Attributes:
+        loss: Mean over the global batch.
+        weight: Sum of the weights of the global batch.
+        metrics: The user's own, merged as asked.
+        busy_seconds: Time each replica spent on its microbatches.
+        update_seconds: Time each replica spent on its previous update.
+        stop: The largest of what processes asked: see `accumulate`.
+        nonfinite: Names of tensors whose gradient, or change, was not finite in some microbatch.
+        redone: How often the step was redone with other scales.
+        overflowed: Whether a gradient or the loss was not finite.
+        loss_scale: That of the step; None: the loss is not scaled.
+    """
+
+    loss: float
+    weight: float
+    metrics: dict[str, MetricValue]
+    busy_seconds: tuple[float, ...]
+    update_seconds: tuple[float, ...]
+    stop: float
+    nonfinite: tuple[str, ...]
+    redone: int
+    overflowed: bool
+    loss_scale: float | None
+
+
+class Stepper:
+    """Runs steps on the local replicas and puts what they make into the store.
+
+    Attributes:
+        forwards: What runs without gradients.
+    """
+
+    def __init__(self, programs: Programs, store: Store):
+        self._programs, self._store = programs, store
+        self._reducer = programs.reducer
+        self._contribution = programs.contribution
+        num = len(self._reducer.local)
+        self._sums: list[DeviceSums | None] = [None] * num
+        #: The scales on each replica: of gradients, and of what programs make of a scaled loss.
+        self._placed: list[tuple[jax.Array, jax.Array] | None] = [None] * num
+        self._num_params = len(programs.tensors.params)
+        self._next_exponents = store.exponents
+        self._settles = False  # whether a step is to take scales from itself
+        self._totals: tuple[Any, Any] = ((), ())
+        self._group_totals: list[list[jax.Array]] = []
+        # Watched from threads: the main one goes on handing out microbatches meanwhile.
+        self._pool = concurrent.futures.ThreadPoolExecutor(2 * num)
+        waits = self.wait, self._wait_for_collectives
+        self.forwards = ForwardPasses(programs, store, self._pool, *waits)
+        self._updates: list[concurrent.futures.Future[tuple[float, float]]] = []
+        self._update_seconds = [0.0] * num
+        of_copies = programs.plan.replicas
+        self._start_seconds = [of_copies[r.index].start_seconds for r in self._reducer.local]
+
+    def close(self) -> None:
+        """End the threads that wait for devices."""
+        self._pool.shutdown()
+
+    # -- before the first step -------------------------------------------------------------------
+
+    def warm_up(self, batch: PyTree, *, repeats: int, has_scales: bool = False) -> list[float]:
+        """Run everything once, take the first scales, and time a microbatch on each replica.
+
+        Args:
+            batch: Microbatch 0 of step 0, the same on every process.
+            repeats: Timed runs after the first.
+            has_scales: Whether the store has those of a checkpoint, which are kept: with others,
+                elements far below their tensor's largest would be rounded elsewhere.
+
+        Returns:
+            Seconds of a microbatch on each local replica, the median.
+        """
+        runners = self._programs.runners
+        unit = runners[0].unit
+        seeks = self._contribution.is_exact and not has_scales
+        each = range(len(runners))
+
+        def some(num: int) -> Any:
+            return 0, [range(num) for _ in each], [[batch] * num for _ in each], False
+
+        once = some(unit)
+        for _ in range(1 + seeks):  # again with scales that fit
+            self._run_all(*once)
+            if seeks:
+                self._adopt_scales()
+        # How many microbatches a pipeline warms up with depends on its schedule.
+        self._settles = seeks and isinstance(runners[0], Pipeline)
+        self._reduce([np.zeros(NUM_TOLD, np.float32)] * len(runners), self._held())
+        self._totals = (), ()
+        if self._programs.layered is not None:
+            # Every process takes part in each of its collectives.
+            num = self._at_once(runners[0])
+            runs = range(repeats)
+            times = [[watch.result() / num for watch in self._run_all(*some(num))] for _ in runs]
+            return [float(np.median([run[i] for run in times] or [0.0])) for i in each]
+        found = [
+            self.seconds_of_microbatches(i, batch, self._at_once(runner), repeats=repeats)
+            for i, runner in enumerate(runners)
+        ]
+        return [float(np.median(own or [0.0])) for own in found]
+
+    def _at_once(self, runner: Runner) -> int:
+        """Microbatches whose time says how fast they are."""
+        if isinstance(runner, Microbatches):
+            return min(runner.num_together, self._programs.plan.num_microbatches)
+        if not isinstance(runner, Pipeline):
+            return 1
+        # A pipeline's time for one microbatch says little: most of it is bubble.
+        even = self._programs.plan.num_microbatches // len(self._reducer.replicas)
+        return max(runner.unit, even - even % runner.unit)
+
+    def seconds_of_microbatches(
+        self, i: int, batch: PyTree, num: int, *, repeats: int
+    ) -> list[float]:
+        """Time microbatches on a local replica.
+
+        Returns:
+            Seconds of a microbatch in each run.
+        """
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            self.forwards.time_first(i, [batch] * num)
+            jax.block_until_ready(self._run(i, 0, range(num), [batch] * num))
+            times.append((time.perf_counter() - start) / num)
+        return times
+
+    def use_executors(self, replicas: Sequence[ReplicaWork]) -> None:
+        """Run as many microbatches at once on each local replica as it is said to."""
+        keeps = not self._reducer.releases
+        for replica, runner in zip(self._reducer.local, self._programs.runners, strict=True):
+            if isinstance(runner, Microbatches):
+                runner.use_executors(replicas[replica.index].executors, keeps=keeps)
+
+    def measure_pipelines(self, batch: PyTree, *, repeats: int) -> dict[int, PieceTimes]:
+        """Times of the pieces of every local pipeline's step, by replica."""
+        self.wait()  # for the last update, as collectives must
+        found, held = {}, self._store.held
+        for i, (index, pipeline) in enumerate(self._programs.pipelines.items()):
+            fill = functools.partial(self._filled, i, pipeline)
+            own = held[i].aux, self._exponents(i)
+            found[index] = piece_times(pipeline, fill, *own, batch, repeats=repeats)
+        return found
+
+    def _filled(self, i: int, pipeline: Pipeline) -> list[jax.Array]:
+        """The slots of a local pipeline; where parameters are shared out all processes call it."""
+        layered, held = self._programs.layered, self._store.held
+        if isinstance(layered, ZeroPipeline):
+            return layered.filled(held)[i]
+        return pipeline.filled(held[i].params)
+
+    def _adopt_scales(self) -> None:
+        peaks_T = np.max([np.asarray(s.peaks_T) for s in self._sums if s is not None], axis=0)
+        all_peaks = np.zeros((jax.process_count(), len(peaks_T)), np.int32)
+        all_peaks[jax.process_index()] = peaks_T
+        maxima = self._unscaled(peaks_to_maxima(self._reducer.host.exchange(all_peaks)))
+        finite = np.where(np.isfinite(maxima), maxima, 0)
+        self._set_exponents(self._fitting(finite))
+
+    def _fitting(self, maxima: np.ndarray) -> np.ndarray:
+        return exact.next_exponents(self._store.exponents, maxima, self._contribution.limbs)
+
+    def _set_exponents(self, exponents: np.ndarray) -> None:
+        self._store.exponents = exponents
+        self._placed = [None] * len(self._placed)
+
+    def _exponents(self, i: int, *, scaled: bool = True) -> jax.Array:
+        """The scales on a replica, of gradients as they come out of its programs or as they are."""
+        placed = self._placed[i]
+        if placed is None:
+            own, scale = self._store.exponents, self._store.loss_scale
+            put = self._reducer.local[i].put
+            plain = of_scaled = put(own)
+            if scale is not None:
+                of_scaled = put(own - self._of_params(self._of_sums(scale)))
+            placed = self._placed[i] = plain, of_scaled
+        return placed[scaled]
+
+    def _of_params(self, exponent: int) -> np.ndarray:
+        """int32[T]: an exponent for gradients, 0 for changes of other variables."""
+        is_param = np.arange(len(self._store.exponents)) < self._num_params
+        return np.where(is_param, exponent, 0).astype(np.int32)
+
+    def _unscaled(self, maxima: np.ndarray) -> np.ndarray:
+        """Maxima of gradients from those of a scaled loss."""
+        scale = self._store.loss_scale
+        return maxima if scale is None else np.ldexp(maxima, -self._of_params(self._of_sums(scale)))
+
+    def _of_sums(self, scale: ScaleState) -> int:
+        """The exponent by which a microbatch's sum of losses is scaled, and its gradient."""
+        return sum_exponent(scale.exponent, self._programs.graph.num_losses)
+
+    def rescale(self, *, overflowed: bool) -> None:
+        """Halve or double the loss scale, or leave it, after a step."""
+        before, policy = self._store.loss_scale, self._programs.plan.precision.loss_scale
+        if before is None or policy is None:
+            return
+        after = before.after(
+            overflowed=overflowed, growth_steps=policy.growth_steps, most=MOST_SCALE_EXPONENT
+        )
+        self._store.rescale(after)
+        if after.exponent != before.exponent:
+            self._placed = [None] * len(self._placed)
+
+    def restored(self) -> None:
+        """The store has taken over another state, with scales that are kept."""
+        self._set_exponents(self._store.exponents)
+        self._next_exponents, self._settles = self._store.exponents, False
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def accumulate(
+        self,
+        step: int,
+        ids: Sequence[range],
+        batches: Sequence[Sequence[PyTree]],
+        *,
+        stop: float = 0.0,
+        on_phase: Callable[[str], object] = lambda _: None,
+    ) -> Outcome:
+        """Run the microbatches of a step and sum them over all replicas.
+
+        Args:
+            ids: Microbatch ids of each local replica.
+            batches: Host arrays of those microbatches.
+            stop: What this process asks of all; the largest wins.
+            on_phase: Called with the phase that begins, `reduce` where others are waited for.
+
+        Returns:
+            The outcome; call `update` to apply it.
+        """
+        limbs = self._contribution.limbs
+        inputs = self.forwards.second(step, ids, batches, on_phase)
+        on_reduce = functools.partial(on_phase, "reduce")
+        for redone in range(_MAX_REDOS + 1):
+            outcome, maxima = self._accumulate_once(step, ids, inputs, stop, redone, on_reduce)
+            if outcome.nonfinite or not self._contribution.is_exact:
+                return outcome
+            own, fitting = self._store.exponents, self._fitting(maxima)
+            fits = not exact.out_of_window(own, maxima, limbs).any()
+            if fits and not (self._settles and (own != fitting).any()):
+                self._next_exponents, self._settles = fitting, False
+                return outcome
+            self._set_exponents(fitting)
+        raise AssertionError("a redo with scales taken from the step itself fits")
+
+    def _accumulate_once(
+        self,
+        step: int,
+        ids: Sequence[range],
+        batches: Sequence[Sequence[PyTree]],
+        stop: float,
+        redone: int,
+        on_reduce: Callable[[], object],
+    ) -> tuple[Outcome, np.ndarray]:
+        watches = self._run_all(step, ids, batches, True)
+        held = self._held()  # while the devices are busy
+        first = self.forwards.take_seconds()
+        busy = [watch.result() + own for watch, own in zip(watches, first, strict=True)]
+        told = [
+            np.array([busy[i], self._update_seconds[i], stop], np.float32) for i in range(len(ids))
+        ]
+        on_reduce()
+        numbers_DN, rows_MS, maxima = self._reduce(told, held)
+        maxima = self._unscaled(maxima)
+        loss, weight, metrics = means(rows_MS, self._programs.graph.metrics, ids[0])
+        names, scale = self._programs.tensors.float_names, self._store.loss_scale
+        nonfinite = tuple(n for n, m in zip(names, maxima, strict=True) if not np.isfinite(m))
+        if not weight:
+            nonfinite = ("the loss (every weight of the global batch is zero)",)
+        elif not math.isfinite(loss):
+            nonfinite = nonfinite or ("the loss",)
+        outcome = Outcome(
+            loss=loss,
+            weight=weight,
+            metrics=metrics,
+            busy_seconds=tuple(map(float, numbers_DN[:, 0])),
+            update_seconds=tuple(map(float, numbers_DN[:, 1])),
+            stop=float(numbers_DN[:, 2].max()),
+            nonfinite=nonfinite,
+            redone=redone,
+            overflowed=bool(nonfinite and weight),
+            loss_scale=None if scale is None else scale.scale,
+        )
+        return outcome, maxima
+
+    def _run_all(
+        self, step: int, ids: Sequence[range], batches: Sequence[Sequence[PyTree]], in_turn: bool
+    ) -> list[concurrent.futures.Future[float]]:
+        """All microbatches of the local replicas; when they are done, the seconds of each."""
+        start, layered = time.perf_counter(), self._programs.layered
+        starts = self._start_seconds if in_turn else [0.0] * len(ids)
+        spans: list[Spans[Any]] = [Spans() for _ in ids]
+        watches = [self._pool.submit(self._watch, i, own, start) for i, own in enumerate(spans)]
+        try:
+            if layered is None:
+                for i in sorted(range(len(ids)), key=starts.__getitem__):
+                    begins = self._begin(i, start, starts[i]) if ids[i] else start
+                    tick = self._run(i, step, ids[i], batches[i])
+                    if tick is not None:
+                        spans[i].put((begins, tick))
+            else:
+                self._wait_for_collectives()
+                scales = [self._exponents(i) for i in range(len(ids))]
+                held, self._group_totals = self._store.held, []
+                sums, self._group_totals = layered.run(held, scales, step, ids, batches, spans)
+                self._sums = list(sums)
+        finally:
+            for told in spans:  # a watch ends, whatever happened
+                told.put(None)
+        return watches
+
+    def _begin(self, i: int, start: float, seconds: float) -> float:
+        """Wait for so many seconds after a local replica could begin; returns when it begins."""
+        if not seconds:
+            return start
+        free = max(start, self._updates[i].result()[1]) if self._updates else start
+        time.sleep(max(0.0, free + seconds - time.perf_counter()))
+        return time.perf_counter()
+
+    def _run(self, i: int, step: int, ids: range, batches: Sequence[PyTree]) -> jax.Array | None:
+        """All microbatches of a local replica; an array to wait on, None if there are none."""
+        if not ids:
+            self._sums[i] = self._programs.runners[i].empty()
+            return None
+        held = self._store.held[i]
+        self._sums[i], tick = self._programs.runners[i].run(
+            held.params, held.aux, self._sums[i], self._exponents(i), step, ids, batches
+        )
+        return tick
+
+    def _held(self) -> Any:
+        return self._reducer.hold([sums for sums in self._sums if sums is not None])
+
+    def _reduce(self, told: Sequence[np.ndarray], held: Any) -> tuple[Any, Any, Any]:
+        self._wait_for_collectives()
+        reduced = self._reducer.reduce(told, held, self._group_totals)
+        self._group_totals = []
+        if self._reducer.releases:
+            self._sums = [None] * len(self._sums)
+        self._totals = reduced.totals, reduced.words
+        return reduced.numbers_DN, reduced.rows_MS, reduced.maxima_T
+
+    def _wait_for_collectives(self) -> None:
+        """Gloo mixes up those that wait for nothing of each other."""
+        if self._programs.gather is not None and self._reducer.arrays.is_ring:
+            self._programs.gather.wait()
+        if self._programs.layered is not None:
+            self._programs.layered.wait()
+
+    def _watch(self, i: int, spans: "Spans[Any]", start: float) -> float:
+        """Wait for a replica; returns the seconds it spent on its microbatches."""
+        if self._updates:
+            begun, done = self._updates[i].result()
+            self._update_seconds[i] = done - begun
+            start = max(start, done)
+        busy = 0.0
+        while (span := spans.get()) is not None:
+            begins, tick = span
+            if isinstance(begins, float):
+                start = max(start, begins)
+            elif begins is not None:
+                jax.block_until_ready(begins)
+                start = time.perf_counter()
+            jax.block_until_ready(tick)
+            now = time.perf_counter()
+            busy, start = busy + now - start, now
+        return busy
+
+    def update(self, outcome: Outcome) -> None:
+        """Apply the sums of the last `accumulate`; returns before the devices are done."""
+        ticks = []
+        mean = self._programs.training.mean
+        weight = np.float32(outcome.weight if mean else 1)
+        value = np.float32(outcome.loss if mean else outcome.loss * outcome.weight)
+        begun = time.perf_counter()
+        places, gather = self._programs.trained, self._programs.gather
+        old = [[held.params[k] for k in places] for held in self._store.held]
+        local = []
+        each = zip(self._store.held, *self._totals, strict=True)
+        for i, (held, totals, words) in enumerate(each):
+            given = UpdateInputs(totals, words, self._exponents(i, scaled=False), weight, value)
+            local.append((old[i], held.opt_state, held.aux, given))
+        found = []  # of each copy its parameters, or the part of them that it updated
+        for held, result in zip(self._store.held, self._programs.update(local), strict=True):
+            own, held.opt_state, held.aux, tick = result
+            found.append(own)
+            ticks.append(tick)
+        self._totals = (), ()
+        new = found if gather is None else gather.run(found, old)
+        for i, (held, own) in enumerate(zip(self._store.held, new, strict=True)):
+            for k, x in zip(places, own, strict=True):
+                held.params[k] = self._store.put(i, k, x)
+        if gather is not None and self._programs.is_of_unlike_devices:
+            gather.wait()
+            self._store.hand_on()
+
+        def wait(tick: jax.Array) -> tuple[float, float]:
+            jax.block_until_ready(tick)
+            return begun, time.perf_counter()
+
+        self._updates = [self._pool.submit(wait, tick) for tick in ticks]
+        if self._contribution.is_exact and (self._next_exponents != self._store.exponents).any():
+            self._set_exponents(self._next_exponents)
+
+    def wait_for_sums(self) -> None:
+        """Until what `accumulate` summed is here: an update takes the state along if it is not."""
+        jax.block_until_ready((self._totals, self._group_totals))
+
+    def wait(self) -> None:
+        """Until the last update is done on every local replica."""
+        for update in self._updates:
+            update.result()
+
+
+def left_out(step: int, outcome: Outcome, stepper: Stepper, *, stops: bool) -> str:
+    """Leave the update of a step out, and scale the loss less where it is scaled.
+
+    Args:
+        stops: Whether to raise instead.
+
+    Returns:
+        What happened, in words.
+
+    Raises:
+        NonFiniteError: If it is to stop, or the scale is the least already.
+    """
+    names = outcome.nonfinite
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    message = f"step {step}: not finite in the gradient of {shown}"
+    if stops:
+        raise NonFiniteError(
+            f"{message}; the parameters are those of step {step}. Lower the learning rate, "
+            "clip, or pass nonfinite='skip' to leave such updates out"
+        )
+    scale = outcome.loss_scale
+    if scale is not None and outcome.overflowed:
+        if scale <= 2.0**LEAST_SCALE_EXPONENT:
+            raise NonFiniteError(
+                f"{message}, though the loss is scaled by 2^{LEAST_SCALE_EXPONENT}, the least: it "
+                "is not the scale that overflows. Lower the learning rate, clip, or use "
+                "precision='bf16'"
+            )
+        stepper.rescale(overflowed=True)
+        message += f"; loss scale halved to {scale / 2:g}"
+    return f"{message}; update skipped"

@@ -1,0 +1,209 @@
+"""Pipelines and uneven splits of a session in time: planned, measured, and better sizes.
+
+Devices of a copy wait for each other inside its programs, so the seconds of a step say nothing of
+one of them. What does is the processor time of a process that has one device and a share of a core.
+An accelerator has no such clock: there nothing is said.
+"""
+
+import json
+import pathlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from ..choose.inner_split import state_factor
+from ..choose.split_advice import BetterShares, better_shares
+from ..cluster.cluster import Cluster
+from ..jax.devices import is_here, process_of, share_cores
+from ..job.context import JobContext
+from ..lower.lower import Programs
+from ..plan.parts import Prediction
+from ..plan.plan import Plan
+from ..report import pipeline_report
+from ..report.history import SplitWork
+from .step import Stepper
+
+_REPEATS = 11  # a throttled process runs and rests in turns
+
+
+class PipelineWatch:
+    """Nothing at all in a session without stages.
+
+    Args:
+        gather: Name and text to the texts of all processes.
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        programs: Programs,
+        gather: Callable[[str, str], tuple[str, ...]],
+    ):
+        self._stepper = stepper
+        self._pipelines = programs.pipelines
+        self._replicas = programs.reducer.replicas
+        self._starts = [replica.start_seconds for replica in programs.plan.replicas]
+        self._gather = gather
+        self._predicted: dict[int, pipeline_report.PredictedStep] = {}
+        self._ticks: dict[int, list[list[tuple[float, float]]]] = {}
+
+    def measure(self, batch: Any, plan: Plan) -> tuple[str, ...]:
+        """Predict each pipeline's step from the measured times of its pieces; says what it found.
+
+        Stages that share a process's cores would measure one another: there nothing is predicted.
+        """
+        if plan.pipeline is None or share_cores(d for r in self._replicas for d in r.devices):
+            return ()
+        own = self._stepper.measure_pipelines(batch, repeats=_REPEATS)
+        texts = self._gather("pipeline times", pipeline_report.to_text(own))
+        some = next(iter(self._pipelines.values()))
+        fractions = plan.prediction.stage_fractions if plan.prediction is not None else ()
+        lines = []
+        for replica, times in sorted(pipeline_report.from_texts(texts).items()):
+            if not plan.counts[replica]:
+                continue  # it has no step
+            found = pipeline_report.predict(some, times, plan.counts[replica], fractions)
+            if found.has_times:
+                self._predicted[replica] = found
+            lines.append(pipeline_report.explain(replica, found, times))
+        return tuple(lines)
+
+    def predicted(self, prediction: Prediction) -> Prediction:
+        """With the step of the pipelines and its bound, where they were measured.
+
+        Of a pipeline, a microbatch's share of the step is not what one more would take.
+        """
+        if not self._predicted:
+            return prediction
+        fixed = prediction.fixed_seconds or (0.0,) * len(self._replicas)
+        steps = [self._starts[r] + p.busy_seconds + fixed[r] for r, p in self._predicted.items()]
+        bounds = [p.bound_seconds for p in self._predicted.values()]
+        return prediction.model_copy(
+            update={"step_seconds": max(steps), "bound_seconds": max(bounds)}
+        )
+
+    def time_ticks(self, on: bool) -> None:
+        """Whether the next step's ticks are timed one by one; its results are the same."""
+        for pipeline in self._pipelines.values():
+            pipeline.timed = on and bool(self._predicted)
+
+    def tell_ticks(self) -> None:
+        """Every process learns the times of the ticks of the step that was timed."""
+        if not self._predicted:
+            return
+        own = {
+            replica: [stage, pipeline.times]
+            for replica, pipeline in self._pipelines.items()
+            for stage, devices in enumerate(self._replicas[replica].rows)
+            if any(is_here(d) for d in devices)
+        }
+        for text in self._gather("ticks", json.dumps(own)):
+            for replica, (stage, times) in json.loads(text).items():
+                num = len(self._replicas[int(replica)].rows)
+                rows = self._ticks.setdefault(int(replica), [[] for _ in range(num)])
+                # Clocks differ between hosts: each counts from its own first tick.
+                rows[stage] = [(a - times[0][0], b - times[0][0]) for a, b in times]
+
+    def draw(self, folder: pathlib.Path, plan: Plan) -> dict[str, pathlib.Path]:
+        """Pictures of the planned and the measured steps, by heading."""
+        names = dict(enumerate(plan.stage_names))
+        return pipeline_report.write(folder, self._predicted, self._ticks, names)
+
+
+FIRST_MEASURED = 2  #: Steps before are left out: they may compile, and load.
+_ADVISED_AFTER = 8  # steps that were measured
+
+
+def has_clocks(plan: Plan, cluster: Cluster, process_of: Mapping[int, int]) -> bool:
+    """Whether the devices of a split each have a clock that tells work from waiting.
+
+    Args:
+        process_of: For each rank of the plan the process that has it. All of this is known to all
+            processes, so that each decides alike.
+    """
+    return (
+        plan.pipeline is None
+        and len(plan.axes) == 1
+        and len(set(process_of.values())) == len(process_of)
+        and all(cluster.devices[rank].core_share is not None for rank in process_of)
+    )
+
+
+class SplitWatch:
+    """Does nothing without a split over processes that have a share of a core each."""
+
+    def __init__(self, programs: Programs, cluster: Cluster, job: JobContext):
+        self._programs, self._cluster, self._job = programs, cluster, job
+        self._plan = programs.plan
+        replicas = zip(self._plan.replicas, programs.reducer.replicas, strict=True)
+        #: Rank of each device, and the process that has it.
+        self._process = {
+            rank: process_of(device)
+            for planned, replica in replicas
+            for rank, device in zip(planned.devices, replica.devices, strict=True)
+        }
+        self._is_on = has_clocks(self._plan, cluster, self._process)
+        self._num_seen = 0
+        self._begun = self._cpu_begun = 0.0
+
+    def stepped(self) -> str:
+        """Take in that a step is done; returns what to say of the sizes, mostly nothing."""
+        if not self._is_on:
+            return ""
+        self._num_seen += 1
+        if self._num_seen == FIRST_MEASURED:
+            self._begun, self._cpu_begun = time.perf_counter(), time.process_time()
+        if self._num_seen != FIRST_MEASURED + _ADVISED_AFTER:
+            return ""
+        found = self.measured()
+        return found.advice if found is not None else ""
+
+    def measured(self) -> SplitWork | None:
+        """What all devices worked since; every process calls this at the same time."""
+        num_steps = self._num_seen - FIRST_MEASURED
+        if not self._is_on or num_steps < 1:
+            return None
+        seconds = (time.perf_counter() - self._begun) / num_steps
+        cpu = (time.process_time() - self._cpu_begun) / num_steps
+        texts = self._job.gather("work of a split", json.dumps([jax.process_index(), seconds, cpu]))
+        told = {process: own for process, *own in map(json.loads, texts)}
+        work = {}
+        for rank, process in self._process.items():
+            share = self._cluster.devices[rank].core_share
+            assert share is not None
+            work[rank] = told[process][1] / share
+        step = max(wall for wall, _ in told.values())
+        places = zip(*(r.devices for r in self._plan.replicas), strict=True)
+        slowest = [max(work[rank] for rank in own) for own in places]
+        better = self._better(slowest)
+        return SplitWork(
+            num_steps=num_steps,
+            step_seconds=step,
+            names=tuple(f"device {rank}" for rank in sorted(work)),
+            work_seconds=tuple(work[rank] for rank in sorted(work)),
+            better_shares=() if better is None else better.shares,
+            advice="" if better is None else self._in_words(better, slowest, step),
+        )
+
+    def _better(self, slowest: Sequence[float]) -> BetterShares | None:
+        programs, plan = self._programs, self._plan
+        assert programs.sharded is not None
+        optimizer_bytes = self._job.optimizer_bytes(plan.microbatch_size)
+        factor = state_factor(programs.graph, optimizer_bytes, plan.sums)
+        found = better_shares(
+            programs.graph, programs.sharded, plan, self._cluster, slowest, factor
+        )
+        least = self._job.settings.balance.min_gain
+        return found if found is not None and found.gain >= least else None
+
+    def _in_words(self, better: BetterShares, slowest: Sequence[float], step: float) -> str:
+        [axis] = self._plan.axes
+        now = ", ".join(f"place {k} works {s / step:.0%}" for k, s in enumerate(slowest))
+        mesh = {"data": len(self._plan.replicas), axis.name: better.shares}
+        return (
+            f"of a step, {now}: with mesh={mesh} the slowest would work "
+            f"{1 - 1 / (1 + better.gain):.0%} less. That is another plan, with other bits: a "
+            "checkpoint resumes with it"
+        )

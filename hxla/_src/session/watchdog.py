@@ -1,0 +1,230 @@
+"""Ends a job in which a process is dead, frozen or stuck, and says which.
+
+Each process says where it is and reads what the others say: on the launcher's board, or, where
+something else started them, through the coordination service. The service lives in process 0, so a
+second thread watches whether it still answers at all.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import ClassVar
+
+import jax
+
+from ..core.config import WatchdogConfig
+from ..core.types import EXIT_PREEMPTED, EXIT_WATCHDOG
+from ..launch.member import own_member
+from ..launch.output import last_words
+from ..launch.processes import WAITING_PHASES
+from ..launch.rank_notes import RankNotes, ServiceNotes
+from ..launch.status_page import ENDED, Post, own_board, post_of
+from .ending import Preempted
+
+_INTERVAL_SECONDS = 0.5  # between beats
+_BOARD_INTERVAL_SECONDS = 0.25  # where they cost nothing
+
+
+class Watchdog:
+    """Says where a process is, and watches all processes of the job.
+
+    Args:
+        num_processes: All of them. One that is alone says where it is, if there is a launcher.
+        settings: When a job is given up.
+    """
+
+    _last: ClassVar[Post] = Post()  # of this process's sessions
+
+    def __init__(self, *, rank: int, num_processes: int, settings: WatchdogConfig):
+        self._rank = rank
+        self._heartbeat = settings.heartbeat_timeout_seconds
+        # Else the authority judges who is silent, once the others have left their state.
+        self._judges_silence = own_member() is None
+        self._progress = settings.progress_timeout_seconds
+        self._board = own_board()
+        self._texts: RankNotes | None = self._board
+        if self._board is None and num_processes > 1:
+            self._texts = ServiceNotes()
+        self._interval = _INTERVAL_SECONDS if self._board is None else _BOARD_INTERVAL_SECONDS
+        self._change = threading.Lock()  # of the own post, which two threads write
+        before = Watchdog._last
+        self._own = Post(
+            state="running",
+            note=before.note,
+            moved_at=time.monotonic(),
+            session=before.session + 1,
+            left_session=before.left_session,
+        )
+        self._step_began = time.monotonic()
+        self._end = threading.Event()
+        self._answered = time.monotonic()
+        self._seen: dict[int, Post] = {}
+        self._moved: dict[int, float] = {}
+        self._beat_at: dict[int, float] = {}
+        works: list[Callable[[], None]] = [] if self._texts is None else [self._exchange]
+        if num_processes > 1:
+            works.append(self._watch)
+        self._threads = [
+            threading.Thread(target=work, daemon=True, name="hxla-watchdog") for work in works
+        ]
+
+    @classmethod
+    def of_job(cls, settings: WatchdogConfig) -> "Watchdog":
+        """Of this process in the job that it has joined."""
+        rank, num = jax.process_index(), jax.process_count()
+        return cls(rank=rank, num_processes=num, settings=settings)
+
+    def __enter__(self) -> "Watchdog":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        if self._own.state == "running":
+            self._say(state="finished")
+            self._publish()
+        Watchdog._last = self._own
+
+    def beat(self, step: int, phase: str) -> None:
+        """Say where this process is; costs nothing."""
+        seconds = self._own.step_seconds
+        if phase == "data":  # with which a step begins
+            now = time.monotonic()
+            seconds = now - self._step_began if step else 0.0
+            self._step_began = now
+        self._say(step=step, phase=phase, step_seconds=seconds)
+        if self._board is not None:
+            self._publish()
+
+    @contextlib.contextmanager
+    def phase(self, step: int, phase: str) -> Iterator[Callable[[str], None]]:
+        """Be in a phase, and then in the one before; an error inside leaves this process there.
+
+        Yields:
+            A function that says another phase.
+        """
+        before = self._own
+        self.beat(step, phase)
+        yield functools.partial(self.beat, step)
+        self.beat(before.step, before.phase)
+
+    def left_by(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        """Say that an error or `sys.exit` ends the session here, before anything waits for others.
+
+        Its arguments are those of a context manager's `__exit__`.
+        """
+        if error is None:
+            return
+        code = error.code if isinstance(error, SystemExit) else None
+        if code == EXIT_PREEMPTED or isinstance(error, Preempted):
+            self._say(state="preempted")
+        else:
+            is_exit = isinstance(error, SystemExit)
+            note = f"sys.exit({code!r})" if is_exit else last_words(error)
+            self._say(state="left", note=note, left_session=self._own.session)
+        self._publish()
+
+    def _say(self, **changes: object) -> None:
+        with self._change:
+            self._own = dataclasses.replace(
+                self._own,
+                moved_at=time.monotonic(),
+                **changes,  # type: ignore[arg-type]
+            )
+
+    def _publish(self) -> None:
+        if self._texts is None:
+            return
+        with self._change:
+            self._own = dataclasses.replace(self._own, count=self._own.count + 1)
+            text = self._own.text()
+            try:
+                self._texts.put(self._rank, text)
+            except Exception:  # the service is gone with process 0: the other thread says so
+                return
+
+    def _exchange(self) -> None:
+        while not self._end.wait(self._interval):
+            self._publish()
+            try:
+                assert self._texts is not None
+                posts = {rank: post_of(text) for rank, text in self._texts.entries().items()}
+            except Exception:
+                continue
+            now = self._answered = time.monotonic()
+            for rank, post in posts.items():
+                old = self._seen.get(rank)
+                if old is None or old.moved_at != post.moved_at:
+                    self._moved[rank] = now
+                if old is None or old.count != post.count:
+                    self._beat_at[rank] = now
+                self._seen[rank] = post
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        while not self._end.wait(self._interval):
+            now = time.monotonic()
+            if now - last > self._heartbeat / 2:
+                # This process itself was stopped: judge the others only by what comes from now on.
+                self._answered = now
+                self._beat_at = dict.fromkeys(self._beat_at, now)
+            last = now
+            judged = self._judge(now)
+            if judged is not None and not self._end.is_set():
+                self._end.set()
+                self._end_job(*judged)
+
+    def _judge(self, now: float) -> tuple[int, str] | None:
+        """The rank that ends the job, and why; None while all is well."""
+        if self._board is None and self._rank and now - self._answered > self._heartbeat:
+            return 0, f"has not answered for {now - self._answered:.1f} s"
+        for rank, post in self._seen.items():
+            if post.has_ended and post.session < self._own.session:
+                return rank, ENDED
+        running = {
+            rank: post
+            for rank, post in self._seen.items()
+            if post.state == "running"
+            or (post.state == "left" and post.session == self._own.session)
+        }
+        for rank, post in running.items():
+            silent = now - self._beat_at[rank]
+            if rank != self._rank and silent > self._heartbeat and self._judges_silence:
+                if post.state == "left":
+                    return rank, f"left ({post.note}) {silent:.1f} s ago"
+                return rank, f"has not answered for {silent:.1f} s"
+        if running and all(now - self._moved[r] > self._progress for r in running):
+            rank = min(running, key=lambda r: (running[r].step, _waits(running[r])))
+            return rank, f"has not moved for {now - self._moved[rank]:.1f} s"
+        return None
+
+    def _end_job(self, rank: int, why: str) -> None:
+        """The launcher tells of it where there is one, for it knows more."""
+        if self._board is not None:
+            self._say(state="judged", blamed=rank, note=why)
+            self._publish()
+        else:
+            where = self._seen.get(rank, Post()).where
+            print(
+                f"hxla watchdog: rank {rank} {why}; it was {where}; ending the job (exit code 76)",
+                file=sys.stderr,
+                flush=True,
+            )
+        sys.stdout.flush()
+        os._exit(EXIT_WATCHDOG)
+
+
+def _waits(post: Post) -> bool:
+    return post.phase in WAITING_PHASES

@@ -1,0 +1,323 @@
+"""Names of tensors in files of weights: which of them makes which array of a model, and how.
+
+`{n}` stands for the rest of one component of a path (`blocks/{n}/up`, `Dense_{n}`), and `{path*}`
+for any number of whole components. No regular expressions: a few letters of one can take longer
+than training.
+"""
+
+import dataclasses
+import functools
+import string
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pydantic
+
+from ..core import catalogue
+from ..core.errors import ConfigError
+
+#: What stands for each placeholder: one text, or components.
+Bound = Mapping[str, str | tuple[str, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class NamePattern:
+    """A pattern of names."""
+
+    text: str
+    separator: str
+
+    def __post_init__(self) -> None:
+        """Refuse what has no meaning, with a ValueError."""
+        several = [part for part in self._parts if part[1].endswith("*")]
+        if len(several) > 1:
+            raise ValueError(f"{self.text!r} has two placeholders for several components; use one")
+        if any(before or after for before, _, after in several):
+            raise ValueError(f"{self.text!r}: {{...*}} stands for whole components")
+
+    @functools.cached_property
+    def _parts(self) -> tuple[tuple[str, str, str], ...]:
+        """For each component the text before its placeholder, the placeholder, the text after."""
+        return tuple(_part(text, self.text) for text in self.text.split(self.separator))
+
+    @property
+    def placeholders(self) -> frozenset[str]:
+        """Their names, with a star for several components."""
+        return frozenset(name for _, name, _ in self._parts if name)
+
+    def match(self, name: str) -> Bound | None:
+        """What the placeholders stand for in a name, or None if it does not match."""
+        parts, components = self._parts, name.split(self.separator)
+        star = next((i for i, part in enumerate(parts) if part[1].endswith("*")), None)
+        if star is None and len(parts) != len(components):
+            return None
+        if len(components) < len(parts) - 1:
+            return None
+        bound: dict[str, str | tuple[str, ...]] = {}
+        if star is not None:
+            end = len(components) - (len(parts) - star - 1)
+            bound[parts[star][1]] = tuple(components[star:end])
+            parts = parts[:star] + parts[star + 1 :]
+            components = components[:star] + components[end:]
+        for (before, key, after), text in zip(parts, components, strict=True):
+            if not key:
+                if text != before:
+                    return None
+                continue
+            if len(text) <= len(before) + len(after):
+                return None
+            if not (text.startswith(before) and text.endswith(after)):
+                return None
+            found = text[len(before) : len(text) - len(after)]
+            if bound.setdefault(key, found) != found:
+                return None
+        return bound
+
+    def fill(self, bound: Bound) -> str:
+        """The name with the placeholders replaced."""
+        out: list[str] = []
+        for before, key, after in self._parts:
+            value = bound[key] if key else ""
+            out += value if isinstance(value, tuple) else [f"{before}{value}{after}"]
+        return self.separator.join(out)
+
+
+@functools.cache
+def pattern(text: str, separator: str) -> NamePattern:
+    """The pattern of a text; a map's few are each matched with every array of a model."""
+    return NamePattern(text, separator)
+
+
+def _part(text: str, whole: str) -> tuple[str, str, str]:
+    try:
+        parsed = list(string.Formatter().parse(text))
+    except ValueError as error:
+        raise ValueError(f"{whole!r} is no pattern: {error}") from None
+    before, key, after = "", "", ""
+    for literal, field, spec, conversion in parsed:
+        if key and field is not None:
+            raise ValueError(f"{whole!r} has two placeholders in one component; use one")
+        before, after = (before, literal) if key else (before + literal, after)
+        if field is None:
+            continue
+        if spec or conversion or not field.removesuffix("*").isidentifier():
+            raise ValueError(f"{whole!r}: {{{field}}} is no placeholder; write {{n}} or {{path*}}")
+        key = field
+    return before, key, after
+
+
+_LARGEST_FILE = 1 << 20  # bytes
+_MODEL, _FILE = "/", "."  # what separates the components of a name
+
+
+class TensorName(pydantic.BaseModel):
+    """One rule: the tensors of a file that make an array of the model.
+
+    Attributes:
+        model: The pattern of the array's path in the model, `blocks/{n}/up/kernel`.
+        file: The pattern of the tensor's name in the file, `h.{n}.mlp.up.weight`, or several whose
+            tensors are joined. A placeholder that stands only here counts from 0: see `stack`.
+        rank: The number of dimensions that the array must have; None: any.
+        dims: For each dimension of the file's tensor the dimension of the array that it is, or the
+            several that it is made of; None: the same. PyTorch's linear layers need `[1, 0]`.
+        stack: The array's dimension along which tensors are stacked, one for each number of the
+            placeholder that only `file` has, as in a scan over layers; `dims` are those of the
+            array without it.
+        join: The array's dimension along which the tensors of several `file` follow each other.
+        shares: The share of each of them in that dimension; by default all are equal.
+        part: If the array is one of equal parts of a tensor: the tensor's dimension that is cut,
+            which part it is, counted from 0, and of how many.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    file: tuple[str, ...] = pydantic.Field(min_length=1)
+    rank: int | None = pydantic.Field(None, ge=0, strict=True)
+    dims: tuple[tuple[pydantic.StrictInt, ...], ...] | None = None
+    stack: int | None = pydantic.Field(None, ge=0, strict=True)
+    join: int | None = pydantic.Field(None, ge=0, strict=True)
+    shares: tuple[pydantic.StrictInt, ...] = ()
+    part: tuple[pydantic.StrictInt, pydantic.StrictInt, pydantic.StrictInt] | None = None
+
+    @pydantic.field_validator("model")
+    @classmethod
+    def _is_pattern(cls, text: str) -> str:
+        pattern(text, _MODEL)
+        return text
+
+    @pydantic.field_validator("file", mode="before")
+    @classmethod
+    def _is_one_or_several(cls, file: Any) -> Any:
+        return (file,) if isinstance(file, str) else file
+
+    @pydantic.field_validator("dims", mode="before")
+    @classmethod
+    def _as_in_a_file(cls, dims: Any) -> Any:
+        """There a number stands for itself."""
+        if not isinstance(dims, list | tuple):
+            return dims
+        return tuple(tuple(d) if isinstance(d, list | tuple) else (d,) for d in dims)
+
+    @pydantic.model_validator(mode="after")
+    def _fits_together(self) -> "TensorName":
+        known = model_pattern(self).placeholders
+        new = [p.placeholders - known for p in file_patterns(self)]
+        if any(n != new[0] for n in new) or len(new[0]) > 1 or any(n.endswith("*") for n in new[0]):
+            raise ValueError(f"{list(self.file)} have placeholders that {self.model!r} has not")
+        if (self.stack is None) != (not new[0]):
+            raise ValueError(
+                "`stack` and a placeholder that only `file` has go together: "
+                f"stack = {self.stack}, placeholders {sorted(new[0])}"
+            )
+        if (self.join is None) != (len(self.file) == 1):
+            raise ValueError(f"`join` goes with several files, here {len(self.file)}")
+        if self.shares and len(self.shares) != len(self.file):
+            raise ValueError(f"{len(self.shares)} shares for {len(self.file)} files")
+        if self.stack is not None and self.join is not None:
+            raise ValueError("an array is either stacked or joined, not both")
+        if any(share < 1 for share in self.shares):
+            raise ValueError(f"shares {list(self.shares)} are at least 1 each")
+        if self.dims is not None:
+            flat = sorted(d for group in self.dims for d in group)
+            if flat != list(range(len(flat))):
+                raise ValueError(f"dims {self.written_dims} do not name each dimension once")
+        if self.part is not None and not (self.part[0] >= 0 and 0 <= self.part[1] < self.part[2]):
+            raise ValueError(f"part {list(self.part)}: parts and dimensions are counted from 0")
+        return self
+
+    @property
+    def written_dims(self) -> list[Any]:
+        """The dims as a file has them."""
+        return [d[0] if len(d) == 1 else list(d) for d in self.dims or ()]
+
+    def __str__(self) -> str:
+        return f"{self.model!r} <- {' + '.join(map(repr, self.file))}"
+
+
+def model_pattern(rule: TensorName) -> NamePattern:
+    """The pattern of the paths that a rule is for."""
+    return pattern(rule.model, _MODEL)
+
+
+def file_patterns(rule: TensorName) -> tuple[NamePattern, ...]:
+    """The patterns of the names of its tensors."""
+    return tuple(pattern(text, _FILE) for text in rule.file)
+
+
+class NameMap(pydantic.BaseModel):
+    """Rules in their order: the first that matches an array of the model decides.
+
+    Attributes:
+        name: The name of the map.
+        description: The files and models that it is for.
+        format: What a written file says of its origin: transformers reads files of `pt`.
+        tensors: The rules in order; a file has one table `tensor` for each.
+        fresh: Patterns of arrays of the model that no file holds: they begin as the model makes
+            them.
+        unused: Patterns of tensors in a file that the model has no place for.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    description: str = ""
+    format: str = "flax"
+    tensors: tuple[TensorName, ...] = pydantic.Field(
+        min_length=1, validation_alias=pydantic.AliasChoices("tensor", "tensors")
+    )
+    fresh: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+
+    @pydantic.field_validator("fresh")
+    @classmethod
+    def _are_paths(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(pattern(text, _MODEL).text for text in patterns)
+
+    @pydantic.field_validator("unused")
+    @classmethod
+    def _are_names(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(pattern(text, _FILE).text for text in patterns)
+
+    def is_fresh(self, path: str) -> bool:
+        """Say whether an array of the model begins as the model makes it.
+
+        Args:
+            path: The array's path in the model.
+
+        Returns:
+            Whether a pattern of `fresh` matches.
+        """
+        return any(pattern(text, _MODEL).match(path) is not None for text in self.fresh)
+
+    def is_unused(self, name: str) -> bool:
+        """Say whether a tensor is known to have no place in the model.
+
+        Args:
+            name: The tensor's name in the file.
+
+        Returns:
+            Whether a pattern of `unused` matches.
+        """
+        return any(pattern(text, _FILE).match(name) is not None for text in self.unused)
+
+    def rule_of(self, path: str, rank: int) -> TensorName | None:
+        """Find the rule for an array of the model.
+
+        Args:
+            path: The array's path in the model.
+            rank: The number of its dimensions.
+
+        Returns:
+            The first rule that matches, or None.
+        """
+        for rule in self.tensors:
+            if rule.rank in (None, rank) and model_pattern(rule).match(path) is not None:
+                return rule
+        return None
+
+
+#: The same names, components joined by dots: what is written by default.
+SAME = NameMap(name="same", tensors=(TensorName(model="{path*}", file=("{path*}",)),))
+
+
+def as_names(names: "str | NameMap | None") -> NameMap:
+    """A map that may be given by its name or file, or not at all."""
+    return SAME if names is None else load_names(names) if isinstance(names, str) else names
+
+
+def load_names(name_or_path: str) -> NameMap:
+    """Read a map of names.
+
+    Args:
+        name_or_path: The name of a built-in map (`torch`, `llama-maxtext`, ...) or the path of
+            a TOML file.
+
+    Returns:
+        The map.
+
+    Raises:
+        ConfigError: If there is none, or it has unknown keys or wrong values, all at once.
+
+    Example:
+        >>> import hxla
+        >>> hxla.load_names("torch").rule_of("head/kernel", 2).written_dims
+        [1, 0]
+    """
+    path = catalogue.find("names", name_or_path)
+    try:
+        with path.open("rb") as file:
+            text = file.read(_LARGEST_FILE + 1)
+        if len(text) > _LARGEST_FILE:
+            raise ConfigError(f"names {path}: the file is larger than {_LARGEST_FILE} bytes")
+        return NameMap.model_validate(tomllib.loads(text.decode("utf-8")))
+    except pydantic.ValidationError as error:
+        lines = [f"  {_place(e['loc'])}: {e['msg']}" for e in error.errors()]
+        raise ConfigError(f"names {path} have errors:\n" + "\n".join(lines)) from None
+    except (ValueError, RecursionError) as error:  # of TOML
+        raise ConfigError(f"names {path}: {error}") from None
+
+
+def _place(parts: Sequence[int | str]) -> str:
+    return ".".join(map(str, parts))

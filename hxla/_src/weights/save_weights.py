@@ -1,0 +1,314 @@
+"""Weights written and read outside of training: safetensors, and folders that plain Flax reads.
+
+Every process writes the slices that it holds into one file; nothing is gathered.
+"""
+
+import os
+import pathlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+from flax import nnx
+
+from ..core.errors import WeightsError
+from ..core.files import local_path
+from ..core.types import PyTree
+from ..jax.coordination import gather
+from ..model.trainable import entries_of
+from .name_map import NameMap, as_names
+from .pieces import Pieced, pieced
+from .safetensors import Stored, make_file, read_header, without_a_name
+from .weights import Read, Wanted, Weights, as_weights, filled, open_weights
+
+_OTHERS = "_hxla_other_variables"  # an attribute of the parameters of a session's state
+_MOST_NAMES = 3
+_MARK = "_CHECKPOINT_METADATA"  # a file that Orbax writes into each of its folders
+_TIMEOUT_SECONDS = 600.0  # for the slowest process to write its slices
+
+
+def _gather(what: str, text: str) -> tuple[str, ...]:
+    return gather(what, text, timeout_seconds=_TIMEOUT_SECONDS)
+
+
+def note_other_variables(state: Any) -> None:
+    """Let the parameters of a state name its other variables: who writes them alone is told.
+
+    Args:
+        state: An `hxla.State`.
+    """
+    others = [name for _, name, value in entries_of(state.aux) if not _is_stream(value)]
+    if others and hasattr(state.params, "__dict__"):
+        vars(state.params)[_OTHERS] = others
+
+
+def _arrays_of(model: Any) -> PyTree:
+    """A tree as it is; of a model its arrays, without random streams."""
+    if isinstance(model, nn.Module):
+        raise WeightsError(
+            "a Linen module has no arrays: pass its variables, result.state and not result.model"
+        )
+    if isinstance(model, nnx.Module):
+        return nnx.state(model, nnx.Not(nnx.RngState))
+    if {"params", "aux", "opt_state"} <= set(vars(model) if hasattr(model, "__dict__") else ()):
+        params, aux = model.params, model.aux  # of an hxla.State
+        is_nnx = isinstance(params, nnx.State)
+        return nnx.merge_state(params, aux) if is_nnx else {"params": params, **aux}
+    if others := getattr(model, "__dict__", {}).get(_OTHERS):
+        more = f" and {len(others) - _MOST_NAMES} more" if len(others) > _MOST_NAMES else ""
+        warnings.warn(
+            f"session.state.params are written without the model's other variables, "
+            f"{', '.join(others[:_MOST_NAMES])}{more}: pass session.state to write both",
+            stacklevel=3,
+        )
+    return model
+
+
+def load_weights(weights: str | os.PathLike[str] | Weights, like: PyTree) -> PyTree:
+    """Read weights from safetensors files, each array straight to where it is to lie.
+
+    To train from weights, pass them to `hxla.train(..., weights=...)`, which lays them as its plan
+    says.
+
+    Args:
+        weights: The file, index or folder, or an `hxla.Weights` that also says how names map.
+        like: The tree to fill: an `nnx.State`, Linen's variables, or any other tree of arrays or
+            `jax.ShapeDtypeStruct`. Those with a sharding give it to what is read, and only the
+            slices of this process's devices are read.
+
+    Returns:
+        A tree like `like`. Arrays that the map calls `fresh` are those of `like`.
+
+    Raises:
+        WeightsError: If a file is damaged, or names, shapes and dtypes do not suit `like`: all
+            faults at once.
+        ConfigError: If the map of names has errors.
+
+    Example:
+        >>> import hxla, jax
+        >>> from flax import nnx
+        >>> model = nnx.Linear(8, 2, rngs=nnx.Rngs(0))
+        >>> hxla.save_weights("model.safetensors", model)
+        >>> other = nnx.Linear(8, 2, rngs=nnx.Rngs(1))
+        >>> nnx.update(other, hxla.load_weights("model.safetensors", nnx.state(other)))
+        >>> bool((model.kernel[...] == other.kernel[...]).all())
+        True
+    """
+    if isinstance(like, nnx.Module):
+        raise WeightsError(
+            "load_weights fills a tree: nnx.update(model, hxla.load_weights(path, "
+            "nnx.state(model)))"
+        )
+    wanted = jax.tree.map(lambda x: None if _is_stream(x) else x, like, is_leaf=_is_stream)
+    leaves, treedef = jax.tree.flatten(wanted)
+    readers = open_weights(as_weights(weights), Wanted.of(wanted), _gather)
+    found = jax.tree.unflatten(treedef, map(_read, leaves, readers))
+    own = lambda x, new: x if _is_stream(x) else new  # noqa: E731
+    return jax.tree.map(own, like, found, is_leaf=_is_stream)
+
+
+def _is_stream(x: Any) -> bool:
+    """Whether a part of a tree is a random stream of an NNX model, which is no weight."""
+    return isinstance(x, nnx.RngState)
+
+
+def _read(like: Any, read: Read | None) -> Any:
+    if read is None:
+        return like
+    sharding = getattr(like, "sharding", None)
+    if sharding is not None:
+        return filled(like.shape, sharding, read)
+    block = read((slice(None),) * np.ndim(like))
+    return block if isinstance(like, np.ndarray) else jax.numpy.asarray(block)
+
+
+def save_weights(
+    path: str | os.PathLike[str], tree: PyTree, *, names: str | NameMap | None = None
+) -> None:
+    """Write a model's arrays to a safetensors file, or to an Orbax folder that plain Flax reads.
+
+    Every process of a job calls this, and writes the slices that it holds: nothing is gathered, and
+    all processes must see the folder. What is there appears at the end by one rename, and replaces
+    what had the name.
+
+    Args:
+        path: A name that ends in `.safetensors` makes one such file; any other name makes a folder
+            that `orbax.checkpoint.StandardCheckpointer` restores.
+        tree: What to write: `result.state`, an NNX model, Linen's variables, or any other tree of
+            arrays. Of `session.state` it is the parameters and the other variables, such as
+            BatchNorm's statistics; `session.state.params` has none of these, of which a warning
+            tells. Of an NNX model random streams are left out.
+        names: The map from the model's names to those of the file, or the name or file of one.
+            None: the same names, components joined by dots.
+
+    Raises:
+        WeightsError: If the path cannot be written, or the map and the arrays do not suit each
+            other: all faults at once.
+        ConfigError: If the map of names has errors.
+
+    Example:
+        >>> import hxla, numpy as np
+        >>> tree = {"head": {"kernel": np.ones((8, 2), np.float32)}}
+        >>> hxla.save_weights("model.safetensors", tree, names="torch")
+        >>> weights = hxla.Weights("model.safetensors", names="torch")
+        >>> hxla.load_weights(weights, tree)["head"]["kernel"].shape
+        (8, 2)
+    """
+    target = local_path(path, "path", WeightsError).absolute()
+    if target.suffix == ".safetensors":
+        _save_file(target, _arrays_of(tree), as_names(names))
+        return
+    if names is not None:
+        raise WeightsError(
+            f"names={names!r}, but {target.name} does not end in .safetensors: an Orbax folder "
+            "keeps the model's own names"
+        )
+    _save_folder(target, _arrays_of(tree))
+
+
+def _save_file(target: pathlib.Path, tree: PyTree, names: NameMap) -> None:
+    wanted, leaves = Wanted.of(tree), jax.tree.leaves(tree)
+    arrays, shapes = _laid_out(wanted, names)
+    part = target.with_name(target.name + ".part")
+    stored: dict[str, Stored] = {}
+
+    def begin() -> None:
+        if jax.process_index() == 0:
+            make_file(part, shapes, {"format": names.format})
+
+    def write() -> None:
+        stored.update(read_header(part))
+        for array, leaf in zip(arrays, leaves, strict=True):
+            for index, block in _own_blocks(leaf):
+                array.write(block, index, lambda name: stored[name].view(writable=True))
+
+    def end() -> None:
+        if jax.process_index() == 0:
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
+            part.rename(target)
+
+    try:
+        for step in (begin, write, end):
+            _together(step, target)
+    finally:
+        if jax.process_index() == 0:
+            part.unlink(missing_ok=True)
+
+
+def _together(step: Callable[[], None], target: pathlib.Path) -> None:
+    """A step that every process makes; none goes on where one has failed.
+
+    Raises:
+        WeightsError: On every process, with the faults of all.
+    """
+    problem = ""
+    try:
+        step()
+    except WeightsError as error:
+        problem = str(error)
+    except (OSError, ValueError) as error:
+        problem = f"{target} cannot be written: {error}"
+    problems = list(dict.fromkeys(filter(None, _gather(f"saving {target.name}", problem))))
+    if problems:
+        raise WeightsError("\n".join(problems))
+
+
+def _laid_out(
+    wanted: tuple[Wanted, ...], names: NameMap
+) -> tuple[list[Pieced], dict[str, tuple[tuple[int, ...], np.dtype]]]:
+    """How each array lies in the file's tensors, and these.
+
+    Raises:
+        WeightsError: With all faults.
+    """
+    faults: list[str] = []
+    arrays: list[Pieced] = []
+    shapes: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
+    writers: dict[str, dict[tuple[int, int, int] | None, str]] = {}
+    for array in wanted:
+        own = f"{array.name} {array.dtype}{list(array.shape)}"
+        if without_a_name([array.dtype]):
+            faults.append(f"  {own}: safetensors has no such dtype")
+            continue
+        rule = names.rule_of(array.name, len(array.shape))
+        if rule is None:
+            faults.append(f"  {own}: no rule names it")
+            continue
+        try:
+            pieces = pieced(array.name, array.shape, array.dtype, rule)
+        except ValueError as error:
+            faults.append(f"  {own}, rule {rule}: {error}")
+            continue
+        arrays.append(pieces)
+        for piece in pieces.pieces:
+            before = shapes.setdefault(piece.tensor, (piece.shape, array.dtype))
+            others = writers.setdefault(piece.tensor, {})
+            if before != (piece.shape, array.dtype) or piece.part in others:
+                other = others.get(piece.part) or next(iter(others.values()))
+                faults.append(f"  {own}: its tensor {piece.tensor} is that of {other}, too")
+            others[piece.part] = array.name
+    for tensor, parts in writers.items():
+        num = next(iter(parts))
+        if num is not None and len(parts) < num[2]:
+            faults.append(f"  {tensor}: only {len(parts)} of its {num[2]} parts are there")
+    if faults:
+        raise WeightsError(
+            f"this model cannot be written by the names {names.name!r}:\n" + "\n".join(faults)
+        )
+    return arrays, shapes
+
+
+def _own_blocks(leaf: Any) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+    """Blocks of an array that this process is to write, and where they stand in it.
+
+    Where every process has a copy of its own, process 0 writes; where processes share an array,
+    each writes those of its blocks that no lower device has, too.
+    """
+    whole = (slice(None),) * np.ndim(leaf)
+    if not isinstance(leaf, jax.Array):
+        if jax.process_index() == 0:
+            yield whole, np.asarray(leaf)
+    elif 0 in _processes(leaf) and not (leaf.is_fully_addressable and jax.process_index()):
+        for shard in leaf.addressable_shards:
+            if shard.replica_id == 0:
+                yield shard.index, np.asarray(shard.data)
+
+
+def _processes(leaf: jax.Array) -> set[int]:
+    devices: Any = leaf.sharding.device_set
+    return {device.process_index for device in devices}
+
+
+def _save_folder(target: pathlib.Path, tree: PyTree) -> None:
+    several = jax.process_count() > 1
+    leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    shared = [_processes(x) for x in leaves if not x.is_fully_addressable]
+    writers = set[int]().union(*shared) if shared else {0}
+    if several:  # what each process has alone goes as host arrays, which process 0 writes
+        tree = jax.tree.map(_on_host, tree)
+
+    def save() -> None:
+        if 0 not in writers or jax.process_index() not in writers:
+            return  # this process has a part of another copy of the model than process 0
+        if target.exists() and not (target / _MARK).exists() and any(target.iterdir()):
+            raise WeightsError(
+                f"{target} is there and no folder of weights; name another, or remove it first"
+            )
+        import orbax.checkpoint as ocp  # which takes long
+
+        options = ocp.options.MultiprocessingOptions(
+            active_processes=writers if several else None, barrier_sync_key_prefix="hxla-weights"
+        )
+        handler = ocp.StandardCheckpointHandler(multiprocessing_options=options)
+        with ocp.Checkpointer(handler, multiprocessing_options=options) as checkpointer:
+            checkpointer.save(target, args=ocp.args.StandardSave(tree), force=True)
+
+    _together(save, target)
+
+
+def _on_host(x: Any) -> Any:
+    return np.asarray(x) if isinstance(x, jax.Array) and x.is_fully_addressable else x

@@ -1,0 +1,244 @@
+"""`hxla plan` on real scripts and mesh files, and what its search proposes."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import hxla
+from hxla import LayerSize, LayerTime, Profile, Setting, load_cluster, load_profile
+from support import profiles
+from support.inside.choose import Alternative, ChainWork, propose
+from support.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "examples"))
+import gpt
+
+
+def plan_command(tmp_path, *options):
+    script = tmp_path / "script.py"
+    script.write_text(profiles.SCRIPT)
+    return subprocess.run(
+        [sys.executable, "-m", "hxla", "plan", *options, str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env=profiles.ALONE,
+    )
+
+
+@pytest.mark.slow
+def test_a_cluster_that_is_not_here_is_planned_for_and_compared(tmp_path):
+    out = tmp_path / "out"
+    ran = plan_command(
+        tmp_path,
+        *("--mesh", "whale-8v100-8p100", "--compare", "whale-4v100-4p100"),
+        *("--write", str(tmp_path / "plan.json"), "--draw", str(out)),
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "trained" not in ran.stdout
+    assert "estimated from FLOPs at the data-sheet rate" in ran.stdout
+    assert "x as fast" in ran.stdout
+    found = hxla.Plan.read(tmp_path / "plan.json")
+    assert sum(found.counts) == found.batch_size // found.microbatch_size
+    assert found.prediction.closed_form_seconds >= found.prediction.bound_seconds * (1 - 1e-9)
+    for d in found.prediction.devices:
+        parts = (d.compute_seconds, d.wait_seconds, d.reduction_seconds, d.update_seconds)
+        assert sum(parts) == pytest.approx(found.prediction.step_seconds)
+    traces = list(out.glob("whale-8v100-8p100-replica*.perfetto.json"))
+    assert traces
+    for path in traces:
+        events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+        assert events
+    assert list(out.glob("whale-8v100-8p100-replica*.svg"))
+
+
+@pytest.mark.slow
+def test_a_measured_profile_is_planned_with(tmp_path):
+    measured = profiles.profile_command(
+        tmp_path, "--segments", "3", "--microbatch-sizes", "1,2", "--mesh", "cpu-1.0-0.5"
+    )
+    assert measured.returncode == 0, measured.stderr
+    ran = plan_command(tmp_path, "--mesh", "cpu-1.0-0.5", "--profile", str(tmp_path / "p.json"))
+    assert ran.returncode == 0, ran.stderr
+    assert "cpu@0.5: measured" in ran.stdout
+    file = tmp_path / "plan.json"
+    alone = plan_command(
+        tmp_path,
+        *("--mesh", "cpu-1.0-0.5", "--profile", str(tmp_path / "p.json"), "--stages", "1"),
+        *("--write", str(file)),
+    )
+    assert "memory from the compiled programs" in alone.stdout
+    found = hxla.Plan.read(file)
+    assert found.num_stages == 1
+    whole = load_profile(tmp_path / "p.json")
+    kinds = {d.rank: d.kind for d in found.devices}
+    counts = {rank: r.num_microbatches for r in found.replicas for rank in r.devices}
+    for d in found.prediction.devices:
+        inputs = counts[d.rank] * found.microbatch_size * 2 * 64 * 4
+        setting = Setting(kinds[d.rank], found.microbatch_size)
+        assert d.memory_bytes == whole.peaks[setting] + inputs
+        busy = counts[d.rank] * sum(t.forward + t.backward for t in whole.times[setting])
+        assert d.compute_seconds == pytest.approx(busy)
+    other = plan_command(tmp_path, "--mesh", "cpu-1.0-0.33", "--profile", str(tmp_path / "p.json"))
+    assert other.returncode != 0
+    assert "device kind 'cpu@0.33': the profile has no times" in other.stderr
+    assert "hxla profile" in other.stderr
+
+
+def cluster(tmp_path, *gibibytes, kinds="01", node=""):
+    text = f'name = "two"\n{node}\n'
+    header = "[[node.device]]" if node else "[[device]]"
+    for i, memory in zip(kinds, gibibytes, strict=True):
+        text += f'{header}\nkind = "gpu{i}"\nmemory_gib = {memory}\n'
+    (tmp_path / "two.toml").write_text(text)
+    return load_cluster(str(tmp_path / "two.toml"))
+
+
+def work(num_layers=4, parameter_bytes=2.0**20):
+    size = LayerSize(parameter_bytes=parameter_bytes, output_bytes=8.0, stash_bytes=2.0**10)
+    names = tuple(f"layer{i}" for i in range(num_layers))
+    return ChainWork(
+        layers=names,
+        sizes={(1, 1): (size,) * num_layers},
+        sent_bytes={},
+        input_bytes={1: 0},
+        batch_size=12,
+        state_factor=4.0,
+    )
+
+
+def profile(*seconds, num_layers=4):
+    """A layer's forward on each device; the backward takes as long."""
+    names = tuple(f"layer{i}" for i in range(num_layers))
+    times = {
+        Setting(f"gpu{i}", 1): (LayerTime(forward=s, backward=s),) * num_layers
+        for i, s in enumerate(seconds)
+    }
+    return Profile(model="net", layers=names, sizes={}, times=times)
+
+
+def test_a_model_that_fits_everywhere_is_copied_and_its_microbatches_follow_the_speeds(tmp_path):
+    """Two copies of 9 and 3 microbatches; the closed formula of data parallelism."""
+    found, timelines = propose(work(), cluster(tmp_path, 1, 1), profile(1.0, 3.0))
+    assert (found.replicas, found.cuts) == (((0,), (1,)), (0,))
+    assert found.counts == (9, 3)
+    known = found.prediction
+    assert known.step_seconds == pytest.approx(9 * 4 * 2 * 1.0)
+    assert known.closed_form_seconds == pytest.approx(known.step_seconds)
+    assert known.gap == pytest.approx(0, abs=0.02)
+    assert len(timelines) == 2
+
+
+def test_a_model_that_fits_no_device_becomes_stages(tmp_path):
+    """16 MiB of state in two devices of 12 MiB and a bit for what is in flight."""
+    found, _ = propose(work(), cluster(tmp_path, 12.1 / 1024, 12.1 / 1024), profile(1.0, 1.0))
+    assert (found.replicas, found.cuts) == (((0, 1),), (0, 2))
+    # 1F1B: (microbatches + stages - 1) times what a stage takes.
+    assert found.prediction.step_seconds == pytest.approx((12 + 1) * 2 * 2 * 1.0)
+    assert all(0 < d.memory_bytes <= d.capacity_bytes for d in found.prediction.devices)
+
+
+def test_a_model_that_fits_nowhere_is_refused_with_the_missing_bytes(tmp_path):
+    # 4 times 2 MiB and two microbatches of 2 KiB in flight, in 3 MiB.
+    assert 4 * 2**21 + 2 * 2 * 2**10 - 3 * 2**20 == 5_246_976
+    with pytest.raises(hxla.PlanError, match=r"stage 0 of 2.*lacks 5,246,976 bytes"):
+        propose(work(), cluster(tmp_path, 3 / 1024, 3 / 1024), profile(1.0, 1.0))
+
+
+NODE = """
+[[node]]
+name = "a"
+[node.link]
+gigabytes_per_second = 300
+latency_microseconds = 5
+"""
+
+
+def test_tensor_parallelism_is_tried_where_its_transfers_can_be_counted(tmp_path):
+    """Else it would seem faster than copies, whose sum is counted."""
+    small = LayerSize(parameter_bytes=2.0**19, output_bytes=8.0, stash_bytes=2.0**9)
+    split = work()
+    split = dataclasses.replace(
+        split,
+        sizes=split.sizes | {(1, 2): (small,) * 4},
+        sent_bytes={(1, 2): (2.0**20,) * 4},
+        batch_size=1,  # so that a copy leaves one of the two devices idle
+    )
+    two, measured = cluster(tmp_path, 1, 1, kinds="00"), profile(1.0)
+    found, _ = propose(split, two, measured)
+    assert found.alternative.tensor == 1
+    assert "gpu0: no link described, so tensor parallelism is not tried" in found.reasons
+    asked, _ = propose(split, two, measured, uncounted=True)
+    assert asked.alternative.tensor == 2
+    whole, halved = found.prediction.step_seconds, asked.prediction.step_seconds
+    assert halved == pytest.approx(whole / 2)
+    linked, _ = propose(split, cluster(tmp_path, 1, 1, kinds="00", node=NODE), measured)
+    assert linked.alternative.tensor == 2
+    assert halved < linked.prediction.step_seconds < whole
+
+
+def test_the_search_keeps_to_plans_that_can_be_run(tmp_path):
+    """Alone, a device runs no forward again; stages of several devices always do."""
+    small = LayerSize(parameter_bytes=2.0**19, output_bytes=8.0, stash_bytes=2.0**9)
+    split = dataclasses.replace(
+        work(), sizes=work().sizes | {(1, 2): (small,) * 4}, sent_bytes={(1, 2): (8.0,) * 4}
+    )
+    four = cluster(tmp_path, *[20 / 1024] * 4, kinds="0000", node=NODE)
+    found, _ = propose(split, four, profile(1.0), all_devices=True)
+    assert sum(map(len, found.replicas)) == 4
+    for stages in (1, 2):
+        found, _ = propose(split, four, profile(1.0), max_stages=stages)
+        own = found.alternative
+        assert own in (Alternative(1), Alternative(1, 2)) or len(found.cuts) > 1
+        assert not (own.tensor > 1 and len(found.cuts) > 1 and not own.recompute)
+
+
+def test_a_loop_of_the_users_own_gets_the_plan_of_hxla_run(tmp_path, monkeypatch):
+    data = {"x": np.ones((8, 3), np.float32)}
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    loss = lambda model, batch: model(batch["x"]).mean()  # noqa: E731
+    devices = {"cluster": {"visible_devices": [0, 1]}}
+    job = hxla.Job(model, data, loss, optax.sgd(0.1), batch_size=8, config=devices)
+    plan = job.plan(mesh={"data": 2}, microbatch_size=2, counts=(3, 1))
+    plan.write(tmp_path / "plan.json")
+    monkeypatch.setenv("HXLA_PLAN", str(tmp_path / "plan.json"))
+    assert job.plan(microbatch_size=1) == plan
+    trained = hxla.train(
+        model, data, loss, optax.sgd(0.1), batch_size=8, steps=1, plan="auto", config=devices
+    )
+    assert trained.plan.counts == plan.counts
+    assert job.plan("cpu-1.0-0.5", mesh={"data": 2}, microbatch_size=1).counts == (4, 4)
+    with pytest.raises(hxla.ConfigError, match=r"but the script opens another plan"):
+        job.open(plan.with_counts((1, 3)), steps=1)
+
+
+@pytest.mark.slow
+def test_a_model_of_which_only_single_examples_fit_is_planned_with_them():
+    """Sizes that suit two devices and 256 examples begin with 2."""
+    model = nnx.eval_shape(
+        lambda: gpt.GPT(nnx.Rngs(0), vocabulary=256, length=256, width=32, heads=2, layers=4)
+    )
+    text = jax.ShapeDtypeStruct((256, 257), np.int32)
+    job = hxla.Job(model, {"text": text}, gpt.loss, optax.sgd(0.1), batch_size=256)
+    link = hxla.Link(bytes_per_second=1e10, latency_seconds=1e-5)
+    device = hxla.Device(
+        kind="A",
+        memory_bytes=4 * 2**20,
+        memory_bytes_per_second=1e12,
+        rates=(hxla.Rate(dtype="float32", flops_per_second=1e13),),
+    )
+    cluster = hxla.Cluster(
+        name="small", devices=(device,) * 2, nodes=(hxla.Node(name="here", link=link),)
+    )
+    plan = job.plan(cluster)
+    assert plan.microbatch_size == 1
+    assert any("finer ones were tried" in reason for reason in plan.reasons)
+    assert all(d.memory_bytes <= d.capacity_bytes for d in plan.prediction.devices)

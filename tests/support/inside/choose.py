@@ -1,0 +1,79 @@
+"""What tests know of the insides of `hxla._src.choose`."""
+
+from hxla._src.choose import best_pipeline as _best_pipeline
+from hxla._src.choose import branch as _branch
+from hxla._src.choose import chain as _chain_tables
+from hxla._src.choose import counts as _counts
+from hxla._src.choose import homogeneous_replicas as _like_copies
+from hxla._src.choose import lower_bound as _bound
+from hxla._src.choose import memory_model as _forms_of_job
+from hxla._src.choose import packing as _packing
+from hxla._src.choose import placement as _placed
+from hxla._src.choose import placement as _shared_links
+from hxla._src.choose import proposals as _propose
+from hxla._src.choose import search as _search
+from hxla._src.choose import zero_placement as _shared_state
+from hxla._src.choose.chain import (
+    UNBOUNDED,
+    Chain,
+    Group,
+    ReplicaSort,
+    Rings,
+    Staging,
+    step_seconds,
+    tables,
+    tail_seconds,
+)
+from hxla._src.choose.collective_costs import (
+    ALGORITHMS,
+    LinkSeconds,
+    all_gather_seconds,
+    favoured,
+    ring_all_reduce_seconds,
+    volume,
+)
+from hxla._src.choose.complete import complete
+from hxla._src.choose.counts import best_counts, bound_seconds, even_counts, finish_seconds
+from hxla._src.choose.homogeneous_replicas import best_order
+from hxla._src.choose.layer_times import Alternative, layer_times, product_flops
+from hxla._src.choose.lower_bound import Bound
+from hxla._src.choose.memory import with_memory
+from hxla._src.choose.memory_candidates import (
+    GRANULES_OF_A_COPY,
+    ChainBytes,
+    CopyDevice,
+    MemoryForms,
+    ModelBytes,
+    Travel,
+)
+from hxla._src.choose.memory_model import costs_of, gathered_bytes
+from hxla._src.choose.mesh_axes import roles_of_mesh, split_over
+from hxla._src.choose.microbatch_counts import pooled, with_executors
+from hxla._src.choose.microbatch_sizes import best_size, candidate_sizes
+from hxla._src.choose.pipeline_request import PipelineRequest
+from hxla._src.choose.placement import (
+    NEXT,
+    DevicePlacement,
+    Way,
+    busiest_card_seconds,
+    copies_in,
+    copy_seconds,
+    placements,
+    shared_step_seconds,
+    traffic_of,
+)
+from hxla._src.choose.proposals import ChainWork, propose, staging_cost
+from hxla._src.choose.recompute import (
+    best_sequence,
+    boundary_texts,
+    keep_all,
+    keep_texts,
+    least_memory,
+)
+from hxla._src.choose.search import search
+from hxla._src.choose.split_advice import better_shares
+from hxla._src.choose.split_sizes import SplitDevice, best_sizes
+from hxla._src.choose.split_times import places_of, split_devices, split_time
+from hxla._src.choose.structures import pipelined, replicated
+from hxla._src.choose.zero_placement import groups_of_nodes, travel_of
+from hxla._src.choose.zero_search import least_seconds
