@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("every_program_is_cached")
 DATA = {"x": np.ones((16, 6), np.float32)}
 OWNS = """
 import os, sys, pathlib
-from support.inside.run import FolderOwner
+from support.inside.checkpoint import FolderOwner
 owner = FolderOwner(pathlib.Path(sys.argv[1]), lambda _, text: (text,))
 child = os.fork()
 if child:

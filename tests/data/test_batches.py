@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import hxla
 from support import elastic_chaos, streams, tiers
 from support.inside.data import _data, _host_link, from_text, to_text
-from support.inside.jax import _coordination, is_lost_peer
+from support.inside.jax import is_lost_peer
 from support.launched import PATIENCE_SECONDS, own_environment
 from support.left_behind import wait_until
 from support.models import mesh
@@ -210,8 +210,8 @@ def test_a_resumed_run_goes_on_where_the_data_was(tmp_path):
 def one_host(monkeypatch):
     """Processes of a host that are threads of this one."""
     keys = {}
-    monkeypatch.setattr(_coordination, "num_processes", lambda: 2)
-    monkeypatch.setattr(_coordination, "claim", lambda what, value: keys.setdefault(what, value))
+    monkeypatch.setattr(_host_link, "num_processes", lambda: 2)
+    monkeypatch.setattr(_host_link, "claim", lambda what, value: keys.setdefault(what, value))
 
 
 def test_processes_of_a_host_read_once(one_host):

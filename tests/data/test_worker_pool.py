@@ -13,8 +13,7 @@ import pytest
 
 import hxla
 from support import streams
-from support.inside.data import _data
-from support.inside.jax import _coordination
+from support.inside.data import _data, _host_link
 from support.launched import PATIENCE_SECONDS
 from support.paths import PYTHONPATH
 
@@ -35,8 +34,8 @@ def workers():
 def one_host(monkeypatch):
     """Processes of a host that are threads of this one."""
     keys = {}
-    monkeypatch.setattr(_coordination, "num_processes", lambda: 2)
-    monkeypatch.setattr(_coordination, "claim", lambda what, value: keys.setdefault(what, value))
+    monkeypatch.setattr(_host_link, "num_processes", lambda: 2)
+    monkeypatch.setattr(_host_link, "claim", lambda what, value: keys.setdefault(what, value))
 
 
 def same(a, b):
@@ -84,7 +83,7 @@ def test_what_fails_in_a_worker_is_told(one_host):
 def test_workers_end_with_the_process_that_they_work_for():
     script = (
         "import numpy as np, os, signal\n"
-        "from support.inside.run import _data\n"
+        "from support.inside.data import _data\n"
         "s = _data.as_source(lambda i: {'x': np.zeros(2)}, batch_size=4, seed=0, num_workers=2)\n"
         "s.fetch(0, np.arange(4)); print('made', flush=True); input()\n"
     )

@@ -13,7 +13,7 @@ import json, os, signal, time
 import jax, numpy as np, optax
 from flax import nnx
 import hxla
-from support.inside.launch import ServiceTexts, post_of
+from support.inside.launch import ServiceNotes, post_of
 
 hxla.join()
 print(json.dumps(["joined", jax.process_count(), jax.process_index()]), flush=True)
@@ -72,7 +72,7 @@ def own_plan(counts):
 
 
 def posts():
-    return {rank: post_of(text) for rank, text in ServiceTexts().entries().items()}
+    return {rank: post_of(text) for rank, text in ServiceNotes().entries().items()}
 
 
 def freezes(record, session):

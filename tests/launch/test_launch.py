@@ -435,23 +435,6 @@ def test_a_full_output_loses_lines_and_no_job(tmp_path):
     assert (tmp_path / "done").exists()
 
 
-DETACHED = {
-    "no script": ([], "run needs a script"),
-    "no cluster": (["--attach", "job"], "--attach job: say on which Ray cluster"),
-    "its own script": (["--ray", "auto", "--stop", "job", "x.py"], "leave out x.py"),
-    "there already": (["--ray", "auto", "--stop", "job", "--min", "2"], "leave out --min"),
-}
-
-
-@pytest.mark.parametrize("name", DETACHED)
-def test_wrong_options_of_a_run_that_is_there_are_refused(name, capsys):
-    options, words = DETACHED[name]
-    assert main(["run", *options]) == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert len(said.splitlines()) == 1
-
-
 def test_a_command_that_is_interrupted_says_so_in_a_line(tmp_path, capsys):
     script = tmp_path / "job.py"
     script.write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")

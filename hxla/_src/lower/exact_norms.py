@@ -86,7 +86,7 @@ def sum_programs(
 ) -> list[tuple[Any, Any]]:
     """For each level of an update's sums the programs of their largest terms, and of their digits.
 
-    `(params, opt_state, Given) -> float32[K]`, and `(params, opt_state, Given, exponents) ->
+    `(params, opt_state, given) -> float32[K]`, and `(params, opt_state, given, exponents) ->
     int32[K, 4, 4]`, for the K sums of the level; `UpdateInputs.sums` are those of earlier levels.
 
     Args:

@@ -178,7 +178,7 @@ def update_program(
 ) -> Any:
     """The program of an update, whose first three arguments are donated.
 
-    `(params, opt_state, aux, Given) -> (the first three, tick)`.
+    `(params, opt_state, aux, given) -> (the first three, tick)`.
 
     Args:
         spec: What the update is made from.
