@@ -46,7 +46,7 @@ from .store import Store
 from .sum import Reducer
 from .uneven import Uneven
 from .uneven_collectives import Cut
-from .update import UpdateInputs, UpdateSpec
+from .update import UpdateInputs, UpdateSpec, num_rows
 from .updates import Updates
 from .zero_pipeline import ZeroPipeline, stage_groups
 from .zero_state import ZeroState
@@ -199,6 +199,8 @@ class Programs:
             of_totals=self.reducer.of_totals,
             padding=padding,
         )
+        #: Of tables of totals; none where the devices of a replica have parts of them.
+        self.num_rows = 0 if local[0].axes else num_rows(update)
         own_specs = self._of_trained(specs), self._specs.opt_state, aux
         self._updates = Updates(
             update,
@@ -444,7 +446,9 @@ class Programs:
         scales = jax.ShapeDtypeStruct((len(self.tensors.floats),), np.int32)
         exponents = self.reducer.local[i].like(scales)
         totals, words = self.reducer.result_shapes(i)
-        given = UpdateInputs(totals, words, exponents, weight=np.float32(1), value=np.float32(1))
+        rows = (self.reducer.local[i].like(jax.ShapeDtypeStruct((), np.int32)),) * self.num_rows
+        one = np.float32(1)
+        given = UpdateInputs(totals, words, exponents, weight=one, value=one, rows=rows)
         own = self._of_trained(params), opt_state, aux, given
         return [
             *self.runners[i].lower(*self._whole_shapes(i), exponents),

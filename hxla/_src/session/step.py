@@ -149,6 +149,10 @@ class Stepper:
         self.forwards = ForwardPasses(programs, store, self._pool, *waits)
         self._updates: list[concurrent.futures.Future[tuple[float, float]]] = []
         self._update_seconds = [0.0] * num
+        self._rows = [
+            tuple(map(replica.put, np.arange(programs.num_rows, dtype=np.int32)))
+            for replica in self._reducer.local
+        ]
         of_copies = programs.plan.replicas
         self._start_seconds = [of_copies[r.index].start_seconds for r in self._reducer.local]
 
@@ -479,7 +483,8 @@ class Stepper:
         local = []
         each = zip(self._store.held, *self._totals, strict=True)
         for i, (held, totals, words) in enumerate(each):
-            given = UpdateInputs(totals, words, self._exponents(i, scaled=False), weight, value)
+            scales = self._exponents(i, scaled=False)
+            given = UpdateInputs(totals, words, scales, weight, value, rows=self._rows[i])
             local.append((old[i], held.opt_state, held.aux, given))
         found = []  # of each copy its parameters, or the part of them that it updated
         for held, result in zip(self._store.held, self._programs.update(local), strict=True):

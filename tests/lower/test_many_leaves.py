@@ -1,0 +1,61 @@
+"""Many small parameters: one program cuts their sums out of a table, the same for all of them."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import hxla
+from support import lowering
+
+NUM, SIZE = 20, 3
+
+
+def test_no_leaf_is_cut_out_of_the_sums_at_a_place_of_its_own():
+    def sums_of(params, aux, key, batch):
+        loss = sum(x.sum() for x in params) * batch.sum()
+        return loss, jnp.stack([loss, 1.0]), aux
+
+    params = [jax.ShapeDtypeStruct((SIZE,), np.float32)] * NUM
+    made = lowering.programs(sums_of, params, jax.ShapeDtypeStruct((2,), np.float32))
+    text = made._lowered(0)[-1].as_text()
+    shapes = f"tensor<(?:{NUM}x{SIZE}|{NUM * SIZE})xf32>"
+    assert re.findall(f"dynamic_slice .*{shapes}", text)
+    assert not re.findall(f"stablehlo.slice .*{shapes}", text)
+
+
+class Scales(nnx.Module):
+    def __init__(self):
+        self.each = nnx.List([nnx.Param(jnp.full(SIZE, 1 + i / NUM)) for i in range(NUM)])
+
+    def __call__(self, x):
+        for i, scale in enumerate(self.each):
+            x = jnp.tanh(x * scale[...] + i / NUM)
+        return x
+
+
+@pytest.mark.parametrize("optimizer", [optax.adamw(1e-2), optax.sgd(0.1, momentum=0.9)])
+def test_no_spread_moves_a_bit_of_many_leaves(optimizer):
+    """On several devices the totals are one vector, in which leaves have places of their own."""
+    rng = np.random.default_rng(0)
+    data = {name: rng.normal(size=(8, SIZE)).astype(np.float32) for name in "xy"}
+
+    def trained(num):
+        job = hxla.Job(
+            Scales(),
+            data,
+            lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean(-1),
+            optimizer,
+            batch_size=8,
+            config={"cluster": {"visible_devices": list(range(num))}},
+        )
+        with job.open(job.plan(microbatch_size=2), steps=3) as session:
+            return [record.loss for record in session], session.result().sha256
+
+    losses, digest = trained(1)
+    assert losses[0] > losses[-1]
+    assert trained(2) == (losses, digest)
