@@ -145,7 +145,7 @@ def test_whatever_fails_in_a_save_is_told_and_nothing_waits_for_it(tmp_path, spo
 @pytest.mark.slow
 def test_a_process_ends_after_a_save_that_failed():
     code = (
-        "import pathlib, sys, tempfile; sys.path.insert(0, 'tests/run')\n"
+        "import pathlib, sys, tempfile; sys.path.insert(0, 'tests/checkpoint')\n"
         "from test_checkpoint import *\n"
         "for spoil in (no_such_dtype, no_json, no_folder, no_place):\n"
         "    folder = pathlib.Path(tempfile.mkdtemp())\n"
@@ -169,7 +169,7 @@ def test_another_model_is_refused_leaf_by_leaf(tmp_path):
 @pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_whole_checkpoints_only(tmp_path):
     code = (
-        "import sys; sys.path.insert(0, 'tests/run')\n"
+        "import sys; sys.path.insert(0, 'tests/checkpoint')\n"
         "from test_checkpoint import *\n"
         "c = Checkpoints(sys.argv[1], keep=2)\n"
         "step = (c.latest() or 0) + 1\n"

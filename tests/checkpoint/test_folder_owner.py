@@ -66,11 +66,14 @@ def owned_by_another(folder, **env):
         env=own_environment() | env,
     )
     try:
-        assert other.stdout.readline().split()[0] == str(other.pid)
+        own, child = map(int, other.stdout.readline().split())
+        assert own == other.pid
         yield other
+        os.kill(child, signal.SIGKILL)
     finally:
-        other.stdin.close()  # which ends the child too
+        other.kill()
         other.wait()
+        other.stdin.close()
         other.stdout.close()
 
 
