@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from support.launched import own_environment
 from support.paths import JOBS
 
 SCRIPT = JOBS / "cut_bits.py"
@@ -20,7 +21,7 @@ def test_without_fused_multiply_adds_all_cuts_have_the_same_bits():
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_max_isa=AVX"
     ran = subprocess.run(
         [sys.executable, str(SCRIPT), "mlp", "5", "6", "36"],
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        env=own_environment() | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         check=True,
