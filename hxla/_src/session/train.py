@@ -221,6 +221,7 @@ def train(
             "steps": str(steps),
             "epochs": str(epochs),
             "counts": str(counts),
+            "checkpoint_dir": str(checkpoint_dir),
             "eval_data": "none" if eval_data is None else "given",
         },
     )
