@@ -143,8 +143,8 @@ DIFFERENT = {
 }
 
 
-#: One of each kind: a program, data, a plan, several settings, a batch, and the state.
-QUICK = ("rate", "data", "plan", "several", "own batch", "state")
+#: One of each kind: a program, data, a plan, several settings, a batch, a folder, and the state.
+QUICK = ("rate", "data", "plan", "several", "own batch", "folder", "state")
 
 
 @pytest.fixture(scope="module")
