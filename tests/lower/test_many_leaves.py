@@ -15,17 +15,29 @@ from support import lowering
 NUM, SIZE = 20, 3
 
 
-def test_no_leaf_is_cut_out_of_the_sums_at_a_place_of_its_own():
+def lowered(num_devices):
+    """The programs of a microbatch and of the update, for the first device."""
+
     def sums_of(params, aux, key, batch):
         loss = sum(x.sum() for x in params) * batch.sum()
         return loss, jnp.stack([loss, 1.0]), aux
 
-    params = [jax.ShapeDtypeStruct((SIZE,), np.float32)] * NUM
-    made = lowering.programs(sums_of, params, jax.ShapeDtypeStruct((2,), np.float32))
-    text = made._lowered(0)[-1].as_text()
+    shapes = [(SIZE,)] * NUM + [(200, 200), (300, 100)]
+    params = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+    batch = jax.ShapeDtypeStruct((2,), np.float32)
+    made = lowering.programs(sums_of, params, batch, num_devices=num_devices)
+    return [program.as_text() for program in made._lowered(0)]
+
+
+def test_no_leaf_is_cut_out_of_the_sums_at_a_place_of_its_own():
+    update = lowered(1)[-1]
     shapes = f"tensor<(?:{NUM}x{SIZE}|{NUM * SIZE})xf32>"
-    assert re.findall(f"dynamic_slice .*{shapes}", text)
-    assert not re.findall(f"stablehlo.slice .*{shapes}", text)
+    assert re.findall(f"dynamic_slice .*{shapes}", update)
+    assert not re.findall(f"stablehlo.slice .*{shapes}", update)
+
+
+def test_a_device_runs_the_same_programs_in_every_spread():
+    assert lowered(1) == lowered(2) == lowered(3)
 
 
 class Scales(nnx.Module):
@@ -40,7 +52,6 @@ class Scales(nnx.Module):
 
 @pytest.mark.parametrize("optimizer", [optax.adamw(1e-2), optax.sgd(0.1, momentum=0.9)])
 def test_no_spread_moves_a_bit_of_many_leaves(optimizer):
-    """On several devices the totals are one vector, in which leaves have places of their own."""
     rng = np.random.default_rng(0)
     data = {name: rng.normal(size=(8, SIZE)).astype(np.float32) for name in "xy"}
 

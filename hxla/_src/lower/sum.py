@@ -144,15 +144,10 @@ class Reducer:
         self._nothing: dict[int, Any] = {}
 
     @property
-    def _is_apart(self) -> bool:
-        """Whether the totals are an array for each pack."""
-        return self._own is None and (bool(self._inner) or len(self.arrays.places) == 1)
-
-    @property
     def of_totals(self) -> list[list[int]]:
         """Tensors of each array of the totals, in order; of each bucket where they are chunks."""
         packs = itertools.chain(*self._buckets)
-        return [list(self._packs[p]) for p in packs] if self._is_apart else self.buckets
+        return self.buckets if self.chunks else [list(self._packs[p]) for p in packs]
 
     @property
     def num_held(self) -> int:
@@ -175,11 +170,9 @@ class Reducer:
 
         `own` are small integer arrays that are gathered, `ints` small ones that are summed,
         `values` the parts of each tensor's sum, `before` those chunks of sums that were added up
-        before. Totals are combined: the bits of one float32 vector, or of one for each pack where
-        nobody else has a part of the sum, for a large array joined to small ones is slow to make;
-        or of each tensor in its own shape where replicas have several devices. As int32, they may
-        take the place of a sum that is let go. If it is not the last they are chunks such as
-        `before`.
+        before. Totals are combined, an array for each pack in every spread, so that the update is
+        one program in all of them. As int32, their bits may take the place of a sum that is let go.
+        Where they are shared out they are chunks, and before the last wave such as `before`.
         """
         num, bucket, names = len(self.arrays.places), self._buckets[k], self.arrays.names
         rows = self._rows.get(bucket[0]) if bucket else None
@@ -187,11 +180,11 @@ class Reducer:
         def totals(values: list[tuple[jax.Array, ...]]) -> list[jax.Array]:
             if num == 1:
                 return [self._contribution.combine(*parts) for parts in values]
-            if num > 1 and rows is not None:
+            if rows is not None:
                 summed = sum_of_rows(values[0], rows, self._totals.travels_as)
-                return [self._contribution.combine(*summed).reshape(-1)]
+                return [self._contribution.combine(*summed).reshape(values[0][0].shape)]
             flat = self._totals.all_reduce([concatenated(own) for own in zip(*values, strict=True)])
-            return cut(flat, [parts[0] for parts in values]) if self._inner else [flat]
+            return cut(flat, [parts[0] for parts in values])
 
         def padded_totals(values: list[tuple[jax.Array, ...]]) -> list[jax.Array]:
             cuts = [self._cuts[i] for i in bucket]
@@ -259,7 +252,7 @@ class Reducer:
         if self.chunks:
             own = [self.arrays.own_spec] if self.chunks[k].tensors else []
             return own + ([self.arrays.inner_spec] if self._others(k) else [])
-        return [self._specs[i] for i in self._buckets[k]] if self._is_apart else [P()]
+        return [self._specs[i] for i in self._buckets[k]]
 
     def _total_sizes(self, k: int, i: int = 0) -> list[int]:
         """Elements of each on each device of a local replica."""
@@ -495,11 +488,11 @@ class Reducer:
         def like(shape: Sequence[int], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self.local[i].sharding(spec))
 
-        if self._is_apart:
-            pairs = zip(self._shapes, self._specs, strict=True)
-            totals = [like(shape, jnp.int32, spec) for shape, spec in pairs]
-        else:
+        if self.chunks:
             sizes = [n for k in range(len(self._buckets)) for n in self._total_sizes(k, i)]
             num, spec = self.arrays.num_inner, self.arrays.inner_spec
             totals = [like((num * n,), jnp.int32, spec) for n in sizes]
+        else:
+            packs = itertools.chain(*self._buckets)
+            totals = [like(self._shapes[p], jnp.int32, self._specs[p]) for p in packs]
         return totals, [like(shape, jnp.int32, P()) for shape in self._small_shapes[2:]]
