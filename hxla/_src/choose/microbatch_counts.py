@@ -12,6 +12,7 @@ from ..cluster.job_devices import Devices
 from ..core.errors import ConfigError, PlanError
 from ..core.format import num_bytes
 from ..core.types import PyTree
+from ..jax.devices import is_here
 from ..job.context import JobContext
 from ..lower.sum import Reducer
 from ..plan.parts import DevicePrediction, Prediction
@@ -20,6 +21,22 @@ from .counts import best_counts, bound_seconds, even_counts, finish_seconds
 
 #: `measured`, `even`, or the microbatches of each copy of the model in a step.
 Counts = Literal["measured", "even"] | Sequence[int]
+
+
+def counts_can_move(plan: Plan, devices: Devices) -> bool:
+    """Whether the counts of a plan can follow measured times.
+
+    Some schedules are made for their counts. Replicas that share the cores of one process run one
+    after another, so a time says where in the queue, not how fast.
+
+    Args:
+        devices: By rank.
+    """
+    if plan.pipeline is not None and plan.pipeline.needs_even_counts:
+        return False
+    local = [device for device in devices if device is not None and is_here(device)]
+    is_shared = len(local) > len(plan.replicas[0].devices) and local[0].platform == "cpu"
+    return not (plan.inner_axes and is_shared)
 
 
 def own_ids(counts: Sequence[int], reducer: Reducer) -> list[range]:

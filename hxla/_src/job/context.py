@@ -3,25 +3,23 @@
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
-import optax
 from flax import linen as nn
 
 from ..cluster import job_devices
 from ..cluster.cluster import Cluster
 from ..cluster.job_devices import Devices
 from ..cluster.mesh_file import load_cluster
-from ..core.config import Config
+from ..core.config import as_config
 from ..core.errors import ConfigError, LossError
 from ..core.types import PyTree
 from ..data.data import Source, as_source
 from ..graph.casts import PrecisionCalls
-from ..graph.factors import Patterns
 from ..graph.graph import Graph
 from ..graph.state_rules import with_rules
 from ..graph.trace import trace_functional
@@ -30,72 +28,56 @@ from ..jax.digest import program_digest
 from ..launch.rank_notes import check_is_there
 from ..lower.inputs import Training
 from ..lower.lower import Programs, lower
-from ..model.annotations import Strategy
 from ..model.arguments import given_bytes
 from ..model.functional import Functional, functional, leaf_names, tree_bytes
-from ..model.loss_call import Loss
 from ..model.loss_scale import own_variables, with_loss_scale
-from ..model.merge import Merge
 from ..model.optimizer import Optimizer
 from ..model.over_batch import OverBatch, ToEmbed, TracedOverBatch, WithGradients, trace_over_batch
-from ..model.trainable import Trainable
 from ..plan.ownership import TracedUpdate, traced_update
 from ..plan.parts import SumsForm
 from ..plan.plan import Plan
-from ..plan.precision import Precision
-from ..weights.weights import Read, Wanted, Weights, open_weights
+from ..plan.precision import as_precision
+from ..weights.weights import Read, Wanted, as_weights, open_weights
 from .agreement import Facts, agree, flat
+from .arguments import JobArguments
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class JobContext:
     """A job's arguments, and what follows from them, each made once.
+
+    Args:
+        arguments: The user's.
 
     Attributes:
         batch_size: Examples of a global batch.
         seed: Root of sample order, dropout and initialisation.
-        shuffle: Whether random-access data is shuffled anew each epoch.
-        num_examples: Of a callable that is to have epochs.
-        variables: Initial variables of a Linen module.
-        rngs: Names of a Linen module's random streams.
-        weights: Weights that training begins with, or None.
-        merge: How other variables merge over the microbatches of a step.
         nonfinite: On a gradient that is not finite: `stop`, `skip` the update, or also `scale` the
             loss less.
-        mixes_examples: Whether the loss of an example may read the others of its microbatch.
         precision: The dtypes of the computation.
-        default: Annotation of what no scope covers.
-        patterns: Which dimensions of an equation can be cut together.
     """
 
-    model: Any
-    data: Any
-    loss: Loss
-    optimizer: optax.GradientTransformation | optax.MultiSteps
-    batch_size: int
-    seed: int
-    shuffle: bool
-    num_examples: int | None
-    variables: PyTree | None
-    rngs: Sequence[str]
-    weights: Weights | None
-    trainable: Trainable
-    merge: Merge
-    eval_loss: Loss
-    nonfinite: Literal["stop", "skip", "scale"]
-    mixes_examples: bool
-    precision: Precision
-    default: Strategy | None
-    patterns: Patterns
-    settings: Config
-    _models: dict[int, PrecisionCalls] = dataclasses.field(default_factory=dict, init=False)
-    _scaled: dict[int, Functional] = dataclasses.field(default_factory=dict, init=False)
-    _optimizer_bytes: list[int] = dataclasses.field(default_factory=list, init=False)
-    _updates: list[TracedUpdate] = dataclasses.field(default_factory=list, init=False)
-    _over_batch: dict[int, TracedOverBatch] = dataclasses.field(default_factory=dict, init=False)
-    _graphs: dict[int, Graph] = dataclasses.field(default_factory=dict, init=False)
-    _clusters: dict[Devices, Cluster] = dataclasses.field(default_factory=dict, init=False)
-    _lowered: dict[Any, Programs] = dataclasses.field(default_factory=dict, init=False)
+    def __init__(self, arguments: JobArguments):
+        self._arguments = arguments
+        self.settings = as_config(arguments.config)
+        self.batch_size, self.seed = arguments.batch_size, arguments.seed
+        self._loss, self._eval_loss = arguments.loss, arguments.eval_loss or arguments.loss
+        self.optimizer = arguments.optimizer
+        weights = arguments.weights
+        self._weights = None if weights is None else as_weights(weights)
+        given = arguments.precision
+        self.precision = as_precision(
+            self.settings.precision if given is None else given,
+            scales=None if arguments.nonfinite is None else arguments.nonfinite == "scale",
+        )
+        self.nonfinite = arguments.nonfinite or ("scale" if self.precision.loss_scale else "stop")
+        self._models: dict[int, PrecisionCalls] = {}
+        self._scaled: dict[int, Functional] = {}
+        self._optimizer_bytes: list[int] = []
+        self._updates: list[TracedUpdate] = []
+        self._over_batch: dict[int, TracedOverBatch] = {}
+        self._graphs: dict[int, Graph] = {}
+        self._clusters: dict[Devices, Cluster] = {}
+        self._lowered: dict[Any, Programs] = {}
 
     # -- the model -------------------------------------------------------------------------------
 
@@ -103,11 +85,11 @@ class JobContext:
     def source(self) -> Source:
         """The data."""
         return as_source(
-            self.data,
+            self._arguments.data,
             batch_size=self.batch_size,
             seed=self.seed,
-            shuffle=self.shuffle,
-            num_examples=self.num_examples,
+            shuffle=self._arguments.shuffle,
+            num_examples=self._arguments.num_examples,
             examples_per_file=self.settings.io.examples_per_file,
             num_kept=self.settings.data.prefetch_steps + 2,
             is_shared=self.settings.data.share,
@@ -142,7 +124,7 @@ class JobContext:
 
     def as_inputs(self, batch: PyTree) -> PyTree:
         """What programs are given of a microbatch of which the rest of the batch is not known."""
-        if not isinstance(self.loss, OverBatch):
+        if not isinstance(self._loss, OverBatch):
             return batch
         shapes = self.shapes(len(jax.tree.leaves(batch)[0]))
         # Of the size that gradients of each example's loss usually have: scales are taken of them.
@@ -151,12 +133,12 @@ class JobContext:
 
     def over_batch(self, size: int) -> TracedOverBatch | None:
         """The loss, for microbatches of a size, where it is one over the whole batch."""
-        if not isinstance(self.loss, OverBatch):
+        if not isinstance(self._loss, OverBatch):
             return None
         if size not in self._over_batch:
             model = self.functional(size)
             given = model.train, (model.params, model.aux), self._shapes(size), self.batch_size
-            self._over_batch[size] = trace_over_batch(self.loss, *given)
+            self._over_batch[size] = trace_over_batch(self._loss, *given)
         return self._over_batch[size]
 
     def functional(self, size: int) -> Functional:
@@ -170,7 +152,8 @@ class JobContext:
 
     def _calls(self, size: int) -> PrecisionCalls:
         if size not in self._models:
-            model = self._made_for(size) if isinstance(self.model, nn.Module) else self._made
+            is_linen = isinstance(self._arguments.model, nn.Module)
+            model = self._made_for(size) if is_linen else self._made
             self._models[size] = PrecisionCalls(model, self.precision)
         return self._models[size]
 
@@ -181,15 +164,15 @@ class JobContext:
 
     def _made_for(self, size: int) -> Functional:
         return functional(
-            self.model,
-            self.loss,
-            self.eval_loss,
-            variables=self.variables,
+            self._arguments.model,
+            self._loss,
+            self._eval_loss,
+            variables=self._arguments.variables,
             seed=self.seed,
             example=self._to_run(self._shapes(size)),
-            rngs=self.rngs,
-            trainable=self.trainable,
-            merge=self.merge,
+            rngs=self._arguments.rngs,
+            trainable=self._arguments.trainable,
+            merge=self._arguments.merge,
         )
 
     def contrast_digest(self, size: int) -> str:
@@ -199,7 +182,7 @@ class JobContext:
 
     def _to_run(self, batch: PyTree) -> PyTree:
         """What a Linen module is initialised with."""
-        return ToEmbed(batch) if isinstance(self.loss, OverBatch) else batch
+        return ToEmbed(batch) if isinstance(self._loss, OverBatch) else batch
 
     def graph(self, size: int) -> Graph:
         """The loss traced for microbatches of a size.
@@ -211,7 +194,7 @@ class JobContext:
         if size not in self._graphs:
             graph = self._traced(size)
             self._calls(size).check_used()
-            if graph.mixes and size < self.batch_size and not self.mixes_examples:
+            if graph.mixes and size < self.batch_size and not self._arguments.mixes_examples:
                 raise LossError(
                     f"the loss mixes examples: {graph.mixes} reads several of a microbatch, so "
                     f"microbatches of {size} have another mean than the batch of "
@@ -232,7 +215,7 @@ class JobContext:
     @property
     def _unmixed(self) -> str:
         """What to do about a loss that mixes examples."""
-        if isinstance(self.loss, OverBatch):
+        if isinstance(self._loss, OverBatch):
             return (
                 "what embed returns of an example may not depend on the others: leave that to "
                 "contrast, hxla.over_batch(embed, contrast); or, if statistics of microbatches are "
@@ -248,7 +231,10 @@ class JobContext:
 
     def _traced(self, size: int) -> Graph:
         return trace_functional(
-            self.functional(size), self.shapes(size), default=self.default, patterns=self.patterns
+            self.functional(size),
+            self.shapes(size),
+            default=self._arguments.default,
+            patterns=self._arguments.patterns,
         )
 
     def optimizer_bytes(self, size: int) -> int:
@@ -269,12 +255,10 @@ class JobContext:
 
     def facts(self) -> dict[str, str]:
         """What processes must have alike of the arguments and settings, by name."""
-        names = (
-            *("batch_size", "seed", "shuffle", "rngs", "nonfinite", "mixes_examples"),
-            *("default", "merge"),
-        )
+        names = ("batch_size", "seed", "shuffle", "rngs", "mixes_examples", "default", "merge")
         return {
-            **{name: str(getattr(self, name)) for name in names},
+            **{name: str(getattr(self._arguments, name)) for name in names},
+            "nonfinite": self.nonfinite,
             **flat("precision", self.precision.model_dump(mode="json")),
             "number of examples": str(self.source.num_examples),
             **flat("config", self.settings.model_dump(mode="json")),
@@ -334,7 +318,8 @@ class JobContext:
     def cluster(self, devices: Devices) -> Cluster:
         """What is known of devices that are here, the same on every process."""
         if devices not in self._clusters:
-            taken = functools.partial(given_bytes, self.model, self.variables)
+            model, variables = self._arguments.model, self._arguments.variables
+            taken = functools.partial(given_bytes, model, variables)
             self._clusters[devices] = job_devices.job_cluster(
                 devices, self._described, self.gather, taken
             )
@@ -380,8 +365,8 @@ class JobContext:
         """
         model, opened = self.functional(size), None
         wanted = [*Wanted.of(model.params), *Wanted.of(own_variables(model.aux))]
-        if self.weights is not None:
-            opened = open_weights(self.weights, wanted, self.gather)
+        if self._weights is not None:
+            opened = open_weights(self._weights, wanted, self.gather)
         if model.can_start or (opened is not None and None not in opened):
             own = [None] * (self.precision.loss_scale is not None)  # in no file
             return None if opened is None else [*opened, *own]
@@ -435,7 +420,7 @@ class JobContext:
             num_groups=num_groups,
             offload_directory=self.settings.memory.offload.directory,
             over_batch=self.over_batch(size),
-            eval_over_batch=self.eval_loss if isinstance(self.eval_loss, OverBatch) else None,
+            eval_over_batch=self._eval_loss if isinstance(self._eval_loss, OverBatch) else None,
         )
 
     def programs(
@@ -473,9 +458,7 @@ class JobContext:
 
 def _without_counts(plan: Plan) -> Plan:
     """What programs depend on; a table of one's own is made for some counts only."""
-    if plan.pipeline is not None and (
-        plan.pipeline.schedule == "interleaved" or not isinstance(plan.pipeline.schedule, str)
-    ):
+    if plan.pipeline is not None and plan.pipeline.needs_even_counts:
         return plan.decisions
     none = [0] * (len(plan.replicas) - 1)
     return plan.decisions.with_counts((plan.num_microbatches, *none))

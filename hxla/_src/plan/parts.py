@@ -180,6 +180,11 @@ class PlannedPipeline(PlanValue):
         return any(op.startswith("W") for tick in self.schedule for op in tick)
 
     @property
+    def needs_even_counts(self) -> bool:
+        """Whether the schedule is made for some numbers of microbatches only."""
+        return self.schedule == "interleaved" or not isinstance(self.schedule, str)
+
+    @property
     def recompute(self) -> bool:
         """Whether forwards run again from their inputs."""
         return any(segment.keep == "inputs" for segment in self.segments)

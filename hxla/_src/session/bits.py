@@ -71,7 +71,7 @@ def record_bits(
         Li et al., "EasyScale", SC 2023, section 3.3.
     """
     found = None if device is None else device_of(device)
-    [record] = _records(job._traced, [found or jax.devices()[0]], microbatch_size)
+    [record] = _records(JobContext(job), [found or jax.devices()[0]], microbatch_size)
     return record
 
 
@@ -119,7 +119,7 @@ def inspect_bits(
         sides = [_read(side) for side in (a, b)]
         return compare_bits(*sides)
     devices = [device_of(side) for side in (a, b)]
-    return compare_bits(*_records(job._traced, devices, microbatch_size))
+    return compare_bits(*_records(JobContext(job), devices, microbatch_size))
 
 
 def _read(side: BitsRecord | str | os.PathLike[str]) -> BitsRecord:

@@ -4,33 +4,25 @@ import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import jax
-import optax
 
 from ..choose.make_plan import check_joined, make_plan
-from ..choose.microbatch_counts import Counts
+from ..choose.microbatch_counts import Counts, counts_can_move
 from ..choose.planning import PlanRequest
 from ..cluster.cluster import Cluster
-from ..core.config import Config, as_config
 from ..core.errors import ConfigError
 from ..core.files import local_path
-from ..core.types import PyTree
 from ..core.whole_numbers import as_whole_number, check_whole_numbers
-from ..graph.factors import PATTERNS, Patterns
+from ..data.data import num_steps
 from ..graph.graph import Graph
+from ..job.arguments import JobArguments
 from ..job.context import JobContext
-from ..model.annotations import Strategy
-from ..model.arguments import check_model, check_optimizer
-from ..model.functional import RNGS
-from ..model.loss_call import Loss, called, refuse_model_outside
 from ..plan.plan import Plan
-from ..plan.precision import Precision, as_precision
 from ..plan.rules import RuleSet, as_rules
 from ..profile.profile import Profile
-from ..weights.weights import Weights, as_weights
 from . import capture
 from .measure import SessionMeasure
 from .restore import chosen_before
@@ -42,7 +34,7 @@ PLAN_VARIABLE = "HXLA_PLAN"  # of hxla run --plan
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class Job(JobArguments):
     """What is trained: a model, its data, its loss and its optimizer, whatever the devices.
 
     Args:
@@ -118,59 +110,9 @@ class Job:
         True
     """
 
-    model: Any
-    data: Any
-    loss: Loss
-    optimizer: optax.GradientTransformation | optax.MultiSteps
-    _: dataclasses.KW_ONLY
-    batch_size: int
-    seed: int = 0
-    shuffle: bool = True
-    num_examples: int | None = None
-    variables: PyTree | None = None
-    rngs: Sequence[str] = RNGS
-    weights: str | os.PathLike[str] | Weights | None = None
-    trainable: str | Sequence[Any] | Callable[..., Any] | None = None
-    merge: Mapping[Any, str] | None = None
-    eval_loss: Loss | None = None
-    precision: Precision | str | Mapping[str, Any] | os.PathLike[str] | None = None
-    nonfinite: Literal["stop", "skip", "scale"] | None = None
-    mixes_examples: bool = False
-    default: Strategy | None = None
-    patterns: Patterns = PATTERNS
-    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None
-
-    def __post_init__(self) -> None:
-        check_model(self.model)
-        check_optimizer(self.optimizer)
-        called(self.loss)
-        called(self.eval_loss or self.loss, "eval_loss")
-        for loss in (self.loss, self.eval_loss):
-            refuse_model_outside(loss, self.model)
-        if self.nonfinite not in (None, "stop", "skip", "scale"):
-            raise ConfigError(f"nonfinite={self.nonfinite!r}: use 'stop', 'skip' or 'scale'")
-        check_whole_numbers(1, batch_size=self.batch_size, num_examples=self.num_examples)
-        check_whole_numbers(seed=self.seed)
-        for name in ("batch_size", "num_examples", "seed"):
-            object.__setattr__(self, name, as_whole_number(getattr(self, name)))
-        missing = [name for name in ("batch_size", "seed") if getattr(self, name) is None]
-        if missing:
-            raise ConfigError(f"{', '.join(missing)} is None, no whole number")
-        if isinstance(self.rngs, str):
-            raise ConfigError(f"rngs={self.rngs!r} is one name: pass rngs=({self.rngs!r},)")
-
     @functools.cached_property
-    def _traced(self) -> JobContext:
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        settings = as_config(fields.pop("config"))
-        eval_loss = fields.pop("eval_loss") or self.loss
-        if self.weights is not None:
-            fields["weights"] = as_weights(self.weights)
-        scales = None if self.nonfinite is None else self.nonfinite == "scale"
-        given = settings.precision if self.precision is None else self.precision
-        fields["precision"] = precision = as_precision(given, scales=scales)
-        fields["nonfinite"] = self.nonfinite or ("scale" if precision.loss_scale else "stop")
-        return JobContext(**fields, eval_loss=eval_loss, settings=settings)
+    def _context(self) -> JobContext:
+        return JobContext(self)
 
     def graph(self, microbatch_size: int) -> Graph:
         """Trace the loss for microbatches of a size; nothing is computed.
@@ -186,7 +128,7 @@ class Job:
                 know.
             LossError: If the loss returns another form, or mixes examples unasked.
         """
-        return self._traced.graph(microbatch_size)
+        return self._context.graph(microbatch_size)
 
     def plan(
         self,
@@ -250,19 +192,23 @@ class Job:
         if cluster is None and (file := os.environ.get(PLAN_VARIABLE)):
             return Plan.read(file)
         check_settings()
-        wishes = PlanRequest(
-            microbatch_size=microbatch_size,
-            mesh=mesh,
-            rules=as_rules(rules),
-            stages=stages,
-            counts=counts,
-            reduction=reduction,
-            kept=chosen_before(self._traced, checkpoint_dir),
-        )
-        capture.offer(self._traced, wishes)
-        made, _ = make_plan(
-            self._traced, cluster, wishes, SessionMeasure(), auto=auto, profile=profile
-        )
+        job = self._context
+        request = {
+            "microbatch_size": microbatch_size,
+            "mesh": mesh,
+            "rules": as_rules(rules),
+            "stages": stages,
+            "counts": counts,
+            "reduction": reduction,
+        }
+        if cluster is None:
+            asked = {**request, "rules": rules, "auto": auto, "checkpoint_dir": checkpoint_dir}
+            texts = {name: str(value) for name, value in asked.items()}
+            job.agree("arguments of the plan", lambda: job.facts() | texts)
+        kept = chosen_before(job, checkpoint_dir)
+        wishes = PlanRequest(**request, kept=kept)
+        capture.offer(job, wishes)
+        made, _ = make_plan(job, cluster, wishes, SessionMeasure(), auto=auto, profile=profile)
         return made.plan
 
     def open(
@@ -270,6 +216,7 @@ class Job:
         plan: Plan | str | os.PathLike[str],
         *,
         steps: int | None = None,
+        epochs: int | None = None,
         balance: bool = False,
         mesh: jax.sharding.Mesh | None = None,
         checkpoint_dir: str | os.PathLike[str] | None = None,
@@ -280,9 +227,11 @@ class Job:
 
         Args:
             plan: The plan, or a file of one, for the devices that are here.
-            steps: The updates in all, after which iterating over the session ends; None: no end is
-                known, and only `Session.step` trains.
-            balance: Whether counts follow measured times; else they stay those of the plan.
+            steps: The updates in all, after which iterating over the session ends. Without it and
+                `epochs` no end is known, and only `Session.step` trains.
+            epochs: The passes over the data in all, in place of `steps`.
+            balance: Whether counts follow measured times, where the form of the plan and its
+                devices let them; else they stay those of the plan.
             mesh: The `jax.sharding.Mesh` that the plan was made with, if it was made with one: the
                 plan numbers its devices.
             checkpoint_dir: The folder for checkpoints. If it holds one, training resumes from it.
@@ -294,8 +243,9 @@ class Job:
 
         Raises:
             ConfigError: If the model is shapes only and neither weights nor a checkpoint hold its
-                arrays, if `tensorboard` lacks a `run_dir`, or if `hxla run --plan` was given
-                another plan.
+                arrays, if `tensorboard` lacks a `run_dir`, if both `steps` and `epochs` are given,
+                or if `hxla run --plan` was given another plan.
+            DataError: If `epochs` are asked of data of unknown length.
             PlanError: If the plan is for another model, batch, cluster or version, with every
                 difference, or does not fit the memory.
             CheckpointError: If a folder cannot be written or is another session's, or holds a
@@ -304,7 +254,10 @@ class Job:
             LaunchError: If this is one of several processes and they have not joined, or disagree.
         """
         check_settings()
-        job = self._traced
+        if steps is not None and epochs is not None:
+            raise ConfigError(f"give either steps or epochs, not steps={steps} and epochs={epochs}")
+        check_whole_numbers(1, steps=steps, epochs=epochs)
+        job = self._context
         capture.offer(job, PlanRequest())
         check_joined()
         if tensorboard and run_dir is None:
@@ -316,14 +269,17 @@ class Job:
                 f"hxla run --plan {file}, but the script opens another plan: open job.plan(), "
                 "which then is that of the file, or start the script without --plan"
             )
+        if epochs is not None:
+            steps = num_steps(job.source, batch_size=self.batch_size, epochs=epochs)
+        devices = job.devices(mesh)
         options = SessionOptions(
             steps=as_whole_number(steps),
-            balance=job.settings.balance if balance else None,
+            balance=job.settings.balance if balance and counts_can_move(found, devices) else None,
             checkpoint_dir=_folder(checkpoint_dir, "checkpoint_dir"),
             run_dir=_folder(run_dir, "run_dir"),
             tensorboard=tensorboard,
         )
-        return Session(job, found, job.devices(mesh), options)
+        return Session(job, found, devices, options)
 
 
 def _folder(path: str | os.PathLike[str] | None, name: str) -> pathlib.Path | None:

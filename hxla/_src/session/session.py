@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..choose.counts import best_counts
@@ -61,6 +61,7 @@ class Session:
     Attributes:
         plan: The present plan; a re-balance makes another, with other counts.
         step_number: The updates done.
+        num_steps: The updates in all; None where the session was opened without an end.
 
     Example:
         >>> import hxla, numpy as np, optax
@@ -83,6 +84,7 @@ class Session:
 
     def __init__(self, job: JobContext, plan: Plan, devices: Devices, options: SessionOptions):
         self._job, self._options = job, options
+        self.num_steps = options.steps
         self._cluster = job.cluster(devices)
         self._stack = contextlib.ExitStack()
         self._is_closed = False
@@ -240,6 +242,20 @@ class Session:
             yield self.step()
             self._settle()
 
+    def agree(self, facts: Mapping[str, object]) -> None:
+        """Refuse to go on, on every process, where processes differ.
+
+        Every process of the job calls this equally often, at the same places.
+
+        Args:
+            facts: What must be alike, by name; values are compared as text.
+
+        Raises:
+            LaunchError: With every difference, and which ranks have which value.
+        """
+        texts = {name: str(value) for name, value in facts.items()}
+        self._job.agree("what the script compares", lambda: texts)
+
     def stop(self) -> None:
         """Ask all processes to end after the next step: iterating then ends."""
         if self._stopping >= 0:
@@ -295,7 +311,7 @@ class Session:
         if step > self._first_step:
             self._recorder.num_compilations += num_compilations() - compiled
         record = self._recorded(step, outcome, batches)
-        self._watchdog.beat(step, "between steps")
+        self._watchdog.beat(step, "callback")
         self._copies.stepped(self.step_number)
         if outcome.stop:
             self._stopping, self._told = -1.0, outcome.stop

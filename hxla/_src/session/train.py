@@ -7,31 +7,16 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-import optax
 
-from ..choose.make_plan import make_plan
 from ..choose.microbatch_counts import Counts
-from ..choose.planning import PlanRequest
-from ..core.config import Config
 from ..core.errors import ConfigError, DataError
-from ..core.types import PyTree
 from ..core.whole_numbers import check_whole_numbers
-from ..data.data import is_iterator, num_steps
-from ..graph.factors import PATTERNS, Patterns
-from ..model.annotations import Strategy
-from ..model.functional import RNGS
-from ..model.loss_call import Loss
+from ..data.data import is_iterator
 from ..plan.plan import Plan
-from ..plan.precision import Precision
-from ..plan.rules import RuleSet, as_rules
+from ..plan.rules import RuleSet
 from ..report.history import StepRecord
-from ..weights.weights import Weights
-from . import capture
 from .job import PLAN_VARIABLE, Job
-from .measure import SessionMeasure
-from .restore import chosen_before
 from .session import Session
-from .validate_plan import check_settings
 from .values import Result
 
 #: Called after each step and its evaluation, on every process; only True ends training.
@@ -39,12 +24,8 @@ Callback = Callable[[StepRecord, Session], bool | None]
 
 
 def train(
-    model: Any,
-    data: Any,
-    loss: Loss,
-    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    job: Job,
     *,
-    batch_size: int,
     steps: int | None = None,
     epochs: int | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
@@ -54,47 +35,26 @@ def train(
     stages: int | Sequence[float] | None = None,
     counts: Counts | None = None,
     reduction: Literal["exact", "float"] = "exact",
-    seed: int = 0,
-    shuffle: bool = True,
-    num_examples: int | None = None,
-    variables: PyTree | None = None,
-    rngs: Sequence[str] = RNGS,
-    weights: str | os.PathLike[str] | Weights | None = None,
-    trainable: str | Sequence[Any] | Callable[..., Any] | None = None,
-    merge: Mapping[Any, str] | None = None,
-    precision: Precision | str | Mapping[str, Any] | os.PathLike[str] | None = None,
-    nonfinite: Literal["stop", "skip", "scale"] | None = None,
-    mixes_examples: bool = False,
-    default: Strategy | None = None,
-    patterns: Patterns = PATTERNS,
     eval_data: Any = None,
-    eval_loss: Loss | None = None,
     eval_every: int | None = None,
     checkpoint_dir: str | os.PathLike[str] | None = None,
     checkpoint_every: int | None = None,
     run_dir: str | os.PathLike[str] | None = None,
     tensorboard: bool = False,
     callbacks: Sequence[Callback] = (),
-    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> Result:
     """Train a Flax model on every device of the job, to the same bits however the work is spread.
 
     The global batch is cut into microbatches of one shape. Each device runs as many as its
-    measured speed is worth, and the gradients are summed exactly, so the trained parameters depend
-    on the arguments below and on `plan.numerics`, and on nothing else: not on the number of
+    measured speed is worth, and the gradients are summed exactly. The trained parameters depend on
+    the job, the number of steps and `plan.numerics`, and on nothing else: not on the number of
     devices, their speeds, or how often work moved between them.
 
-    This is `Job`, `Job.plan`, `Job.open` and a loop over the session; `examples/08_own_loop.py`
-    writes them out.
+    This is `Job.plan`, `Job.open` and a loop over the session; `examples/08_own_loop.py` writes
+    them out.
 
     Args:
-        model: The model, see `Job`; so are `data`, `loss`, `optimizer`, `batch_size`, `seed`,
-            `shuffle`, `num_examples`, `variables`, `rngs`, `precision`, `nonfinite`, `default`,
-            `patterns`, `eval_loss` and `config` below.
-        data: The training data, see `Job`.
-        loss: The loss of a microbatch, see `Job`.
-        optimizer: The optax transformation, see `Job`.
-        batch_size: The examples of a global batch, which is one update.
+        job: The model, its data, its loss and its optimizer, with the size of the global batch.
         steps: The updates in all, those before a resume included. Give either this or `epochs`.
         epochs: The passes over the data in all.
         plan: The plan that runs, or a file of one. `"auto"` stands for the best plan that a search
@@ -110,23 +70,7 @@ def train(
         counts: The microbatches of each copy of the model: `measured` (the default) lets them
             follow the devices, `even` keeps them even, and a sequence gives one for each copy.
         reduction: The form of the sums of gradients, see `Job.plan`.
-        seed: The root of sample order, dropout and initialisation.
-        shuffle: Whether random-access data is shuffled anew each epoch.
-        num_examples: The number of examples of a callable that is to have epochs.
-        variables: The initial variables of a Linen module.
-        rngs: The names of the random streams that a Linen module asks for.
-        weights: The weights to begin with, see `Job`.
-        trainable: The parameters that are trained, see `Job`.
-        merge: How variables that are no parameters merge over microbatches, see `Job`.
-        precision: The dtypes of the computation: `fp32`, `tf32`, `bf16`, `fp16`, or more, see
-            `Job`.
-        nonfinite: What to do when a gradient is not finite: `stop`, `skip` the update, or `scale`
-            the loss less, see `Job`.
-        mixes_examples: Whether the loss of an example may read the others, see `Job`.
-        default: The annotation of what no scope covers.
-        patterns: The ways in which equations can be cut.
-        eval_data: The data to evaluate on, of any kind that `data` takes but an unbounded one.
-        eval_loss: The loss for evaluation; default `loss`.
+        eval_data: The data to evaluate on, of any kind that a job takes but an unbounded one.
         eval_every: The steps between evaluations; by default only the last step is followed by one.
         checkpoint_dir: The folder for checkpoints. If it holds one, training resumes from it, with
             its microbatch size if none is given. Another loss or order of examples is refused by
@@ -141,8 +85,6 @@ def train(
             `session.state`; `session.gather` makes parts of it whole, and `session.replace` puts
             others in their place. True from any process ends training after the next step; a
             callback returns nothing else, or None or False.
-        config: Further settings: an `hxla.Config`, nested dictionaries, or the path of a `.toml` or
-            `.json` file.
 
     Returns:
         The trained model and state, the history, the plan of the last step, and the SHA-256 of
@@ -170,9 +112,8 @@ def train(
         >>> def loss(model, batch):
         ...     return (model(batch["x"])[:, 0] - batch["y"]) ** 2
         >>> model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
-        >>> result = hxla.train(
-        ...     model, data, loss, optax.sgd(0.1), batch_size=8, microbatch_size=1, steps=3
-        ... )
+        >>> job = hxla.Job(model, data, loss, optax.sgd(0.1), batch_size=8)
+        >>> result = hxla.train(job, microbatch_size=1, steps=3)
         >>> result.step, len(result.sha256)
         (3, 64)
 
@@ -180,31 +121,13 @@ def train(
         Jia et al., "Whale", USENIX ATC 2022, section 3.3.1 (load balance over unlike devices);
         Li et al., "EasyScale", SC 2023, section 3 (logical workers with an identity of their own).
     """
-    check_settings()
+    if not isinstance(job, Job):
+        raise ConfigError(
+            f"job={type(job).__name__} is no hxla.Job: pass hxla.train(hxla.Job(model, data, loss, "
+            "optimizer, batch_size=...), steps=...)"
+        )
     every = {"eval_every": eval_every, "checkpoint_every": checkpoint_every}
     _check_arguments(steps, epochs, every, checkpoint_dir, eval_data, callbacks)
-    job = Job(
-        model,
-        data,
-        loss,
-        optimizer,
-        batch_size=batch_size,
-        seed=seed,
-        shuffle=shuffle,
-        num_examples=num_examples,
-        variables=variables,
-        rngs=rngs,
-        weights=weights,
-        trainable=trainable,
-        merge=merge,
-        eval_loss=eval_loss,
-        precision=precision,
-        nonfinite=nonfinite,
-        mixes_examples=mixes_examples,
-        default=default,
-        patterns=patterns,
-        config=config,
-    )
     asked = {
         "microbatch_size": microbatch_size,
         "mesh": mesh,
@@ -212,42 +135,27 @@ def train(
         "stages": stages,
         "reduction": reduction,
     }
-    job._traced.agree(
-        "arguments of train",
-        lambda: {
-            **job._traced.facts(),
-            **{name: str(value) for name, value in asked.items()},
-            **{name: str(value) for name, value in every.items()},
-            "steps": str(steps),
-            "epochs": str(epochs),
-            "counts": str(counts),
-            "checkpoint_dir": str(checkpoint_dir),
-            "eval_data": "none" if eval_data is None else "given",
-        },
-    )
     chosen, balance = _plan(job, plan, counts, asked, checkpoint_dir)
-    if steps is None:
-        source = job._traced.source
-        steps = num_steps(source, batch_size=batch_size, epochs=epochs or 0)
     with job.open(
         chosen,
         steps=steps,
+        epochs=epochs,
         balance=balance,
         mesh=mesh if isinstance(mesh, jax.sharding.Mesh) else None,
         checkpoint_dir=checkpoint_dir,
         run_dir=run_dir,
         tensorboard=tensorboard,
     ) as session:
-        if eval_data is not None and session.step_number == steps:  # nothing is left to train
+        session.agree({**every, "eval_data": "none" if eval_data is None else "given"})
+        if eval_data is not None and session.step_number == session.num_steps:  # none left to train
             session.evaluate(eval_data)
         for record in session:
             done = record.step + 1
-            is_due = done == steps or (eval_every and done % eval_every == 0)
+            is_due = done == session.num_steps or (eval_every and done % eval_every == 0)
             if eval_data is not None and is_due:
                 evaluation = session.evaluate(eval_data)
                 record = dataclasses.replace(record, evaluation=evaluation)
             for i, callback in enumerate(callbacks):
-                session._watchdog.beat(record.step, "callback")
                 if _asks_to_stop(callback(record, session), callback, i):
                     session.stop()
             if checkpoint_every and done % checkpoint_every == 0:
@@ -279,17 +187,10 @@ def _plan(
         raise ConfigError(f"hxla run --plan {file}, but the script has plan={plan!r}: give one")
     plan = file or plan
     if plan is None or plan == "auto":
-        rules = asked.pop("rules")
-        wishes = PlanRequest(
-            rules=as_rules(rules),
-            counts=counts if counts is not None else "measured",
-            kept=chosen_before(job._traced, checkpoint_dir),
-            **asked,
-        )
-        capture.offer(job._traced, wishes)
+        counts = "measured" if counts is None else counts
         auto = True if plan == "auto" else None
-        made, moves = make_plan(job._traced, None, wishes, SessionMeasure(), auto=auto)
-        return made.plan, moves
+        made = job.plan(auto=auto, counts=counts, checkpoint_dir=checkpoint_dir, **asked)
+        return made, counts == "measured"
     given = [name for name, value in asked.items() if value not in (None, "exact")]
     if given and not file:
         raise ConfigError(f"{', '.join(given)}: the plan says that already, leave it out")
