@@ -108,17 +108,19 @@ def train(args):
     }
     seconds = []
     result = hxla.train(
-        nnx.Linear(16, 4, rngs=nnx.Rngs(0)),
-        kinds[args.data](),
-        loss,
-        optax.sgd(1e-2),
-        batch_size=SIZE,
+        hxla.Job(
+            nnx.Linear(16, 4, rngs=nnx.Rngs(0)),
+            kinds[args.data](),
+            loss,
+            optax.sgd(1e-2),
+            batch_size=SIZE,
+            config={"data": {"share": not args.alone, "workers": args.workers}},
+        ),
         microbatch_size=2,
         counts="even",
         steps=args.steps,
         checkpoint_dir=args.checkpoints,
         callbacks=[lambda record, session: seconds.append(record.seconds)],
-        config={"data": {"share": not args.alone, "workers": args.workers}},
     )
     if jax.process_index() == 0:
         late = seconds[len(seconds) // 4 :]  # what was loaded ahead of the first is used up

@@ -70,11 +70,13 @@ def work(steps):
                 profiler.disable()
 
     hxla.train(
-        GPT(nnx.Rngs(0)),
-        library(),
-        loss,
-        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(2e-3)),
-        batch_size=16,
+        hxla.Job(
+            GPT(nnx.Rngs(0)),
+            library(),
+            loss,
+            optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(2e-3)),
+            batch_size=16,
+        ),
         microbatch_size=2,
         steps=steps,
         counts="even",

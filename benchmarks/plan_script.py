@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("model", choices=list(JOBS))
     make, loss, data, batch_size = JOBS[parser.parse_args().model]
     model = nnx.eval_shape(make)
-    hxla.train(model, data, loss, optax.adamw(1e-4), batch_size=batch_size, steps=1)
+    hxla.train(hxla.Job(model, data, loss, optax.adamw(1e-4), batch_size=batch_size), steps=1)
 
 
 if __name__ == "__main__":

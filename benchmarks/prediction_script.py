@@ -96,12 +96,9 @@ if args.stages:
     form = {"stages": numbers(args.stages)}
 if args.tensor:
     form = {"mesh": {"data": 1, "tensor": numbers(args.tensor)}, "rules": "decoder"}
+batch_size = (4 if args.model == "wide" else 16) * MICROBATCH_SIZE
 result = hxla.train(
-    model,
-    data,
-    loss,
-    optax.adamw(1e-3),
-    batch_size=(4 if args.model == "wide" else 16) * MICROBATCH_SIZE,
+    hxla.Job(model, data, loss, optax.adamw(1e-3), batch_size=batch_size),
     microbatch_size=MICROBATCH_SIZE,
     steps=1 + args.turns * args.chunk,
     callbacks=[wait_for_turn],

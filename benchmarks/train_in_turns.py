@@ -4,6 +4,7 @@ It runs with hxla 0.1.0 too, so that two commits can be compared.
 """
 
 import argparse
+import functools
 import inspect
 import json
 import os
@@ -55,9 +56,8 @@ def wait_for_turn(record, seen):
     take_turn(args.folder, jax.process_index())
 
 
-options = {
-    "counts" if "counts" in inspect.signature(hxla.train).parameters else "split": args.counts
-}
+known = inspect.signature(hxla.train).parameters  # of the commit that is measured
+options = {"counts" if "counts" in known else "split": args.counts}
 if args.tensor:
     axes = (jax.sharding.AxisType.Auto,) * 2
     options["mesh"] = jax.make_mesh((1, args.tensor), ("data", "tensor"), axis_types=axes)
@@ -65,12 +65,13 @@ if args.tensor:
 if args.stages:
     shares = [float(x) for x in args.stages.split(",")]
     options["stages"] = shares if len(shares) > 1 else int(shares[0])
-result = hxla.train(
-    (ScannedGPT if args.scanned else GPT)(nnx.Rngs(0)),
-    library(),
-    loss,
-    optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(2e-3)),
-    batch_size=args.batch_size,
+model = (ScannedGPT if args.scanned else GPT)(nnx.Rngs(0))
+given = model, library(), loss, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(2e-3))
+if "job" in known:
+    train = functools.partial(hxla.train, hxla.Job(*given, batch_size=args.batch_size))
+else:
+    train = functools.partial(hxla.train, *given, batch_size=args.batch_size)
+result = train(
     microbatch_size=args.microbatch_size or None,
     steps=args.turns + 1,
     reduction=args.reduction,

@@ -30,15 +30,8 @@ data = {
     "image": (digits.images[..., None] / 16).astype(np.float32),
     "label": digits.target.astype(np.int32),
 }
-result = hxla.train(
-    ResNet((1, 1), 8, 1, 16, nnx.Rngs(0)),
-    data,
-    loss,
-    optax.adam(3e-3),
-    batch_size=64,
-    microbatch_size=64,
-    steps=args.steps,
-)
+job = hxla.Job(ResNet((1, 1), 8, 1, 16, nnx.Rngs(0)), data, loss, optax.adam(3e-3), batch_size=64)
+result = hxla.train(job, microbatch_size=64, steps=args.steps)
 history = result.history.steps
 print(f"accuracy {history[0].metrics['accuracy']:.2f} -> {history[-1].metrics['accuracy']:.2f}\n")
 

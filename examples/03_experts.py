@@ -25,16 +25,15 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=30)
 args = parser.parse_args()
 
-result = hxla.train(
+job = hxla.Job(
     Decoder(Size(), nnx.Rngs(0)),
     library(),
     loss,
     optax.adam(3e-3),
     batch_size=16,
-    microbatch_size=16,
-    steps=args.steps,
     default=hxla.replicate(),
 )
+result = hxla.train(job, microbatch_size=16, steps=args.steps)
 history = result.history.steps
 print(f"loss {history[0].loss:.2f} -> {history[-1].loss:.2f}\n")
 

@@ -29,16 +29,9 @@ for model, loss, rules in (
     (gpt.GPT(nnx.Rngs(0), width=64, layers=2), gpt.loss, "decoder"),
     (bert.Bert(nnx.Rngs(0), width=64, layers=2), bert.loss, "encoder"),
 ):
+    job = hxla.Job(model, gpt.library(), loss, optax.adam(3e-3), batch_size=32)
     result = hxla.train(
-        model,
-        gpt.library(),
-        loss,
-        optax.adam(3e-3),
-        batch_size=32,
-        microbatch_size=8,
-        steps=args.steps,
-        mesh={"data": 4, "tensor": 2},
-        rules=rules,
+        job, microbatch_size=8, steps=args.steps, mesh={"data": 4, "tensor": 2}, rules=rules
     )
     history = result.history.steps
     print(f"{type(model).__name__}: loss {history[0].loss:.2f} -> {history[-1].loss:.2f}\n")

@@ -26,15 +26,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=20)
 args = parser.parse_args()
 
-result = hxla.train(
-    gpt.GPT(nnx.Rngs(0)),
-    gpt.library(),
-    gpt.loss,
-    optax.adamw(1e-3),
-    batch_size=16,
-    microbatch_size=4,
-    steps=args.steps,
-    plan="auto",
-)
+job = hxla.Job(gpt.GPT(nnx.Rngs(0)), gpt.library(), gpt.loss, optax.adamw(1e-3), batch_size=16)
+result = hxla.train(job, microbatch_size=4, steps=args.steps, plan="auto")
 losses = [step.loss for step in result.history.steps]
 print(f"{len(result.plan.counts)} copies, loss {losses[0]:.3f} -> {losses[-1]:.3f}")

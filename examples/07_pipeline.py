@@ -41,16 +41,14 @@ parser.add_argument("--schedule", default="1f1b")
 parser.add_argument("--steps", type=int, default=20)
 args = parser.parse_args()
 
-result = hxla.train(
+job = hxla.Job(
     (gpt.GPT if args.stages else TwoStages)(nnx.Rngs(0)),
     gpt.library(),
     gpt.loss,
     optax.adamw(1e-3),
     batch_size=32,
-    stages=args.stages,
-    steps=args.steps,
-    run_dir="runs/pipeline",
     config={"pipeline": {"schedule": args.schedule, "num_micro_batch": 16}},
 )
+result = hxla.train(job, stages=args.stages, steps=args.steps, run_dir="runs/pipeline")
 losses = [step.loss for step in result.history.steps]
 print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")

@@ -3,8 +3,8 @@
     python examples/08_own_loop.py
     hxla run --mesh cpu-1.0-0.33 examples/08_own_loop.py
 
-`hxla.train` with the same arguments ends with the SHA-256 that this prints, on any devices. Run it
-again with more steps and it resumes from its checkpoint.
+`hxla.train(job, ...)` with the same arguments ends with the SHA-256 that this prints, on any
+devices. Run it again with more steps and it resumes from its checkpoint.
 """
 
 import argparse

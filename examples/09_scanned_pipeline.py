@@ -48,15 +48,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=20)
 args = parser.parse_args()
 
-result = hxla.train(
-    ScannedGPT(nnx.Rngs(0)),
-    gpt.library(),
-    gpt.loss,
-    optax.adamw(1e-3),
-    batch_size=32,
-    microbatch_size=2,
-    stages=2,
-    steps=args.steps,
-)
+job = hxla.Job(ScannedGPT(nnx.Rngs(0)), gpt.library(), gpt.loss, optax.adamw(1e-3), batch_size=32)
+result = hxla.train(job, microbatch_size=2, stages=2, steps=args.steps)
 losses = [step.loss for step in result.history.steps]
 print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")

@@ -21,15 +21,14 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=20)
 args = parser.parse_args()
 
-result = hxla.train(
+job = hxla.Job(
     GPT(nnx.Rngs(0), heads=12, width=192, layers=2),
     library(),
     loss,
     optax.adamw(2e-3),
     batch_size=16,
-    microbatch_size=4,
-    steps=args.steps,
-    mesh={"data": 1, "tensor": 2},
-    rules="decoder",
+)
+result = hxla.train(
+    job, microbatch_size=4, steps=args.steps, mesh={"data": 1, "tensor": 2}, rules="decoder"
 )
 print(result.plan.explain())

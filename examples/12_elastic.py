@@ -20,14 +20,13 @@ parser.add_argument("--steps", type=int, default=300)
 parser.add_argument("--batch-size", type=int, default=32)
 args = parser.parse_args()
 
-result = hxla.train(
+job = hxla.Job(
     gpt.GPT(nnx.Rngs(0), width=64, layers=2),
     gpt.library(),
     gpt.loss,
     optax.adamw(3e-3),
     batch_size=args.batch_size,
-    microbatch_size=4,
-    steps=args.steps,
 )
+result = hxla.train(job, microbatch_size=4, steps=args.steps)
 if jax.process_index() == 0:
     print("sha256", result.sha256)

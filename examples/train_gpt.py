@@ -32,12 +32,15 @@ parser.add_argument("--sample", type=int, default=0, help="bytes to write after 
 args = parser.parse_args()
 counts = [int(c) for c in args.counts.split(",")] if "," in args.counts else args.counts
 
-result = hxla.train(
+job = hxla.Job(
     GPT(nnx.Rngs(0), dropout=args.dropout),
     library(),
     loss,
     optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(2e-3)),
     batch_size=args.batch_size,
+)
+result = hxla.train(
+    job,
     microbatch_size=args.microbatch_size or None,
     steps=args.steps,
     stages=args.stages,

@@ -41,12 +41,13 @@ def batches():
 
 
 result = hxla.train(
-    # Dropout goes by a microbatch's number, so that another order has other masks.
-    gpt.GPT(nnx.Rngs(0), dropout=0.0 if args.order else 0.1, width=width, layers=layers),
-    batches() if args.order else {"text": text},
-    gpt.loss,
-    optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
-    batch_size=NUM * size,
+    hxla.Job(
+        gpt.GPT(nnx.Rngs(0), dropout=0.0 if args.order else 0.1, width=width, layers=layers),
+        batches() if args.order else {"text": text},
+        gpt.loss,
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+        batch_size=NUM * size,
+    ),
     microbatch_size=size,
     steps=args.steps,
     counts=args.counts or "even",

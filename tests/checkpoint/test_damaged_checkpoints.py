@@ -171,11 +171,13 @@ def test_without_an_intact_checkpoint_nothing_is_trained_and_every_fault_is_said
 def test_training_goes_on_from_the_intact_one_to_the_same_bits(tmp_path, capsys):
     def fit():
         return hxla.train(
-            models.Dense(nnx.Rngs(0)),
-            models.regression(),
-            models.squared_error,
-            optax.adam(1e-2),
-            batch_size=24,
+            hxla.Job(
+                models.Dense(nnx.Rngs(0)),
+                models.regression(),
+                models.squared_error,
+                optax.adam(1e-2),
+                batch_size=24,
+            ),
             microbatch_size=3,
             steps=6,
             counts="even",

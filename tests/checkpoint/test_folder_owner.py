@@ -147,10 +147,12 @@ from flax import nnx
 def callback(record, session):
     print("done", record.step, flush=True)
 
-hxla.train(
+job = hxla.Job(
     nnx.Linear(6, 3, rngs=nnx.Rngs(0)), {{"x": np.ones((32, 6), "f")}},
-    lambda model, batch: (model(batch["x"]) ** 2).mean(-1), optax.adam(0.1),
-    batch_size=16, microbatch_size=4, steps={steps}, checkpoint_dir={folder!r}, counts="even",
+    lambda model, batch: (model(batch["x"]) ** 2).mean(-1), optax.adam(0.1), batch_size=16,
+)
+hxla.train(
+    job, microbatch_size=4, steps={steps}, checkpoint_dir={folder!r}, counts="even",
     callbacks=[callback],
 )
 """

@@ -15,6 +15,7 @@ import hxla
 from support import models, tiers
 from support.inside.job import told_differences, told_of_run
 from support.launched import end_of, start
+from support.training import train_with
 
 pytestmark = pytest.mark.usefixtures("every_program_is_cached")
 
@@ -52,7 +53,7 @@ def train(steps, folder=None, devices=1, size=None, **changes):
     model, data, loss, optimizer = (
         given.pop(name) for name in ("model", "data", "loss", "optimizer")
     )
-    return hxla.train(
+    return train_with(
         model,
         data,
         loss,
@@ -114,8 +115,8 @@ model = nnx.Sequential(
     nnx.Linear(6, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs), nnx.Linear(4, 3, rngs=rngs)
 )
 result = hxla.train(
-    model, models.regression(), models.squared_error, optax.adam(1e-2),
-    batch_size=16, steps={steps}, checkpoint_dir="checkpoints",
+    hxla.Job(model, models.regression(), models.squared_error, optax.adam(1e-2), batch_size=16),
+    steps={steps}, checkpoint_dir="checkpoints",
 )
 print("ended", result.sha256)
 """
@@ -227,7 +228,7 @@ def told(before, after):
     jobs = [make(**changes) for changes in (before, after)]
     plans = [job.plan(microbatch_size=SIZE) for job in jobs]
     return list(
-        told_differences(*(told_of_run(j._traced, p) for j, p in zip(jobs, plans, strict=True)))
+        told_differences(*(told_of_run(j._context, p) for j, p in zip(jobs, plans, strict=True)))
     )
 
 

@@ -32,7 +32,8 @@ model = nnx.eval_shape(
     )
 )
 hxla.train(
-    model, data, gpt.loss, optax.adam(1e-4), batch_size={batch_size}, steps=1, microbatch_size=1
+    hxla.Job(model, data, gpt.loss, optax.adam(1e-4), batch_size={batch_size}),
+    steps=1, microbatch_size=1,
 )
 """
 DECODERS = {  # 12 width^2 parameters in a layer, and the embedding

@@ -212,7 +212,9 @@ def test_a_loop_of_the_users_own_gets_the_plan_of_hxla_run(tmp_path, monkeypatch
     monkeypatch.setenv("HXLA_PLAN", str(tmp_path / "plan.json"))
     assert job.plan(microbatch_size=1) == plan
     trained = hxla.train(
-        model, data, loss, optax.sgd(0.1), batch_size=8, steps=1, plan="auto", config=devices
+        hxla.Job(model, data, loss, optax.sgd(0.1), batch_size=8, config=devices),
+        steps=1,
+        plan="auto",
     )
     assert trained.plan.counts == plan.counts
     assert job.plan("cpu-1.0-0.5", mesh={"data": 2}, microbatch_size=1).counts == (4, 4)

@@ -9,12 +9,13 @@ from flax import nnx
 import hxla
 from support import models
 from support.inside.choose import best_counts, best_size, candidate_sizes
+from support.training import train_with
 
 
 def fit(optimizer=None, **options):
     arguments = dict(batch_size=24, steps=3, seed=1) | options
     mesh = models.mesh(data=2)
-    return hxla.train(
+    return train_with(
         models.Dense(nnx.Rngs(0)),
         models.regression(),
         models.squared_error,
@@ -150,11 +151,13 @@ def test_counts_stay_within_memory(tmp_path, monkeypatch):
 
     def run():
         return hxla.train(
-            models.Dense(nnx.Rngs(0), inputs=1 << 14),
-            data,
-            models.squared_error,
-            optax.sgd(1e-6),
-            batch_size=64,
+            hxla.Job(
+                models.Dense(nnx.Rngs(0), inputs=1 << 14),
+                data,
+                models.squared_error,
+                optax.sgd(1e-6),
+                batch_size=64,
+            ),
             microbatch_size=1,
             steps=1,
             mesh=mesh,
@@ -184,14 +187,16 @@ def automatic(tmp_path, monkeypatch, mebibytes, model=None):
     """Four devices of so much memory; the model's parameters are 1 MiB."""
     monkeypatch.setenv("HXLA_MESH", mesh_file(tmp_path, *[mebibytes / 1024] * 4))
     return hxla.train(
-        model or models.Dense(nnx.Rngs(0), inputs=INPUTS, outputs=4),
-        {"x": np.zeros((16, INPUTS), np.float32), "y": np.zeros((16, 4), np.float32)},
-        models.squared_error,
-        optax.adam(1e-3),
-        batch_size=4,
+        hxla.Job(
+            model or models.Dense(nnx.Rngs(0), inputs=INPUTS, outputs=4),
+            {"x": np.zeros((16, INPUTS), np.float32), "y": np.zeros((16, 4), np.float32)},
+            models.squared_error,
+            optax.adam(1e-3),
+            batch_size=4,
+            config={"auto": {"auto_parallel": True}, "cluster": {"visible_devices": [0, 1, 2, 3]}},
+        ),
         microbatch_size=1,
         steps=1,
-        config={"auto": {"auto_parallel": True}, "cluster": {"visible_devices": [0, 1, 2, 3]}},
     )
 
 

@@ -77,14 +77,14 @@ def cluster(*rooms, rate=RATE, **host):
 
 def profile(own, seconds, update):
     """Of a chain whose segments take as long each."""
-    chain = segments(graph_of(own._traced.graph(SIZE)), 8)
+    chain = segments(graph_of(own._context.graph(SIZE)), 8)
     times = {
         Setting(kind, SIZE): (LayerTime(forward=s / 3, backward=s * 2 / 3, update=update),)
         * len(chain)
         for kind, s in seconds.items()
     }
     found = Profile(
-        model=model_name(own._traced.functional(SIZE).params),
+        model=model_name(own._context.functional(SIZE).params),
         layers=tuple(segment.name for segment in chain),
         num_segments=8,
         sizes={},
@@ -202,9 +202,9 @@ def test_no_counts_are_faster_in_the_form_they_get_than_the_bound(row):
         )
         plan = roomy.with_counts(counts).replaced(prediction=known)
         with contextlib.suppress(hxla.PlanError):
-            found.append(with_memory(own._traced, plan, here).prediction.step_seconds)
+            found.append(with_memory(own._context, plan, here).prediction.step_seconds)
     base = 8e-3  # without limits of memory: eight on the fast device
-    bound, best = least_seconds(own._traced, roomy, here, base), min(found, default=math.inf)
+    bound, best = least_seconds(own._context, roomy, here, base), min(found, default=math.inf)
     assert base <= bound <= best * (1 + 1e-9)
     if is_close:
         assert best < 1.1 * bound
@@ -233,11 +233,11 @@ from support import families
 
 gpt = families.example("gpt")
 how = {"plan": "auto"} if sys.argv[1] == "auto" else {"mesh": {"data": 2}, "counts": "even"}
-result = hxla.train(
+job = hxla.Job(
     gpt.GPT(nnx.Rngs(0), width=64, length=32, layers=2), gpt.library(length=32), gpt.loss,
-    optax.adam(1e-3), batch_size=8, microbatch_size=2, steps=3,
-    config={"memory": {"zero": 2}}, **how,
+    optax.adam(1e-3), batch_size=8, config={"memory": {"zero": 2}},
 )
+result = hxla.train(job, microbatch_size=2, steps=3, **how)
 if jax.process_index() == 0:
     print("told", result.sha256, result.plan.placement.zero, len(result.plan.replicas))
 """

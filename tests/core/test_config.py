@@ -140,16 +140,18 @@ def started():
 def one_step(reduction="exact", batch=BATCH, **config):
     """One step over 8 microbatches of 3 examples."""
     return hxla.train(
-        linear(),
-        iter([batch]),
-        models.squared_error,
-        optax.sgd(1.0),
-        batch_size=24,
+        hxla.Job(
+            linear(),
+            iter([batch]),
+            models.squared_error,
+            optax.sgd(1.0),
+            batch_size=24,
+            config={"cluster": {"visible_devices": [0, 1]}, **config},
+        ),
         microbatch_size=3,
         steps=1,
         counts="even",
         reduction=reduction,
-        config={"cluster": {"visible_devices": [0, 1]}, **config},
     )
 
 

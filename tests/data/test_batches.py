@@ -185,11 +185,13 @@ def test_a_state_of_other_data_is_refused():
 
 def train(folder, steps, made):
     return hxla.train(
-        nnx.Linear(16, 4, rngs=nnx.Rngs(0)),
-        streams.Stream(made),
-        streams.loss,
-        optax.sgd(1e-2),
-        batch_size=SIZE,
+        hxla.Job(
+            nnx.Linear(16, 4, rngs=nnx.Rngs(0)),
+            streams.Stream(made),
+            streams.loss,
+            optax.sgd(1e-2),
+            batch_size=SIZE,
+        ),
         microbatch_size=2,
         steps=steps,
         checkpoint_dir=folder,
@@ -332,8 +334,8 @@ def batches():
 
 loss = lambda model, batch: (model(batch["x"]) ** 2).mean(-1)
 hxla.train(
-    nnx.Linear(2, 2, rngs=nnx.Rngs(0)), batches(), loss, optax.sgd(0.1),
-    batch_size=4, microbatch_size=1, steps=6, counts="even",
+    hxla.Job(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), batches(), loss, optax.sgd(0.1), batch_size=4),
+    microbatch_size=1, steps=6, counts="even",
 )
 """
 

@@ -123,11 +123,13 @@ def test_a_batch_of_ones_own_is_that_of_the_data(session, change):
 def test_an_iterable_that_changes_ends_training_with_its_name():
     with pytest.raises(hxla.DataError, match=r"global batch 2: \['x'\] has shape \(4, 6, 2\), in"):
         hxla.train(
-            nnx.Linear(2, 1, rngs=nnx.Rngs(0)),
-            batches(CHANGES["longer"][0], 2),
-            lambda model, b: model(b["x"]).mean((1, 2)) ** 2,
-            optax.sgd(1e-3),
-            batch_size=SIZE,
+            hxla.Job(
+                nnx.Linear(2, 1, rngs=nnx.Rngs(0)),
+                batches(CHANGES["longer"][0], 2),
+                lambda model, b: model(b["x"]).mean((1, 2)) ** 2,
+                optax.sgd(1e-3),
+                batch_size=SIZE,
+            ),
             microbatch_size=2,
             steps=4,
             mesh=models.mesh(data=1),
@@ -217,11 +219,13 @@ def test_rows_of_lists_train_as_their_arrays_do():
 
     def train(data):
         return hxla.train(
-            nnx.Linear(4, 1, rngs=nnx.Rngs(0)),
-            data,
-            lambda m, b: (m(b["x"])[:, 0] - b["y"] + 0 * b["ids"][:, 1, 0]) ** 2,
-            optax.sgd(0.1),
-            batch_size=16,
+            hxla.Job(
+                nnx.Linear(4, 1, rngs=nnx.Rngs(0)),
+                data,
+                lambda m, b: (m(b["x"])[:, 0] - b["y"] + 0 * b["ids"][:, 1, 0]) ** 2,
+                optax.sgd(0.1),
+                batch_size=16,
+            ),
             microbatch_size=4,
             steps=3,
             mesh=models.mesh(data=1),
@@ -254,11 +258,13 @@ def test_a_list_of_arrays_stays_one():
 def test_data_that_is_read_once_is_refused_where_it_is_evaluated_often(session):
     with pytest.raises(hxla.DataError, match=r"eval_data is a generator, .*eval_every=1"):
         hxla.train(
-            nnx.Linear(2, 1, rngs=nnx.Rngs(0)),
-            batch(),
-            lambda model, b: model(b["x"]).mean(),
-            optax.sgd(1e-3),
-            batch_size=SIZE,
+            hxla.Job(
+                nnx.Linear(2, 1, rngs=nnx.Rngs(0)),
+                batch(),
+                lambda model, b: model(b["x"]).mean(),
+                optax.sgd(1e-3),
+                batch_size=SIZE,
+            ),
             steps=2,
             eval_data=(batch(i) for i in range(2)),
             eval_every=1,

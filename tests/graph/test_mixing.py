@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import hxla
+from support.training import train_with
 
 SIZE, BATCH = 4, 16
 
@@ -144,7 +145,7 @@ def test_batch_norm_is_no_mixing_and_is_told(make):
 
 
 def trained(size, **options):
-    return hxla.train(
+    return train_with(
         model(),
         data(),
         contrastive,

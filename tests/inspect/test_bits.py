@@ -303,7 +303,10 @@ def loss(model, batch):
 
 x = np.linspace(0.1, 1, 32, dtype=np.float32).reshape(8, 4)
 model = nnx.Linear(4, 4, rngs=nnx.Rngs(int(sys.argv[1])))
-hxla.train(model, {{"x": x}}, loss, optax.sgd(0.1), batch_size=8, microbatch_size=4, steps=1)
+hxla.train(
+    hxla.Job(model, {{"x": x}}, loss, optax.sgd(0.1), batch_size=8),
+    microbatch_size=4, steps=1,
+)
 """
 
 

@@ -237,7 +237,10 @@ def loss(model, batch):
     return (model(batch["x"]) ** 2).mean()
 
 data = {"x": np.ones((64, 8), np.float32)}
-hxla.train(Model(), data, loss, optax.adam(1e-3), batch_size=8, microbatch_size=2, steps=2)
+hxla.train(
+    hxla.Job(Model(), data, loss, optax.adam(1e-3), batch_size=8),
+    microbatch_size=2, steps=2,
+)
 """
 
 

@@ -93,16 +93,17 @@ def loss(model, batch):
 
 
 result = hxla.train(
-    nnx.Linear(WIDTH, 4, rngs=nnx.Rngs(0)),
-    batches(),
-    loss,
-    optax.adam(1e-2),
-    batch_size=BATCH,
+    hxla.Job(
+        nnx.Linear(WIDTH, 4, rngs=nnx.Rngs(0)),
+        batches(),
+        loss,
+        optax.adam(1e-2),
+        batch_size=BATCH,
+        config={"data": {"share": FAULT["place"] != "data"}},
+    ),
     microbatch_size=2,
     steps=STEPS,
     counts="even",
-    # A fault in the data is to happen at a rank that is known.
-    config={"data": {"share": FAULT["place"] != "data"}},
     checkpoint_dir=FOLDER / "checkpoints" if FAULT["saves"] else None,
     checkpoint_every=2 if FAULT["saves"] else None,
     callbacks=[callback],

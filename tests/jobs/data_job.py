@@ -42,18 +42,20 @@ def main():
             time.sleep(args.slow)
 
     result = hxla.train(
-        nnx.Linear(16, 4, rngs=nnx.Rngs(0)),
-        data,
-        loss,
-        optax.sgd(1e-2),
-        batch_size=BATCH_SIZE,
+        hxla.Job(
+            nnx.Linear(16, 4, rngs=nnx.Rngs(0)),
+            data,
+            loss,
+            optax.sgd(1e-2),
+            batch_size=BATCH_SIZE,
+            config={"data": {"share": not args.alone, "workers": args.workers}},
+        ),
         microbatch_size=2,
         counts="even",
         steps=args.steps,
         callbacks=[pace],
         checkpoint_dir=args.checkpoints,
         checkpoint_every=args.checkpoint_every,
-        config={"data": {"share": not args.alone, "workers": args.workers}},
     )
     if jax.process_index() == 0:
         late = seconds[len(seconds) // 2 :]

@@ -69,13 +69,18 @@ def main():
                 digests.append(_hand_over.leave_state(session._store.saved(), {}, state))
 
     result = hxla.train(
-        Net(nnx.Rngs(0)),
-        data,
-        loss,
-        optax.adam(1e-2),
-        batch_size=args.batch_size,
+        hxla.Job(
+            Net(nnx.Rngs(0)),
+            data,
+            loss,
+            optax.adam(1e-2),
+            batch_size=args.batch_size,
+            config={
+                "memory": {"zero": args.zero},
+                "checkpoint": {"in_memory_every": args.in_memory_every},
+            },
+        ),
         microbatch_size=4,
-        # A stated ratio: where a cut is measured it may be another on another day.
         stages=[1.0] * args.stages if args.stages else None,
         mesh={"data": jax.device_count() // args.tensor, "tensor": args.tensor}
         if args.tensor > 1
@@ -85,10 +90,6 @@ def main():
         callbacks=[pace] if args.slow or args.digests else [],
         checkpoint_dir=args.checkpoints,
         checkpoint_every=args.checkpoint_every,
-        config={
-            "memory": {"zero": args.zero},
-            "checkpoint": {"in_memory_every": args.in_memory_every},
-        },
     )
     if args.digests and jax.process_index() == 0:
         pathlib.Path(args.digests).write_text(json.dumps(digests))

@@ -216,7 +216,7 @@ def lowered(
     device = hxla.Device(kind=CARDS[card].kind, memory_bytes=CARDS[card].memory_gib * 2**30)
     cluster = hxla.Cluster(name="", devices=(device,) * num)
     plan = job.plan(cluster, auto=False, microbatch_size=size, **wishes)
-    return lower(job._traced.training(size, 0), job.graph(size), plan, cards(num, card))
+    return lower(job._context.training(size, 0), job.graph(size), plan, cards(num, card))
 
 
 def compiled(programs: Programs) -> dict[str, Any]:

@@ -40,17 +40,19 @@ def main():
     data = {k: rng.normal(size=(64, n)).astype(np.float32) for k, n in (("x", 16), ("y", 4))}
     offload = {"optimizer": tier, "directory": str(folder)}
     result = hxla.train(
-        lambda: Model(nnx.Rngs(0)),
-        data,
-        loss,
-        optax.adamw(1e-2),
-        batch_size=16,
+        hxla.Job(
+            lambda: Model(nnx.Rngs(0)),
+            data,
+            loss,
+            optax.adamw(1e-2),
+            batch_size=16,
+            config={"memory": {"offload": offload}},
+        ),
         microbatch_size=4,
         counts="even",
         steps=steps,
         checkpoint_dir=folder / "checkpoints",
         checkpoint_every=4,
-        config={"memory": {"offload": offload}},
         callbacks=[lambda record, session: print("did", record.step, flush=True)],
     )
     print("sha256", result.sha256, result.plan.numerics, flush=True)

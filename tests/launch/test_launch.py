@@ -278,7 +278,10 @@ def test_a_task_that_has_not_joined_is_refused(monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "4")
     model, data = nnx.Linear(1, 1, rngs=nnx.Rngs(0)), {"x": np.zeros(1, np.float32)}
     with pytest.raises(LaunchError, match="Slurm with 4 tasks"):
-        hxla.train(model, data, lambda m, b: 0.0, optax.sgd(1.0), batch_size=1, steps=1)
+        hxla.train(
+            hxla.Job(model, data, lambda m, b: 0.0, optax.sgd(1.0), batch_size=1),
+            steps=1,
+        )
 
 
 @pytest.fixture

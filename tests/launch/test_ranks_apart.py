@@ -15,10 +15,11 @@ import hxla
 hxla.join()
 
 def train(data, **known):
-    known = {"batch_size": 16, "microbatch_size": 4, "steps": 3, "shuffle": False} | known
+    known = {"microbatch_size": 4, "steps": 3} | known
     model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
     loss = lambda m, batch: (m(batch["x"]) ** 2).mean(-1)
-    return hxla.train(model, data, loss, optax.sgd(0.1), **known)
+    job = hxla.Job(model, data, loss, optax.sgd(0.1), batch_size=16, shuffle=False)
+    return hxla.train(job, **known)
 
 whole = {"x": np.ones((64, 8), np.float32)}
 """
@@ -48,15 +49,17 @@ def test_an_error_that_every_rank_catches_ends_nothing(told):
     out, err, _ = told
     assert out.count("caught") == 4, err
     wanted = hxla.train(
-        nnx.Linear(8, 4, rngs=nnx.Rngs(0)),
-        {"x": np.ones((64, 8), np.float32)},
-        lambda m, batch: (m(batch["x"]) ** 2).mean(-1),
-        optax.sgd(0.1),
-        batch_size=16,
+        hxla.Job(
+            nnx.Linear(8, 4, rngs=nnx.Rngs(0)),
+            {"x": np.ones((64, 8), np.float32)},
+            lambda m, batch: (m(batch["x"]) ** 2).mean(-1),
+            optax.sgd(0.1),
+            batch_size=16,
+            shuffle=False,
+            config={"cluster": {"visible_devices": [0]}},
+        ),
         microbatch_size=4,
         steps=3,
-        shuffle=False,
-        config={"cluster": {"visible_devices": [0]}},
     )
     assert out.count(f"sha256 {wanted.sha256}") == 2
 

@@ -19,6 +19,7 @@ import hxla
 from support import models
 from support.inside.jax import num_compilations
 from support.tiers import rows
+from support.training import train_with
 
 X = np.random.default_rng(0).normal(1.0, 2.0, (32, 4)).astype(np.float32)
 DATA = {"x": X, "y": X.sum(axis=1)}
@@ -30,7 +31,7 @@ def squares(model, batch):
 
 def fit(model, loss=squares, counts=(4,), optimizer=None, **options):
     arguments = dict(batch_size=16, microbatch_size=4, steps=2, shuffle=False) | options
-    return hxla.train(
+    return train_with(
         model,
         DATA,
         loss,

@@ -82,14 +82,16 @@ class Net(nnx.Module):
 def ended():
     """Two steps on one device: numerics and SHA-256."""
     result = hxla.train(
-        Net(nnx.Rngs(0)),
-        models.regression(16),
-        models.squared_error,
-        optax.sgd(0.1),
-        batch_size=16,
+        hxla.Job(
+            Net(nnx.Rngs(0)),
+            models.regression(16),
+            models.squared_error,
+            optax.sgd(0.1),
+            batch_size=16,
+            config={"cluster": {"visible_devices": [0]}},
+        ),
         microbatch_size=8,
         steps=2,
-        config={"cluster": {"visible_devices": [0]}},
     )
     return result.plan.numerics, result.sha256
 

@@ -10,6 +10,7 @@ import pytest
 import hxla
 from support import models, zoo
 from support.tiers import rows
+from support.training import train_with
 from support.zoo.row import BATCH, MICROBATCH, SEED, STEPS
 
 MOST = 1e-5  # relative error
@@ -29,7 +30,7 @@ def train(row, counts=(8,), **options):
     arguments = {"steps": STEPS, "counts": counts} | options
     if "stages" not in arguments:
         arguments = {"mesh": models.mesh(data=len(counts))} | arguments
-    return hxla.train(
+    return train_with(
         row.make(),
         row.data,
         row.loss,
@@ -113,7 +114,10 @@ def test_the_losses_of_a_gan_are_refused_aloud():
 
     row = zoo.ROWS["warm-up"]
     with pytest.raises(hxla.LossError, match="a scalar loss is a mean already"):
-        hxla.train(row.make(), row.data, both, row.optimizer, batch_size=BATCH, steps=1)
+        hxla.train(
+            hxla.Job(row.make(), row.data, both, row.optimizer, batch_size=BATCH),
+            steps=1,
+        )
 
 
 def test_there_are_rows_enough():

@@ -115,11 +115,13 @@ def test_each_class_of_operations_is_told_apart(function, wanted):
 def test_training_says_the_level_before_it_starts(capsys):
     data = {"x": np.ones((8, 4), np.float32)}
     hxla.train(
-        nnx.Linear(4, 1, rngs=nnx.Rngs(0)),
-        data,
-        lambda model, batch: model(batch["x"])[:, 0] ** 2,
-        optax.sgd(0.1),
-        batch_size=8,
+        hxla.Job(
+            nnx.Linear(4, 1, rngs=nnx.Rngs(0)),
+            data,
+            lambda model, batch: model(batch["x"])[:, 0] ** 2,
+            optax.sgd(0.1),
+            batch_size=8,
+        ),
         microbatch_size=4,
         steps=1,
         mesh=models.mesh(data=2),

@@ -16,6 +16,7 @@ from support import lowering, models
 from support.inside.jax import balanced, in_groups
 from support.inside.lower import UpdateInputs
 from support.tiers import examples, rows
+from support.training import train_with
 
 NUM, SIDE = 8, 64
 TENSOR_BYTES = SIDE * SIDE * 4
@@ -162,7 +163,7 @@ def test_a_branch_over_all_results_is_taken_once():
 
 
 def train(num_groups, loss=models.token_loss, **options):
-    return hxla.train(
+    return train_with(
         models.NnxNet(nnx.Rngs(0)),
         models.tokens(),
         loss,
@@ -184,17 +185,19 @@ def test_grouped_updates_have_the_same_bits_on_any_devices_and_train_as_whole_on
 
 def train_dense(num_groups, steps):
     return hxla.train(
-        lambda: models.Dense(nnx.Rngs(0)),
-        models.regression(),
-        models.squared_error,
-        OPTIMIZERS["clipped"],
-        batch_size=24,
+        hxla.Job(
+            lambda: models.Dense(nnx.Rngs(0)),
+            models.regression(),
+            models.squared_error,
+            OPTIMIZERS["clipped"],
+            batch_size=24,
+            shuffle=False,
+            config={"optimizer": {"num_apply_groups": num_groups}},
+        ),
         microbatch_size=3,
         steps=steps,
-        shuffle=False,
         mesh=models.mesh(data=2),
         counts=(7, 1),
-        config={"optimizer": {"num_apply_groups": num_groups}},
     )
 
 

@@ -11,6 +11,7 @@ from flax import nnx
 import hxla
 from support import models
 from support.tiers import rows
+from support.training import train_with
 
 WIDTH, CLASSES, EXPERTS = 16, 32, 8
 
@@ -159,7 +160,7 @@ def reference(net, batches):
 
 
 def trained(net, batches, size, micro, variables=None, **options):
-    return hxla.train(
+    return train_with(
         net,
         iter(batches),
         models.token_loss,
@@ -235,14 +236,16 @@ def test_the_bits_do_not_depend_on_how_replicas_share_the_work():
     def run(counts):
         net = NnxNet(nnx.Rngs(0), count(R), count(S, 4))
         return hxla.train(
-            net,
-            iter(data),
-            models.token_loss,
-            optax.adam(1e-2),
-            batch_size=32,
+            hxla.Job(
+                net,
+                iter(data),
+                models.token_loss,
+                optax.adam(1e-2),
+                batch_size=32,
+                shuffle=False,
+            ),
             microbatch_size=4,
             steps=3,
-            shuffle=False,
             counts=counts,
         ).sha256
 

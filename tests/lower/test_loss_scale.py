@@ -210,16 +210,18 @@ def test_the_scale_is_undone_exactly():
 
     def run(nonfinite):
         return hxla.train(
-            lambda: Mlp(nnx.Rngs(0), use_bias=False),
-            tame,
-            squared_error,
-            optax.sgd(0.1),  # Adam's updates are those of any scale
-            batch_size=BATCH,
+            hxla.Job(
+                lambda: Mlp(nnx.Rngs(0), use_bias=False),
+                tame,
+                squared_error,
+                optax.sgd(0.1),
+                batch_size=BATCH,
+                nonfinite=nonfinite,
+                config={"communication": {"clip_norm": 0.1}, "cluster": {"visible_devices": [0]}},
+            ),
             microbatch_size=4,
             steps=3,
-            nonfinite=nonfinite,
             counts="even",
-            config={"communication": {"clip_norm": 0.1}, "cluster": {"visible_devices": [0]}},
         )
 
     scaled, plain = run("scale"), run("skip")
@@ -248,7 +250,7 @@ def test_the_scale_is_of_a_microbatchs_mean(size):
             precision={"preset": "fp16", "initial_scale": 2.0**12},
         )
         graph = own.graph(size)
-        model = own._traced.functional(size)
+        model = own._context.functional(size)
         batch = [jnp.asarray(x[:size]) for x in jax.tree.leaves(data())]
         params, aux = model.initialise()
         run = jax.jit(jax.extend.core.jaxpr_as_fun(graph.program))
@@ -270,17 +272,19 @@ def test_without_a_scale_small_gradients_are_lost_in_float16_and_with_it_the_mod
 
     def losses(nonfinite):
         result = hxla.train(
-            lambda: Mlp(nnx.Rngs(0), use_bias=False),
-            task,
-            loss,
-            optax.sgd(3e8),
-            batch_size=64,
+            hxla.Job(
+                lambda: Mlp(nnx.Rngs(0), use_bias=False),
+                task,
+                loss,
+                optax.sgd(3e8),
+                batch_size=64,
+                precision="fp16",
+                nonfinite=nonfinite,
+                config={"cluster": {"visible_devices": [0]}},
+            ),
             microbatch_size=32,
             steps=30,
-            precision="fp16",
-            nonfinite=nonfinite,
             counts="even",
-            config={"cluster": {"visible_devices": [0]}},
         )
         return [r.loss * 1e9 for r in result.history.steps]
 
@@ -297,15 +301,17 @@ def test_low_precision_learns_as_float32_does():
 
     def final(precision):
         result = hxla.train(
-            lambda: families.example("gpt").GPT(nnx.Rngs(0), **TINY),
-            models.tokens(),
-            loss,
-            optax.adam(1e-3),
-            batch_size=16,
+            hxla.Job(
+                lambda: families.example("gpt").GPT(nnx.Rngs(0), **TINY),
+                models.tokens(),
+                loss,
+                optax.adam(1e-3),
+                batch_size=16,
+                precision=precision,
+                config={"cluster": {"visible_devices": [0]}},
+            ),
             microbatch_size=16,
             steps=300,
-            precision=precision,
-            config={"cluster": {"visible_devices": [0]}},
         )
         return np.mean([r.loss for r in result.history.steps[-20:]])
 

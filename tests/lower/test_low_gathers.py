@@ -47,7 +47,7 @@ def test_what_travels_halves():
                 for u in own_units:
                     total += gathered_bytes(sharded._gathers[sharded._same[u]])
             sent[word] = total
-            planned[word] = sum(planned_bytes(own._traced, over(own, 2), keeps_roundings=True))
+            planned[word] = sum(planned_bytes(own._context, over(own, 2), keeps_roundings=True))
             norms = 4 * 2 * WIDTH
     assert set(sent["fp32"]) == {"f32"}
     embedding, unused = 11 * WIDTH, 3
@@ -112,16 +112,16 @@ import hxla
 
 def sha256(**memory):
     return hxla.train(
-        lambda: Layers(nnx.Rngs(0), 1),
-        data(),
-        loss,
-        optax.adamw(1e-2),
-        batch_size=BATCH,
-        microbatch_size=1,
-        steps=2,
-        precision="bf16",
-        config={"memory": {"recompute": "boundaries", **memory}},
-        counts="even",
+        hxla.Job(
+            lambda: Layers(nnx.Rngs(0), 1),
+            data(),
+            loss,
+            optax.adamw(1e-2),
+            batch_size=BATCH,
+            precision="bf16",
+            config={"memory": {"recompute": "boundaries", **memory}},
+        ),
+        microbatch_size=1, steps=2, counts="even",
     ).sha256
 
 

@@ -77,11 +77,13 @@ def test_a_matrix_cannot_be_concatenated():
 
     with pytest.raises(hxla.LossError, match="one number for each example"):
         hxla.train(
-            models.Dense(nnx.Rngs(0)),
-            models.regression(),
-            wrong,
-            optax.sgd(1e-2),
-            batch_size=24,
+            hxla.Job(
+                models.Dense(nnx.Rngs(0)),
+                models.regression(),
+                wrong,
+                optax.sgd(1e-2),
+                batch_size=24,
+            ),
             microbatch_size=3,
             steps=1,
         )

@@ -10,6 +10,7 @@ from flax import nnx
 
 import hxla
 from support.tiers import rows
+from support.training import train_with
 
 RNG = np.random.default_rng(0)
 DATA = {name: RNG.normal(size=(32, 8)).astype(np.float32) for name in "xy"}
@@ -65,7 +66,7 @@ def by_plain():
 def test_they_train_as_plain_jax_trains_two_real_parts(form):
     settings = dict(FORMS[form])
     config = {"cluster": {"visible_devices": [0, 1]}, **settings.pop("config", {})}
-    result = hxla.train(
+    result = train_with(
         Mixed(),
         DATA,
         loss,

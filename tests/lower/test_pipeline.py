@@ -14,6 +14,7 @@ import hxla
 from support import models
 from support.families import example, image_loss, token_loss
 from support.tiers import rows
+from support.training import train_with
 
 BATCH, STEPS = 8, 3
 TABLE = [
@@ -165,7 +166,7 @@ def train(model, loss, data, *, stages=None, num_devices=None, micro=2, **option
             "pipeline": pipeline,
         },
     }
-    result = hxla.train(model, iter(batches(data)), loss, **(arguments | options))
+    result = train_with(model, iter(batches(data)), loss, **(arguments | options))
     assert result.history.num_compilations == 0
     return result
 

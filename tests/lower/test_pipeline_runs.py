@@ -22,6 +22,7 @@ from support.inside.lower import PieceTimes, Pipeline
 from support.inside.schedule import BACKWARD, FORWARD
 from support.inside.session import Balancer, Stepper, _pipeline_watch
 from support.tiers import rows
+from support.training import train_with
 
 BATCH, SIZE = 128, 16  # examples of a step, and of a microbatch
 
@@ -269,7 +270,7 @@ def train(num_devices=None, net=models.NnxNet, loss=models.token_loss, **options
     is_nnx = issubclass(net, nnx.Module)
     model = nnx.eval_shape(lambda: net(nnx.Rngs(0))) if is_nnx else net()
     sizes = {"batch_size": 16, "microbatch_size": 2, "steps": 3, "counts": "even"} | options
-    return hxla.train(model, models.tokens(48), loss, optax.sgd(0.1), **sizes, config=config)
+    return train_with(model, models.tokens(48), loss, optax.sgd(0.1), **sizes, config=config)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from support.inside.lower import _pipeline, check_permutes, make_slots
 from support.inside.plan import storage_specs
 from support.tensor_gpt import BATCH, HIDDEN, LENGTH, MICRO, STEPS, WIDTH, gpt, text
 from support.tiers import rows
+from support.training import train_with
 
 
 class Mlp(nnx.Module):
@@ -74,7 +75,7 @@ MODELS = {
 
 
 def trained(model, loss, data, counts="even", **options):
-    return hxla.train(
+    return train_with(
         model,
         data,
         loss,

@@ -9,10 +9,10 @@ import optax
 import pytest
 from flax import nnx
 
-import hxla
 from support import state_models
 from support.inside.lower import _state_sums
 from support.tiers import rows
+from support.training import train_with
 
 FORMS = {
     "copies": {},
@@ -30,7 +30,7 @@ def trained(model, form, **more):
     settings = {**FORMS[form], **more}
     config = {"cluster": {}, **settings.pop("config", {})}
     config["cluster"] = {"visible_devices": [0, 1], **config["cluster"]}
-    return hxla.train(
+    return train_with(
         model,
         state_models.DATA,
         state_models.loss,

@@ -177,7 +177,7 @@ def test_a_plan_is_not_opened_on_devices_that_cannot_meet():
     edited["devices"][1]["kind"] = "NVIDIA L4"
     edited = hxla.Plan.from_json(json.dumps(edited))
     with pytest.raises(hxla.PlanError, match=r"sums.over: cpu \(Gloo\) and NVIDIA L4 \(NCCL\)"):
-        check_runnable(edited, own._traced, cluster(*kinds), tuple(jax.devices()[:2]))
+        check_runnable(edited, own._context, cluster(*kinds), tuple(jax.devices()[:2]))
 
 
 @pytest.mark.parametrize("zero", tiers.rows([0, 1], 0))

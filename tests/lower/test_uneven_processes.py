@@ -44,9 +44,19 @@ def facts(record, session):
 
 for name in os.environ["NAMES"].split():
     result = hxla.train(
-        Columns(nnx.Rngs(0)), models.regression(96), models.squared_error, OPTIMIZERS[name],
-        batch_size=2 * SIZE, microbatch_size=SIZE, seed=1, steps=9, callbacks=[facts],
-        mesh={"data": num // 2, "tensor": (2, 1)}, counts="even",
+        hxla.Job(
+            Columns(nnx.Rngs(0)),
+            models.regression(96),
+            models.squared_error,
+            OPTIMIZERS[name],
+            batch_size=2 * SIZE,
+            seed=1,
+        ),
+        microbatch_size=SIZE,
+        steps=9,
+        callbacks=[facts],
+        mesh={"data": num // 2, "tensor": (2, 1)},
+        counts="even",
     )
     print("ended at", result.step)
     losses = [r.loss for r in (*result.history.steps, *result.history.evaluations)]

@@ -10,6 +10,7 @@ from flax import nnx
 import hxla
 from support import models
 from support.inside.core import as_config
+from support.training import train_with
 
 X = {"x": np.ones((16, 6), np.float32)}
 
@@ -34,7 +35,7 @@ class Net(nnx.Module):
 
 
 def fit(run, **options):
-    return hxla.train(
+    return train_with(
         lambda: Net(run),
         X,
         loss,

@@ -12,6 +12,7 @@ import hxla
 from support import models
 from support.filled import filled
 from support.tiers import rows
+from support.training import train_with
 
 #: Every sort of state and argument that optax has: a user's own script gives the same.
 OPTIMIZERS = {
@@ -63,7 +64,7 @@ def plain(optimizer):
 
 def ours(optimizer, counts, **options):
     arguments = {"steps": STEPS, "model": dense()} | options
-    return hxla.train(
+    return train_with(
         arguments.pop("model"),
         models.regression(),
         arguments.pop("loss", models.squared_error),

@@ -14,6 +14,7 @@ import hxla
 from support import lowering, models
 from support.filled import filled
 from support.tiers import rows
+from support.training import train_with
 
 STEPS, BATCH, MICROBATCH = 2, 32, 4
 
@@ -65,7 +66,7 @@ def train(model, trainable, optimizer=None, counts=(8,), **options):
     arguments = {"steps": STEPS, "counts": counts} | options
     if "mesh" not in arguments and "stages" not in arguments:
         arguments["mesh"] = models.mesh(data=len(counts))
-    return hxla.train(
+    return train_with(
         model,
         data(),
         models.squared_error,

@@ -81,11 +81,7 @@ def test_positions_fall_into_the_buckets_of_t5():
 
 def trained(model, data, loss, rate, steps):
     return hxla.train(
-        model,
-        data,
-        loss,
-        optax.adam(rate),
-        batch_size=64,
+        hxla.Job(model, data, loss, optax.adam(rate), batch_size=64),
         microbatch_size=16,
         steps=steps,
         mesh=models.mesh(data=2),

@@ -319,11 +319,13 @@ def test_a_users_own_loop_ends_with_the_bits_of_train(tmp_path):
     printed = _runs([str(script), *options], ["sha256"])
     gpt = families.example("gpt")
     trained = hxla.train(
-        gpt.GPT(nnx.Rngs(0), width=64, layers=2),
-        {"text": gpt.library()["text"][64:]},
-        gpt.loss,
-        optax.adamw(3e-3),
-        batch_size=32,
+        hxla.Job(
+            gpt.GPT(nnx.Rngs(0), width=64, layers=2),
+            {"text": gpt.library()["text"][64:]},
+            gpt.loss,
+            optax.adamw(3e-3),
+            batch_size=32,
+        ),
         microbatch_size=4,
         steps=3,
         mesh=models.mesh(data=2),

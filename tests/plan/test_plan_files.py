@@ -80,11 +80,11 @@ def look(record, session):
     runners = session._programs.pipelines.values()
     seen["parts"] = [firsts(session, own.spec) for own in runners]
 
-result = hxla.train(
+job = hxla.Job(
     Net(nnx.Rngs(0)), data, hxla.split()(loss) if way in ("annotated", "mesh", "cube") else loss,
-    optax.sgd(0.1, momentum=0.9), batch_size=512, microbatch_size=64, steps=2, callbacks=[look],
-    **WAYS[way],
+    optax.sgd(0.1, momentum=0.9), batch_size=512,
 )
+result = hxla.train(job, microbatch_size=64, steps=2, callbacks=[look], **WAYS[way])
 if jax.process_index() == 0:
     seen |= {"plan": result.plan.to_json(), "sha256": result.sha256}
     with open(told, "w") as file:
@@ -780,8 +780,8 @@ def loss(model, batch):
 plan = sys.argv[1] if sys.argv[1:] else None
 data = {"x": np.random.default_rng(0).normal(size=(32, 1024, 128)).astype(np.float32)}
 result = hxla.train(
-    Net(nnx.Rngs(0)), data, loss, optax.sgd(0.1), batch_size=32, microbatch_size=2, steps=6,
-    plan=plan,
+    hxla.Job(Net(nnx.Rngs(0)), data, loss, optax.sgd(0.1), batch_size=32),
+    microbatch_size=2, steps=6, plan=plan,
 )
 if jax.process_index() == 0:
     first = result.history.plans[0]

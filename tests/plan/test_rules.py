@@ -13,6 +13,7 @@ import hxla
 from hxla import Rule, RuleSet
 from support import lowering, models
 from support.inside.core import names
+from support.training import train_with
 
 AXES = {"data": 2, "fsdp": 2, "tensor": 2}
 
@@ -138,7 +139,7 @@ class Logical(nn.Module):
 
 def trained(net, **options):
     tokens = models.tokens()["tokens"][:96]
-    return hxla.train(
+    return train_with(
         net,
         iter([{"tokens": tokens[i * 32 : (i + 1) * 32]} for i in range(3)]),
         models.token_loss,

@@ -28,7 +28,8 @@ def loss(model, batch):
 model = nnx.Sequential(*[nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(i)) for i in range(2)])
 data = {"x": np.ones((32, 8), np.float32)}
 one = {"cluster": {"visible_devices": [0]}}
-hxla.train(model, data, loss, optax.sgd(0.1), batch_size=8, steps=3, config=one)
+job = hxla.Job(model, data, loss, optax.sgd(0.1), batch_size=8, config=one)
+hxla.train(job, steps=3)
 print("trained")
 """
 
@@ -116,7 +117,7 @@ def test_a_split_that_the_script_asks_for_is_measured_as_it_runs_and_once(tmp_pa
 @pytest.mark.slow
 def test_a_stream_is_profiled_at_several_sizes_and_what_is_the_users_is_left_alone(tmp_path):
     text = SMALL.replace(
-        "hxla.train(",
+        "job = hxla.Job(",
         """
 def stream():
     for i in range(500):
@@ -125,7 +126,7 @@ def stream():
 def never(record, session):
     raise AssertionError
 
-hxla.train(""",
+job = hxla.Job(""",
     )
     text = text.replace(", data, loss", ", stream(), loss")
     more = f"steps=3, callbacks=[never], run_dir={str(tmp_path / 'run')!r}"
@@ -219,7 +220,7 @@ def test_a_chain_of_fewer_segments_than_asked_is_cut_in_the_same_places_again():
     own = job.plan(auto=True, microbatch_size=2)  # by a short profile of the devices that are here
     assert own.prediction.step_seconds > 0
     table = example(
-        model=model_name(job._traced.functional(2).params),
+        model=model_name(job._context.functional(2).params),
         layers=tuple(segment.name for segment in chain),
         num_segments=8,
         sizes={},

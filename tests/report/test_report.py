@@ -14,6 +14,7 @@ import hxla
 from support import models
 from support.inside.report import MetricsWriter, line
 from support.metrics import read_metrics
+from support.training import train_with
 
 
 def loss(model, batch):
@@ -23,7 +24,7 @@ def loss(model, batch):
 
 def train(folder, *, steps, **more):
     half = nnx.initializers.constant(0.5)
-    return hxla.train(
+    return train_with(
         nnx.Linear(6, 3, use_bias=False, kernel_init=half, rngs=nnx.Rngs(0)),
         models.regression(),
         loss,

@@ -13,6 +13,7 @@ from flax import nnx
 import hxla
 from support.launched import end_of, lines_with, start
 from support.models import mesh
+from support.training import train_with
 
 pytestmark = pytest.mark.usefixtures("every_program_is_cached")
 
@@ -33,7 +34,7 @@ def heeds_ctrl_c():
 
 def train(*callbacks, data=DATA, **options):
     arguments = {"batch_size": 16, "microbatch_size": 4, "steps": 6, "shuffle": False} | options
-    return hxla.train(
+    return train_with(
         nnx.Linear(6, 3, rngs=nnx.Rngs(0)),
         data,
         loss,
@@ -194,11 +195,14 @@ def callback(record, session):
     if record.step == {step} and jax.process_index() in {ranks}:
         raise ValueError("mine")
 
-hxla.train(
+job = hxla.Job(
     nnx.Linear(6, 3, rngs=nnx.Rngs(0)), {{"x": np.ones((32, 6), "f")}},
-    lambda model, batch: (model(batch["x"]) ** 2).mean(-1), optax.adam(0.1),
-    batch_size=16, microbatch_size=4, steps={steps}, checkpoint_dir={folder!r}, counts="even",
-    callbacks=[callback], config={{"watchdog": {{"heartbeat_timeout_seconds": 4.0}}}},
+    lambda model, batch: (model(batch["x"]) ** 2).mean(-1), optax.adam(0.1), batch_size=16,
+    config={{"watchdog": {{"heartbeat_timeout_seconds": 4.0}}}},
+)
+hxla.train(
+    job, microbatch_size=4, steps={steps}, checkpoint_dir={folder!r}, counts="even",
+    callbacks=[callback],
 )
 """
 

@@ -14,6 +14,7 @@ import hxla
 from support import models
 from support.inside.data import _data
 from support.launched import end_of, start
+from support.training import train_with
 
 pytestmark = pytest.mark.usefixtures("every_program_is_cached")
 
@@ -32,7 +33,7 @@ def train(data=DATA, model=None, loss=loss, optimizer=None, **options):
     arguments = {"batch_size": 16, "microbatch_size": 4, "steps": 3, "shuffle": False} | options
     model = model or nnx.Linear(8, 4, rngs=nnx.Rngs(0))
     arguments.setdefault("mesh", models.mesh(data=2))
-    return hxla.train(model, data, loss, optimizer or optax.sgd(0.1), **arguments)
+    return train_with(model, data, loss, optimizer or optax.sgd(0.1), **arguments)
 
 
 class Numbers(nnx.Module):

@@ -24,12 +24,13 @@ JOBS = {{
     "linen": lambda: (models.LinenNet(), models.tokens(), models.token_loss),
     "small": lambda: (models.Dense(nnx.Rngs(0)), models.regression(), models.squared_error),
 }}
+job = hxla.Job(
+    *JOBS[{kind!r}](), optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
+    batch_size=16, seed=3, config={{"watchdog": {{"heartbeat_timeout_seconds": 4.0}}}},
+)
 result = hxla.train(
-    *JOBS[{kind!r}](),
-    optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
-    batch_size=16, microbatch_size=2, steps={steps}, seed=3, counts={counts!r},
-    checkpoint_dir={folder!r}, callbacks=[callback],
-    config={{"watchdog": {{"heartbeat_timeout_seconds": 4.0}}}},
+    job, microbatch_size=2, steps={steps}, counts={counts!r}, checkpoint_dir={folder!r},
+    callbacks=[callback],
 )
 print("sha256", result.sha256, result.step)
 """

@@ -36,10 +36,12 @@ def callback(record, session):
     if record.step == 5:
         seen["whole"] = jax.tree.leaves(session.gather(params))
 
-result = hxla.train(
+job = hxla.Job(
     Net(nnx.Rngs(0)), models.tokens(), models.token_loss,
-    optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
-    batch_size=16, microbatch_size=2, steps=6, seed=3, counts={counts!r},
+    optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)), batch_size=16, seed=3,
+)
+result = hxla.train(
+    job, microbatch_size=2, steps=6, counts={counts!r},
     eval_data=models.tokens(20), checkpoint_dir={folder!r}, checkpoint_every=3,
     callbacks=[callback],
 )

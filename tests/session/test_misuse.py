@@ -15,6 +15,7 @@ from flax.training.train_state import TrainState
 
 import hxla
 from support import models
+from support.training import train_with
 
 X = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
 Y = X.sum(axis=1)
@@ -46,7 +47,7 @@ def train(**given):
         "mesh": models.mesh(data=1),
         "counts": "even",
     }
-    return hxla.train(**(arguments | given))
+    return train_with(**(arguments | given))
 
 
 def batches():

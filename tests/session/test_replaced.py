@@ -14,6 +14,7 @@ import hxla
 from support import zero_jobs
 from support.models import mesh
 from support.tiers import rows
+from support.training import train_with
 
 pytestmark = pytest.mark.usefixtures("every_program_is_cached")
 
@@ -34,7 +35,7 @@ def optimizer():
 def train(*callbacks, counts=(1, 3), model=None, **options):
     arguments = {"batch_size": 16, "microbatch_size": 4, "steps": 4, "shuffle": False} | options
     model = model or nnx.Linear(6, 3, rngs=nnx.Rngs(0))
-    return hxla.train(
+    return train_with(
         model,
         DATA,
         loss,

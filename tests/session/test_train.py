@@ -17,6 +17,7 @@ import hxla
 from support import models
 from support.inside.session import Balancer, _session
 from support.tiers import rows
+from support.training import train_with
 
 pytestmark = pytest.mark.usefixtures("every_program_is_cached")
 
@@ -31,7 +32,7 @@ def mesh(num):
 def fit(model, spread, **options):
     arguments = dict(batch_size=16, microbatch_size=2, steps=50, seed=3, counts=spread) | options
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
-    return hxla.train(
+    return train_with(
         model,
         models.tokens(),
         models.token_loss,
@@ -56,7 +57,7 @@ class Small(nnx.Module):
 def fit_small(spread, **options):
     """Of a model that is compiled in a moment."""
     arguments = dict(batch_size=24, microbatch_size=3, steps=12, seed=3, counts=spread) | options
-    return hxla.train(
+    return train_with(
         arguments.pop("model", None) or Small(nnx.Rngs(0)),
         models.regression(),
         models.squared_error,
@@ -96,14 +97,18 @@ def test_float_sums_depend_on_the_spread():
 
     def weight(spread, reduction):
         result = hxla.train(
-            nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0), kernel_init=nnx.initializers.zeros),
-            {"x": x},
-            lambda model, batch: model(batch["x"])[:, 0],
-            optax.sgd(-16.0),  # the weight is the sum of all x
-            batch_size=16,
+            hxla.Job(
+                nnx.Linear(
+                    1, 1, use_bias=False, rngs=nnx.Rngs(0), kernel_init=nnx.initializers.zeros
+                ),
+                {"x": x},
+                lambda model, batch: model(batch["x"])[:, 0],
+                optax.sgd(-16.0),
+                batch_size=16,
+                shuffle=False,
+            ),
             microbatch_size=2,
             steps=1,
-            shuffle=False,
             reduction=reduction,
             mesh=mesh(len(spread)),
             counts=spread,
@@ -150,14 +155,16 @@ def test_gradient_is_that_of_the_global_mean(form):
         return (values, batch["mask"]) if form == "masked" else values
 
     result = hxla.train(
-        models.Dense(nnx.Rngs(0)),
-        data,
-        loss,
-        optax.adam(1e-2),
-        batch_size=24,
+        hxla.Job(
+            models.Dense(nnx.Rngs(0)),
+            data,
+            loss,
+            optax.adam(1e-2),
+            batch_size=24,
+            shuffle=False,
+        ),
         microbatch_size=3,
         steps=6,
-        shuffle=False,
         mesh=mesh(2),
         counts=(5, 3),
     )
@@ -177,14 +184,16 @@ def test_batch_statistics_are_the_mean_over_microbatches():
     x = np.random.default_rng(0).normal(2.0, 3.0, (8, 3)).astype(np.float32)
     model = Norm()
     hxla.train(
-        model,
-        {"x": x},
-        lambda m, b: m(b["x"]).sum(-1),
-        optax.sgd(0.0),
-        batch_size=8,
+        hxla.Job(
+            model,
+            {"x": x},
+            lambda m, b: m(b["x"]).sum(-1),
+            optax.sgd(0.0),
+            batch_size=8,
+            shuffle=False,
+        ),
         microbatch_size=4,
         steps=1,
-        shuffle=False,
         mesh=mesh(1),
         counts=(2,),
     )
@@ -269,15 +278,17 @@ def test_a_gradient_that_is_not_finite_stops_or_is_skipped():
 
     def run(nonfinite):
         return hxla.train(
-            models.Dense(nnx.Rngs(0)),
-            data,
-            models.squared_error,
-            optax.adam(1e-2),
-            batch_size=24,
+            hxla.Job(
+                models.Dense(nnx.Rngs(0)),
+                data,
+                models.squared_error,
+                optax.adam(1e-2),
+                batch_size=24,
+                shuffle=False,
+                nonfinite=nonfinite,
+            ),
             microbatch_size=3,
             steps=4,
-            shuffle=False,
-            nonfinite=nonfinite,
             mesh=mesh(2),
             counts=(3, 5),
         )
@@ -295,14 +306,16 @@ def test_a_gradient_beyond_the_range_is_redone_to_the_same_bits():
 
     def run(counts):
         return hxla.train(
-            models.Dense(nnx.Rngs(0)),
-            data,
-            models.squared_error,
-            optax.adam(1e-2),
-            batch_size=24,
+            hxla.Job(
+                models.Dense(nnx.Rngs(0)),
+                data,
+                models.squared_error,
+                optax.adam(1e-2),
+                batch_size=24,
+                shuffle=False,
+            ),
             microbatch_size=3,
             steps=4,
-            shuffle=False,
             mesh=mesh(len(counts)),
             counts=counts,
         )
@@ -329,7 +342,7 @@ def simple(**options):
     model = arguments.pop("model", None) or models.Dense(nnx.Rngs(0))
     data = arguments.pop("data", None) or models.regression()
     loss = arguments.pop("loss", models.squared_error)
-    return hxla.train(model, data, loss, optax.adam(1e-2), **arguments)
+    return train_with(model, data, loss, optax.adam(1e-2), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -371,7 +384,8 @@ def test_no_devices_is_a_clear_error():
         "from flax import linen\n"
         "try:\n"
         "    loss = lambda model, batch: model(batch).sum()\n"
-        "    hxla.train(linen.Dense(1), None, loss, optax.sgd(1), batch_size=1, steps=1)\n"
+        "    job = hxla.Job(linen.Dense(1), None, loss, optax.sgd(1), batch_size=1)\n"
+        "    hxla.train(job, steps=1)\n"
         "except hxla.HxlaError as e:\n    print(type(e).__name__, e)"
     )
     env = os.environ | {"JAX_PLATFORMS": "cuda"}

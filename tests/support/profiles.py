@@ -24,7 +24,7 @@ def loss(model, batch):
     return ((model(batch["x"]) - batch["y"]) ** 2).mean(axis=1)
 
 data = {"x": np.ones((32, 64), np.float32), "y": np.zeros((32, 64), np.float32)}
-hxla.train(Net(nnx.Rngs(0)), data, loss, optax.adam(1e-3), batch_size=16, steps=3)
+hxla.train(hxla.Job(Net(nnx.Rngs(0)), data, loss, optax.adam(1e-3), batch_size=16), steps=3)
 print("trained")
 """
 

@@ -8,6 +8,7 @@ import optax
 from flax import nnx
 
 import hxla
+from support.training import train_with
 
 LAYERS, WIDTH, LENGTH, VOCABULARY = 6, 16, 8, 32
 
@@ -107,7 +108,7 @@ def train(model, stages=None, num=None, *, steps=3, batch_size=8, loss=loss, **o
         "shuffle": False,
         "config": config,
     }
-    return hxla.train(model, data(3 * batch_size), loss, **(arguments | options))
+    return train_with(model, data(3 * batch_size), loss, **(arguments | options))
 
 
 def same(ours, theirs):

@@ -6,7 +6,7 @@ from typing import Any
 import hxla
 
 
-def train(model: Any, data: Any, loss: Any, optimizer: Any, **options: Any) -> hxla.Result:
+def train_with(model: Any, data: Any, loss: Any, optimizer: Any, **options: Any) -> hxla.Result:
     """Train with options of `hxla.Job` and of `hxla.train` together."""
     names = {field.name for field in dataclasses.fields(hxla.Job)}
     of_job = {name: options.pop(name) for name in names & options.keys()}

@@ -29,6 +29,7 @@ from support.inside.core import names as built_in
 from support.inside.weights import NamePattern, Wanted, open_weights, pieced
 from support.paths import PYTHONPATH, TESTS
 from support.tiers import rows
+from support.training import train_with
 
 
 class Net(nnx.Module):
@@ -76,7 +77,7 @@ def train(model, **options):
         options |= SPREADS["cut by rules"]
     options = {"steps": 2} | options
     options["mesh"] = models.mesh(**options["mesh"])
-    return hxla.train(
+    return train_with(
         model, data(), models.squared_error, optax.sgd(0.1, momentum=0.9), batch_size=8,
         microbatch_size=2, **options,
     )  # fmt: skip

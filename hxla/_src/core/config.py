@@ -293,7 +293,7 @@ class PrecisionConfig(_Section):
 
 
 class Config(_Section):
-    """All settings of a job that are not arguments of `Job` or `train`, in sections.
+    """All settings of a job that are no arguments of `Job`, in sections.
 
     Example:
         >>> import hxla

@@ -120,7 +120,7 @@ def over_batch(
             under a precision policy too, and reads nothing of the model.
 
     Returns:
-        The loss, for `Job`, `train` and their `eval_loss`. Evaluation takes consecutive batches of
+        The loss, for `Job` and its `eval_loss`. Evaluation takes consecutive batches of
         `batch_size` examples, the last of which may be shorter. Called as `loss(model, batch)` it
         is the loss of that batch, which plain JAX differentiates.
 
@@ -139,9 +139,8 @@ def over_batch(
         >>> loss = hxla.over_batch(embed, contrast)
         >>> model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
         >>> whole = float(loss(model, data).mean())
-        >>> result = hxla.train(
-        ...     model, data, loss, optax.sgd(0.1), batch_size=8, microbatch_size=2, steps=3
-        ... )
+        >>> job = hxla.Job(model, data, loss, optax.sgd(0.1), batch_size=8)
+        >>> result = hxla.train(job, microbatch_size=2, steps=3)
         >>> abs(result.history.steps[0].loss - whole) < 1e-5
         True
 

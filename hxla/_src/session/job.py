@@ -193,20 +193,28 @@ class Job(JobArguments):
             return Plan.read(file)
         check_settings()
         job = self._context
-        request = {
-            "microbatch_size": microbatch_size,
-            "mesh": mesh,
-            "rules": as_rules(rules),
-            "stages": stages,
-            "counts": counts,
-            "reduction": reduction,
-        }
         if cluster is None:
-            asked = {**request, "rules": rules, "auto": auto, "checkpoint_dir": checkpoint_dir}
+            asked = {
+                "auto": auto,
+                "microbatch_size": microbatch_size,
+                "mesh": mesh,
+                "rules": rules,
+                "stages": stages,
+                "counts": counts,
+                "reduction": reduction,
+                "checkpoint_dir": checkpoint_dir,
+            }
             texts = {name: str(value) for name, value in asked.items()}
             job.agree("arguments of the plan", lambda: job.facts() | texts)
-        kept = chosen_before(job, checkpoint_dir)
-        wishes = PlanRequest(**request, kept=kept)
+        wishes = PlanRequest(
+            microbatch_size=microbatch_size,
+            mesh=mesh,
+            rules=as_rules(rules),
+            stages=stages,
+            counts=counts,
+            reduction=reduction,
+            kept=chosen_before(job, checkpoint_dir),
+        )
         capture.offer(job, wishes)
         made, _ = make_plan(job, cluster, wishes, SessionMeasure(), auto=auto, profile=profile)
         return made.plan

@@ -1,4 +1,4 @@
-"""`hxla.train`: a job, its plan, and the usual loop around a session."""
+"""`hxla.train`: the plan of a job, a session, and the usual loop around it."""
 
 import dataclasses
 import os

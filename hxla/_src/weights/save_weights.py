@@ -70,7 +70,7 @@ def _arrays_of(model: Any) -> PyTree:
 def load_weights(weights: str | os.PathLike[str] | Weights, like: PyTree) -> PyTree:
     """Read weights from safetensors files, each array straight to where it is to lie.
 
-    To train from weights, pass them to `hxla.train(..., weights=...)`, which lays them as its plan
+    To train from weights, pass them to `hxla.Job(..., weights=...)`, which lays them as its plan
     says.
 
     Args:

@@ -27,7 +27,7 @@ _SHOWN = 20  # faults of each kind
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Weights in files that training begins with: `hxla.train(..., weights=...)`.
+    """Weights in files that training begins with: `hxla.Job(..., weights=...)`.
 
     Args:
         path: A `.safetensors` file, the index of several (`model.safetensors.index.json`), or the
