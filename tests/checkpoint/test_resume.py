@@ -13,7 +13,7 @@ from flax import nnx
 
 import hxla
 from support import models, tiers
-from support.inside.job import told_differences, told_of_run
+from support.inside.job import JobContext, told_differences, told_of_run
 from support.launched import end_of, start
 from support.training import train_with
 
@@ -228,7 +228,7 @@ def told(before, after):
     jobs = [make(**changes) for changes in (before, after)]
     plans = [job.plan(microbatch_size=SIZE) for job in jobs]
     return list(
-        told_differences(*(told_of_run(j._context, p) for j, p in zip(jobs, plans, strict=True)))
+        told_differences(*(told_of_run(JobContext(j), p) for j, p in zip(jobs, plans, strict=True)))
     )
 
 

@@ -19,6 +19,7 @@ import hxla
 from hxla import LayerTime, Profile, Setting
 from support.inside.choose import least_seconds, with_memory
 from support.inside.graph import graph_of, segments
+from support.inside.job import JobContext
 from support.inside.profile import model_name
 from support.paths import PYTHONPATH
 from support.tiers import examples, rows
@@ -77,14 +78,14 @@ def cluster(*rooms, rate=RATE, **host):
 
 def profile(own, seconds, update):
     """Of a chain whose segments take as long each."""
-    chain = segments(graph_of(own._context.graph(SIZE)), 8)
+    chain = segments(graph_of(JobContext(own).graph(SIZE)), 8)
     times = {
         Setting(kind, SIZE): (LayerTime(forward=s / 3, backward=s * 2 / 3, update=update),)
         * len(chain)
         for kind, s in seconds.items()
     }
     found = Profile(
-        model=model_name(own._context.functional(SIZE).params),
+        model=model_name(JobContext(own).functional(SIZE).params),
         layers=tuple(segment.name for segment in chain),
         num_segments=8,
         sizes={},
@@ -202,9 +203,9 @@ def test_no_counts_are_faster_in_the_form_they_get_than_the_bound(row):
         )
         plan = roomy.with_counts(counts).replaced(prediction=known)
         with contextlib.suppress(hxla.PlanError):
-            found.append(with_memory(own._context, plan, here).prediction.step_seconds)
+            found.append(with_memory(JobContext(own), plan, here).prediction.step_seconds)
     base = 8e-3  # without limits of memory: eight on the fast device
-    bound, best = least_seconds(own._context, roomy, here, base), min(found, default=math.inf)
+    bound, best = least_seconds(JobContext(own), roomy, here, base), min(found, default=math.inf)
     assert base <= bound <= best * (1 + 1e-9)
     if is_close:
         assert best < 1.1 * bound

@@ -14,6 +14,7 @@ import jax, numpy as np, optax
 from flax import nnx
 import hxla
 from support.inside.launch import ServiceNotes, post_of
+from support.training import train_with
 
 hxla.join()
 print(json.dumps(["joined", jax.process_count(), jax.process_index()]), flush=True)
@@ -46,7 +47,7 @@ def args(data=data, loss=loss, rate=0.1, **options):
 
 def train(**options):
     given, named = args(**options)
-    return hxla.train(*given, **named)
+    return train_with(*given, **named)
 
 
 def flips(record, session):

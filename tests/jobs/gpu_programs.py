@@ -24,6 +24,7 @@ from jax._src.interpreters import mlir
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from support.inside.job import JobContext
 from support.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -216,7 +217,7 @@ def lowered(
     device = hxla.Device(kind=CARDS[card].kind, memory_bytes=CARDS[card].memory_gib * 2**30)
     cluster = hxla.Cluster(name="", devices=(device,) * num)
     plan = job.plan(cluster, auto=False, microbatch_size=size, **wishes)
-    return lower(job._context.training(size, 0), job.graph(size), plan, cards(num, card))
+    return lower(JobContext(job).training(size, 0), job.graph(size), plan, cards(num, card))
 
 
 def compiled(programs: Programs) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import hxla
 from hxla import ScaleState
 from support import families, models
+from support.inside.job import JobContext
 from support.inside.plan import MOST_SCALE_EXPONENT
 from support.paths import DATA
 from support.tiers import examples, rows
@@ -250,7 +251,7 @@ def test_the_scale_is_of_a_microbatchs_mean(size):
             precision={"preset": "fp16", "initial_scale": 2.0**12},
         )
         graph = own.graph(size)
-        model = own._context.functional(size)
+        model = JobContext(own).functional(size)
         batch = [jnp.asarray(x[:size]) for x in jax.tree.leaves(data())]
         params, aux = model.initialise()
         run = jax.jit(jax.extend.core.jaxpr_as_fun(graph.program))

@@ -14,6 +14,7 @@ import hxla
 from support.blocks import WIDTH
 from support.inside.choose import gathered_bytes as planned_bytes
 from support.inside.graph import low_params, segments_at
+from support.inside.job import JobContext
 from support.launched import start
 from support.shared_state import planned as over
 from support.shared_state import shared
@@ -47,7 +48,7 @@ def test_what_travels_halves():
                 for u in own_units:
                     total += gathered_bytes(sharded._gathers[sharded._same[u]])
             sent[word] = total
-            planned[word] = sum(planned_bytes(own._context, over(own, 2), keeps_roundings=True))
+            planned[word] = sum(planned_bytes(JobContext(own), over(own, 2), keeps_roundings=True))
             norms = 4 * 2 * WIDTH
     assert set(sent["fp32"]) == {"f32"}
     embedding, unused = 11 * WIDTH, 3

@@ -13,6 +13,7 @@ from support import shared_state
 from support.blocks import Layers, Scanned, job, loss, planned, trained
 from support.inside.choose import costs_of
 from support.inside.core import num_bytes
+from support.inside.job import JobContext
 from support.live_bytes import live_bytes
 
 
@@ -113,7 +114,7 @@ def test_a_plan_says_what_the_copies_cost():
     own = plain(**away("boundaries"))
     plan = planned(own, cluster=described(**host))
     [said] = [reason for reason in plan.reasons if reason.startswith("offload")]
-    costs, _ = costs_of(own._context.graph(2), plan.chain.points, range(100))
+    costs, _ = costs_of(JobContext(own).graph(2), plan.chain.points, range(100))
     crossing = sum(cost.input_bytes for cost in costs[1:4])  # of six segments, the last two stay
     assert f"at most {num_bytes(crossing)} of what waits for backwards" in said
     moved = 4 * 2 * crossing

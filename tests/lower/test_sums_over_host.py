@@ -10,6 +10,7 @@ import pytest
 import hxla
 from support import tiers, zero_jobs
 from support.inside.cluster import are_unlike, in_words, library_of
+from support.inside.job import JobContext
 from support.inside.session import check_runnable
 from support.process_results import results_of
 
@@ -177,7 +178,7 @@ def test_a_plan_is_not_opened_on_devices_that_cannot_meet():
     edited["devices"][1]["kind"] = "NVIDIA L4"
     edited = hxla.Plan.from_json(json.dumps(edited))
     with pytest.raises(hxla.PlanError, match=r"sums.over: cpu \(Gloo\) and NVIDIA L4 \(NCCL\)"):
-        check_runnable(edited, own._context, cluster(*kinds), tuple(jax.devices()[:2]))
+        check_runnable(edited, JobContext(own), cluster(*kinds), tuple(jax.devices()[:2]))
 
 
 @pytest.mark.parametrize("zero", tiers.rows([0, 1], 0))

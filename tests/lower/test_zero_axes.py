@@ -13,6 +13,7 @@ from flax import nnx
 import hxla
 from support import families, random_plans, scanned_models, shared_state
 from support.cut_copies import FORMS, job, of_pairs, planned, planned_pairs, trained
+from support.inside.job import JobContext
 from support.launched import start
 from support.paths import TESTS
 from support.tensor_gpt import BATCH, gpt, text
@@ -274,7 +275,7 @@ def test_a_pipeline_has_room_for_the_inputs_of_all_that_it_may_run(tmp_path, mon
         own = shared_state.job(shared_state.Few, config, optax.sgd(0.1))
         plan = plan or own.plan(microbatch_size=2, mesh=mesh, counts="even")
         with own.open(plan, steps=1) as session:
-            return plan, session.memory_bytes, own._context.batch_bytes(2)
+            return plan, session.memory_bytes, JobContext(own).batch_bytes(2)
 
     plan, needed, each = opened()
     assert plan.counts == (2, 2)

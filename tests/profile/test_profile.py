@@ -14,6 +14,7 @@ import hxla
 from hxla import LayerSize, LayerTime, Profile, Setting, StepRecord, load_profile
 from hxla.__main__ import main
 from support.inside.graph import segments
+from support.inside.job import JobContext
 from support.inside.profile import dump_profile, merge_profiles, model_name
 from support.inside.session import ObservedSteps, Observer
 from support.profiles import profile_command
@@ -220,7 +221,7 @@ def test_a_chain_of_fewer_segments_than_asked_is_cut_in_the_same_places_again():
     own = job.plan(auto=True, microbatch_size=2)  # by a short profile of the devices that are here
     assert own.prediction.step_seconds > 0
     table = example(
-        model=model_name(job._context.functional(2).params),
+        model=model_name(JobContext(job).functional(2).params),
         layers=tuple(segment.name for segment in chain),
         num_segments=8,
         sizes={},
