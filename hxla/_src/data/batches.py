@@ -180,10 +180,10 @@ class Unmoving:
     def repeat(self) -> None:
         """Nothing to do: a callable has no end, and all else no other order."""
 
-    def state(self, step: int) -> str | None:
+    def state(self, _step: int) -> str | None:
         """None: the step says it all."""
         return None
 
-    def begin(self, step: int, state: str | None) -> str:
+    def begin(self, _step: int, _state: str | None) -> str:
         """Nothing to do, and nothing to say."""
         return ""

@@ -50,7 +50,7 @@ class HostBatches:
         """One example."""
         return self.fetch(0, np.arange(1))
 
-    def sample(self, size: int) -> PyTree | None:
+    def sample(self, _size: int) -> PyTree | None:
         """None: what was read does not come back."""
         return None
 

@@ -504,7 +504,7 @@ class Casts:
             return dataclasses.replace(c, is_constant=False, extent=None)
         return Cast(jnp.asarray(c.to(self._low if is_low else _F32)), FREE if is_low else STATISTIC)
 
-    def _while(self, eqn: Any, operands: list[Cast], wanted: list[bool], scope: str) -> list[Cast]:
+    def _while(self, eqn: Any, operands: list[Cast], _wanted: list[bool], scope: str) -> list[Cast]:
         params, num = eqn.params, len(eqn.outvars)
         start, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         carry = [self._carried(c, v, False) for c, v in zip(operands, eqn.invars, strict=True)][

@@ -165,7 +165,7 @@ def fits(
     return bool(cut) and all(size >= num_devices and size % num_devices == 0 for size in cut)
 
 
-def _elementwise(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+def _elementwise(ins: Sequence[Shape], outs: Sequence[Shape], _params: dict) -> list[Factor]:
     if not outs:
         return []
     shape = outs[0]
@@ -185,7 +185,7 @@ def _elementwise(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> l
     ]
 
 
-def _dot_general(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+def _dot_general(ins: Sequence[Shape], _outs: Sequence[Shape], params: dict) -> list[Factor]:
     (contract_l, contract_r), (batch_l, batch_r) = params["dimension_numbers"]
     lhs, rhs = ins[:2]
     free_l = [d for d in range(len(lhs)) if d not in (*contract_l, *batch_l)]
@@ -206,7 +206,7 @@ def _dot_general(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> l
     return found
 
 
-def _conv(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+def _conv(_ins: Sequence[Shape], _outs: Sequence[Shape], params: dict) -> list[Factor]:
     numbers = params["dimension_numbers"]
     found = [
         Factor("left", (numbers.lhs_spec[0], None), (numbers.out_spec[0],)),
@@ -288,7 +288,7 @@ def _reduce(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[F
     return [*_without("axes")(ins, outs, params), *partial]
 
 
-def _full_slice(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+def _full_slice(ins: Sequence[Shape], outs: Sequence[Shape], _params: dict) -> list[Factor]:
     whole = [d for d, size in enumerate(ins[0]) if all(out[d] == size for out in outs)]
     return _dims_of_first(ins, outs, ((d, d) for d in whole))
 
@@ -328,7 +328,7 @@ def _window(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[F
     return _dims_of_first(ins, outs, ((d, d) for d, one in enumerate(windows) if one == (1, 1)))
 
 
-def _made(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+def _made(ins: Sequence[Shape], outs: Sequence[Shape], _params: dict) -> list[Factor]:
     """Results made of nothing (iota, random bits): every device can make its own part."""
     return [Factor(f"d{d}", (None,) * len(ins), (d,)) for d in range(len(outs[0]))]
 

@@ -6,7 +6,7 @@ part begins.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,20 +37,36 @@ def run_part(
     Raises:
         PlanError: If hxla cannot tell what the equation is for a part.
     """
-    whole = [v.aval.shape for v in eqn.invars]
     shapes = [_local(v.aval.shape, dim, part) for v, dim in zip(eqn.outvars, results, strict=True)]
-    own = _BY_NAME.get(eqn.primitive.name)
+    run = _BY_NAME.get(eqn.primitive.name)
     try:
-        found = (
-            own(eqn, operands, whole, cut, results, shapes, part)
-            if own is not None
-            else run_equation(eqn, operands)
-        )
+        if run is None:
+            found = run_equation(eqn, operands)
+        else:
+            found = run(_Call(eqn, operands, cut, results, shapes, part))
     except (TypeError, ValueError) as error:
         raise PlanError(f"{_cannot(eqn)}: {error}") from error
     if [x.shape for x in found] != shapes:
         raise PlanError(_cannot(eqn))
     return found
+
+
+class _Call(NamedTuple):
+    """An equation that is to run on one part.
+
+    Attributes:
+        operands: The parts, or whole arrays.
+        cut: The dimension of each operand that is cut, or None.
+        results: The dimension of each result that is cut, or None.
+        shapes: Of the results of this part.
+    """
+
+    eqn: Any
+    operands: Sequence[Any]
+    cut: Dims
+    results: Dims
+    shapes: list[tuple[int, ...]]
+    part: PartOf
 
 
 def _cannot(eqn: Any) -> str:
@@ -70,58 +86,53 @@ def take(x: Any, dim: int, part: PartOf) -> Any:
     return jax.lax.dynamic_slice_in_dim(x, start, size, dim)
 
 
-def _reshape(eqn: Any, operands: Any, whole: Any, cut: Any, results: Any, shapes: Any, part: Any):  # type: ignore[no-untyped-def]
-    return [jax.lax.reshape(operands[0], shapes[0])]
+def _reshape(call: _Call) -> list[Any]:
+    return [jax.lax.reshape(call.operands[0], call.shapes[0])]
 
 
-def _broadcast(eqn: Any, operands: Any, whole: Any, cut: Any, results: Any, shapes: Any, part: Any):  # type: ignore[no-untyped-def]
-    dims = eqn.params["broadcast_dimensions"]
-    return [jax.lax.broadcast_in_dim(operands[0], shapes[0], dims)]
+def _broadcast(call: _Call) -> list[Any]:
+    dims = call.eqn.params["broadcast_dimensions"]
+    return [jax.lax.broadcast_in_dim(call.operands[0], call.shapes[0], dims)]
 
 
-def _iota(eqn: Any, operands: Any, whole: Any, cut: Any, results: Any, shapes: Any, part: Any):  # type: ignore[no-untyped-def]
-    dtype, along = eqn.params["dtype"], eqn.params["dimension"]
-    found = jax.lax.broadcasted_iota(dtype, shapes[0], along)
-    if results[0] == along:
-        found = found + part(eqn.outvars[0].aval.shape[along])[1].astype(dtype)
+def _iota(call: _Call) -> list[Any]:
+    dtype, along = call.eqn.params["dtype"], call.eqn.params["dimension"]
+    found = jax.lax.broadcasted_iota(dtype, call.shapes[0], along)
+    if call.results[0] == along:
+        found = found + call.part(call.eqn.outvars[0].aval.shape[along])[1].astype(dtype)
     return [found]
 
 
-def _random_bits(  # type: ignore[no-untyped-def]
-    eqn: Any, operands: Any, whole: Any, cut: Any, results: Any, shapes: Any, part: Any
-):
+def _random_bits(call: _Call) -> list[Any]:
     # Those of the whole, for they are to be the same however it is cut.
-    [bits] = run_equation(eqn, operands)
-    return [bits if results[0] is None else take(bits, results[0], part)]
+    [bits], dim = run_equation(call.eqn, call.operands), call.results[0]
+    return [bits if dim is None else take(bits, dim, call.part)]
 
 
-def _slice(eqn: Any, operands: Any, whole: Any, cut: Any, results: Any, shapes: Any, part: Any):  # type: ignore[no-untyped-def]
-    [dim] = cut
-    limits = list(eqn.params["limit_indices"])
+def _slice(call: _Call) -> list[Any]:
+    params, [dim] = call.eqn.params, call.cut
+    limits = list(params["limit_indices"])
     if dim is not None:
-        limits[dim] = operands[0].shape[dim]
-    strides = eqn.params["strides"]
-    return [jax.lax.slice(operands[0], eqn.params["start_indices"], limits, strides)]
+        limits[dim] = call.operands[0].shape[dim]
+    return [jax.lax.slice(call.operands[0], params["start_indices"], limits, params["strides"])]
 
 
-def _dynamic_slice(  # type: ignore[no-untyped-def]
-    eqn: Any, operands: Any, whole: Any, cut: Any, results: Any, shapes: Any, part: Any
-):
-    return [jax.lax.dynamic_slice(operands[0], operands[1:], shapes[0])]
+def _dynamic_slice(call: _Call) -> list[Any]:
+    return [jax.lax.dynamic_slice(call.operands[0], call.operands[1:], call.shapes[0])]
 
 
-def _gather(eqn: Any, operands: Any, whole: Any, cut: Any, results: Any, shapes: Any, part: Any):  # type: ignore[no-untyped-def]
-    table, indices = operands
-    params, dim = dict(eqn.params), cut[0]
+def _gather(call: _Call) -> list[Any]:
+    table, indices = call.operands
+    params, dim = dict(call.eqn.params), call.cut[0]
     numbers, sizes = params["dimension_numbers"], list(params["slice_sizes"])
-    if dim is None or results[0] is not None:
+    if dim is None or call.results[0] is not None:
         if dim is not None and dim not in numbers.operand_batching_dims:
             sizes[dim] = table.shape[dim]
         return [_gathered(params, table, indices, sizes)]
     # The rows that are not here are zero: another device has them.
     column = numbers.start_index_map.index(dim)
-    num = whole[0][dim]
-    size, start = part(num)
+    num = call.eqn.invars[0].aval.shape[dim]
+    size, start = call.part(num)
     at = indices[..., column]
     is_outside = (at < 0) | (at >= num)
     if params["mode"] == jax.lax.GatherScatterMode.CLIP:
@@ -154,7 +165,7 @@ def _gathered(params: Any, table: Any, indices: Any, sizes: Sequence[int]) -> ja
     )
 
 
-_BY_NAME: dict[str, Callable[..., list[Any]]] = {
+_BY_NAME: dict[str, Callable[[_Call], list[Any]]] = {
     "reshape": _reshape,
     "broadcast_in_dim": _broadcast,
     "iota": _iota,

@@ -155,7 +155,7 @@ def _seconds(kind: str, num_bytes: int, groups: Groups, cluster: Cluster) -> flo
     return slowest
 
 
-def _same(seconds: float, num_bytes: float) -> float:  # the message's size is the transfer's
+def _same(seconds: float, _num_bytes: float) -> float:  # the message's size is the transfer's
     return seconds
 
 

@@ -6,7 +6,7 @@ _EVENT = "/jax/core/compile/backend_compile_duration"
 _seconds: list[float] = []
 
 
-def _listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+def _listen(event: str, duration_secs: float, **_kwargs: str | int) -> None:
     if event == _EVENT:
         _seconds.append(duration_secs)
 

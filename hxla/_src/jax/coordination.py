@@ -149,7 +149,7 @@ def gather(
     text: str,
     *,
     timeout_seconds: float,
-    check: Callable[[int], None] = lambda rank: None,
+    check: Callable[[int], None] = lambda _rank: None,
 ) -> tuple[str, ...]:
     """What every process says, in the order of ranks; each must call this equally often.
 

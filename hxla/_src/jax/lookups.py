@@ -108,7 +108,7 @@ def lookups_of(closed: ClosedJaxpr, most_rows: Mapping[int, int]) -> Lookups | N
 
 
 @jax.custom_jvp
-def _with(rows: jax.Array, more: jax.Array) -> jax.Array:
+def _with(rows: jax.Array, _more: jax.Array) -> jax.Array:
     return rows
 
 

@@ -101,13 +101,13 @@ def chooses(one: Any, argument: str) -> Callable[[tuple[Any, ...], str, Any], bo
             pattern = re.compile(rf"(?:^|/)(?:{one})")
         except re.error as error:
             raise ConfigError(f"{argument}={one!r} is no pattern: {error}") from None
-        return lambda path, name, value: pattern.search(name) is not None
+        return lambda _path, name, _value: pattern.search(name) is not None
     try:
         test = nnx.filterlib.to_predicate(one)
     except (TypeError, ValueError):
         raise ConfigError(f"{argument}={one!r}: pass {_ACCEPTED}") from None
 
-    def run(path: tuple[Any, ...], name: str, value: Any) -> bool:
+    def run(path: tuple[Any, ...], _name: str, value: Any) -> bool:
         return bool(test(path, value))
 
     return run

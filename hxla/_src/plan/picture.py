@@ -85,7 +85,7 @@ def _work(ax: Any, rows: Sequence[DeviceRow], num_stages: int) -> None:
     ax.set_xlabel("microbatches a step", fontsize=8)
 
 
-def _time(ax: Any, rows: Sequence[DeviceRow], num_stages: int) -> None:
+def _time(ax: Any, rows: Sequence[DeviceRow], _num_stages: int) -> None:
     left = [0.0] * len(rows)
     for field, label, color in _PARTS:
         took = [getattr(row.prediction, field) if row.prediction else 0.0 for row in rows]
@@ -95,7 +95,7 @@ def _time(ax: Any, rows: Sequence[DeviceRow], num_stages: int) -> None:
     ax.legend(fontsize=7, frameon=False, ncols=2, loc="lower right")
 
 
-def _memory(ax: Any, rows: Sequence[DeviceRow], num_stages: int) -> None:
+def _memory(ax: Any, rows: Sequence[DeviceRow], _num_stages: int) -> None:
     unit = 2.0**30
     left = [0.0] * len(rows)
     for owner, color in _OWNERS.items():

@@ -62,10 +62,10 @@ class Termination:
         if self._before and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
 
-    def _terminate(self, number: int, frame: Any) -> None:
+    def _terminate(self, _number: int, _frame: Any) -> None:
         self.arrived = self.arrived or "SIGTERM"
 
-    def _interrupt(self, number: int, frame: Any) -> None:
+    def _interrupt(self, _number: int, _frame: Any) -> None:
         self._num_interrupts += 1
         self.arrived = self.arrived or "Ctrl-C"
         if self._num_interrupts > 1:

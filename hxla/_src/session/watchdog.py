@@ -117,9 +117,9 @@ class Watchdog:
 
     def left_by(
         self,
-        kind: type[BaseException] | None,
+        _kind: type[BaseException] | None,
         error: BaseException | None,
-        trace: types.TracebackType | None,
+        _trace: types.TracebackType | None,
     ) -> None:
         """Say that an error or `sys.exit` ends the session here, before anything waits for others.
 
