@@ -223,79 +223,24 @@ def as_sums(
         sums = as_sums(out.out, num_examples, mean_weight=mean_weight, padded_size=padded_size)
         return dataclasses.replace(sums, loss=sums.loss + jnp.sum(out.zeros))
 
-    def wrong(why: str) -> LossError:
-        return LossError(f"the loss returned {_describe(out)}: {why}\n{_ACCEPTED}")
-
     metrics: Mapping[str, Any] = {}
     parts = out if isinstance(out, tuple) else (out,)
     if len(parts) > 1 and isinstance(parts[-1], Mapping):
         metrics, parts = parts[-1], parts[:-1]
     if parts == (None,):
-        raise wrong("it lacks a return")
+        raise _wrong(out, "it lacks a return")
     if len(parts) not in (1, 2) or not all(map(_is_array, parts)):
-        raise wrong(f"expected one or two arrays; {_NO_GRADIENT}")
+        raise _wrong(out, f"expected one or two arrays; {_NO_GRADIENT}")
     values = jnp.asarray(parts[0])
-    if not jnp.issubdtype(values.dtype, jnp.floating):
-        raise wrong(f"a loss must be real and floating, not {values.dtype}")
-    if values.ndim == 0:
-        if len(parts) == 2:
-            raise wrong(
-                "a scalar loss is a mean already and takes no weights. If this is (loss, aux), as "
-                "for jax.value_and_grad(has_aux=True): numbers to record go into a dictionary, "
-                "(loss, {'accuracy': accuracy}), and neither the model's state nor its logits are "
-                "returned, for hxla keeps the state itself"
-            )
-        weights = jnp.float32(mean_weight)
-        loss = values.astype(jnp.float32) * weights
-    else:
-        if values.shape[0] != num_examples:
-            raise wrong(
-                f"per-example losses need a leading dimension of {num_examples} "
-                "(the microbatch), or a scalar"
-            )
-        weights = jnp.asarray(parts[1]) if len(parts) == 2 else jnp.ones(values.shape, jnp.float32)
-        if weights.shape != values.shape:
-            raise wrong("weights need the shape of the values")
-        weights = weights.astype(jnp.float32)
-        # A masked value may be anything, infinite too: it must not reach the sum or its gradient.
-        safe = jnp.where(weights != 0, values.astype(jnp.float32), 0)
-        loss = jnp.sum(safe * weights)
-        weights = jax.lax.stop_gradient(weights)
+    loss, weights = _weighted(out, values, parts[1:], num_examples, mean_weight)
     weight = jnp.sum(weights)
-
-    def columns_of(name: str, given: Any) -> tuple[jax.Array, MetricColumns]:
-        asked = given if isinstance(given, Metric) else Metric(given)
-        if not _is_array(asked.value):
-            raise wrong(
-                f"metric {name!r} is {_describe(asked.value)}: metrics are numbers by name; the "
-                "model's state is not returned, for hxla keeps it itself"
-            )
-        value = jax.lax.stop_gradient(jnp.asarray(asked.value)).astype(jnp.float32)
-        if value.ndim and value.shape != weights.shape:
-            raise wrong(
-                f"metric {name!r} has shape {list(value.shape)}: metrics are scalars (means over "
-                f"the microbatch) or have the shape of the values; {_NO_GRADIENT}"
-            )
-        if asked.how == "concat":
-            if value.ndim != 1:
-                raise wrong(
-                    f"metric {name!r} of shape {list(value.shape)} cannot be concatenated: give "
-                    "one number for each example"
-                )
-            missing = (padded_size or num_examples) - num_examples
-            columns = jnp.pad(value, (0, missing), constant_values=jnp.nan)
-        elif asked.how == "mean":
-            every = weights if value.ndim else weight
-            columns = jnp.sum(jnp.where(every != 0, value, 0) * every)[None]
-        else:
-            reduce: Any = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}[asked.how]
-            columns = reduce(value)[None]
-        width = columns.shape[0]
-        return columns, MetricColumns(name=name, how=asked.how, over=asked.over, width=width)
-
     if unnamed := [name for name in metrics if not isinstance(name, str)]:
-        raise wrong(f"{', '.join(map(repr, unnamed))} names a metric: names are texts")
-    found = [columns_of(name, given) for name, given in sorted(metrics.items())]
+        raise _wrong(out, f"{', '.join(map(repr, unnamed))} names a metric: names are texts")
+    missing = (padded_size or num_examples) - num_examples
+    found = [
+        _columns(out, name, given, weights, weight, missing)
+        for name, given in sorted(metrics.items())
+    ]
     return MicrobatchSums(
         loss=loss,
         weight=weight,
@@ -303,3 +248,88 @@ def as_sums(
         metrics=tuple(metric for _, metric in found),
         num_losses=max(values.size, 1),
     )
+
+
+def _wrong(out: Any, why: str) -> LossError:
+    return LossError(f"the loss returned {_describe(out)}: {why}\n{_ACCEPTED}")
+
+
+def _weighted(
+    out: Any, values: jax.Array, given: tuple[Any, ...], num_examples: int, mean_weight: float
+) -> tuple[jax.Array, jax.Array]:
+    """The sum of a microbatch's losses, and their weights.
+
+    Args:
+        given: The user's weights, or nothing.
+    """
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        raise _wrong(out, f"a loss must be real and floating, not {values.dtype}")
+    if values.ndim == 0:
+        if given:
+            raise _wrong(
+                out,
+                "a scalar loss is a mean already and takes no weights. If this is (loss, aux), as "
+                "for jax.value_and_grad(has_aux=True): numbers to record go into a dictionary, "
+                "(loss, {'accuracy': accuracy}), and neither the model's state nor its logits are "
+                "returned, for hxla keeps the state itself",
+            )
+        weights = jnp.float32(mean_weight)
+        loss = values.astype(jnp.float32) * weights
+    else:
+        if values.shape[0] != num_examples:
+            raise _wrong(
+                out,
+                f"per-example losses need a leading dimension of {num_examples} "
+                "(the microbatch), or a scalar",
+            )
+        weights = jnp.asarray(given[0]) if given else jnp.ones(values.shape, jnp.float32)
+        if weights.shape != values.shape:
+            raise _wrong(out, "weights need the shape of the values")
+        weights = weights.astype(jnp.float32)
+        # A masked value may be anything, infinite too: it must not reach the sum or its gradient.
+        safe = jnp.where(weights != 0, values.astype(jnp.float32), 0)
+        loss = jnp.sum(safe * weights)
+        weights = jax.lax.stop_gradient(weights)
+    return loss, weights
+
+
+def _columns(
+    out: Any, name: str, given: Any, weights: jax.Array, weight: jax.Array, missing: int
+) -> tuple[jax.Array, MetricColumns]:
+    """A metric of a microbatch, and where it stands.
+
+    Args:
+        weights: Of the losses.
+        weight: Their sum.
+        missing: Examples by which a `concat` is padded.
+    """
+    asked = given if isinstance(given, Metric) else Metric(given)
+    if not _is_array(asked.value):
+        raise _wrong(
+            out,
+            f"metric {name!r} is {_describe(asked.value)}: metrics are numbers by name; the "
+            "model's state is not returned, for hxla keeps it itself",
+        )
+    value = jax.lax.stop_gradient(jnp.asarray(asked.value)).astype(jnp.float32)
+    if value.ndim and value.shape != weights.shape:
+        raise _wrong(
+            out,
+            f"metric {name!r} has shape {list(value.shape)}: metrics are scalars (means over "
+            f"the microbatch) or have the shape of the values; {_NO_GRADIENT}",
+        )
+    if asked.how == "concat":
+        if value.ndim != 1:
+            raise _wrong(
+                out,
+                f"metric {name!r} of shape {list(value.shape)} cannot be concatenated: give "
+                "one number for each example",
+            )
+        columns = jnp.pad(value, (0, missing), constant_values=jnp.nan)
+    elif asked.how == "mean":
+        every = weights if value.ndim else weight
+        columns = jnp.sum(jnp.where(every != 0, value, 0) * every)[None]
+    else:
+        reduce: Any = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}[asked.how]
+        columns = reduce(value)[None]
+    width = columns.shape[0]
+    return columns, MetricColumns(name=name, how=asked.how, over=asked.over, width=width)

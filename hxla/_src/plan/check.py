@@ -254,19 +254,7 @@ def _of_shares(plan: Any) -> Iterator[str]:
             "placement.zero to 3, or use 'device'"
         )
     if not placement.zero:
-        if placement.shares:
-            yield "placement.shares: they are of ZeRO's stages, set placement.zero to 1, 2 or 3"
-        if placement.shard_groups > 1:
-            yield (
-                "placement.shard_groups: they are of ZeRO's stages, set placement.zero to 1, 2 or 3"
-            )
-        if placement.whole:
-            yield "placement.whole: it is of ZeRO's stages, set placement.zero to 1, 2 or 3"
-        if placement.optimizer != "device":
-            yield (
-                f"placement.optimizer: what waits in the {placement.optimizer} is updated as in "
-                "ZeRO's stages, set placement.zero to 1, 2 or 3"
-            )
+        yield from _without_zero(placement)
         return
     known = {p.name for p in plan.parameters}
     for name in placement.whole:
@@ -288,6 +276,21 @@ def _of_shares(plan: Any) -> Iterator[str]:
         yield (
             "placement.zero: rows of a gradient travel to every copy, leave sums.sparse empty or "
             "use 0"
+        )
+
+
+def _without_zero(placement: Any) -> Iterator[str]:
+    """What only ZeRO's stages have."""
+    if placement.shares:
+        yield "placement.shares: they are of ZeRO's stages, set placement.zero to 1, 2 or 3"
+    if placement.shard_groups > 1:
+        yield "placement.shard_groups: they are of ZeRO's stages, set placement.zero to 1, 2 or 3"
+    if placement.whole:
+        yield "placement.whole: it is of ZeRO's stages, set placement.zero to 1, 2 or 3"
+    if placement.optimizer != "device":
+        yield (
+            f"placement.optimizer: what waits in the {placement.optimizer} is updated as in "
+            "ZeRO's stages, set placement.zero to 1, 2 or 3"
         )
 
 
