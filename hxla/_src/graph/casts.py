@@ -34,8 +34,7 @@ from ..jax.jaxpr import (
 from ..jax.result_sources import sources
 from ..model.functional import Functional, leaf_names
 from .float8 import float8_product
-from .keep_float32 import wanted_in_float32
-from .precision import class_of
+from .precision import class_of, wanted_in_float32
 
 
 class CastLike(Protocol):

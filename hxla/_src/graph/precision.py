@@ -4,13 +4,17 @@ The lists follow PyTorch's autocast where it has an operation; `docs/precision.m
 side. What is in no list computes in the dtypes that it was traced with: nothing is guessed.
 """
 
-from typing import Any, Literal
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from ..jax.jaxpr import Literal, inner_jaxpr, kind_of
 
 #: `low`: in the policy's dtype. `float32`: whatever its operands are. `follows`: low where an
 #: operand is, unless what float32 operations made of fewer elements says otherwise. `joins`: the
 #: same of operands of other shapes. `view`: moves elements. `gathers`: a view whose gradient adds
 #: many elements up. `compares`: in the widest dtype of its operands; the result is no float.
-OpClass = Literal["low", "float32", "follows", "joins", "view", "gathers", "compares"]
+OpClass = typing.Literal["low", "float32", "follows", "joins", "view", "gathers", "compares"]
 
 # fmt: off
 _CLASSES: dict[OpClass, frozenset[str]] = {
@@ -58,3 +62,38 @@ def class_of(eqn: Any) -> OpClass | None:
 def members(op_class: OpClass) -> frozenset[str]:
     """The primitives of a class."""
     return _CLASSES[op_class]
+
+
+def wanted_in_float32(jaxpr: Any, results: Sequence[bool]) -> frozenset[Any]:
+    """Variables all of whose readers compute in float32 whatever they are given.
+
+    The difference in a squared error, the shifted logits of a softmax and the square in a variance
+    are such, and so is what only moves their elements.
+
+    Args:
+        results: For each of its results whether it is to be float32.
+    """
+    wanted: set[Any] = set()
+    refused: set[Any] = set()
+
+    def read(v: Any, in_float32: bool) -> None:
+        if not isinstance(v, Literal):
+            (wanted if in_float32 else refused).add(v)
+
+    for v, own in zip(jaxpr.outvars, results, strict=True):
+        read(v, own)
+    for eqn in reversed(jaxpr.eqns):
+        outs = [v in wanted and v not in refused for v in eqn.outvars]
+        inner = inner_jaxpr(eqn) if kind_of(eqn) in ("inlined", "custom", "remat") else None
+        if inner is not None:
+            inside = wanted_in_float32(inner.jaxpr, outs)
+            for v, own in zip(eqn.invars, inner.jaxpr.invars, strict=False):
+                read(v, own in inside)
+            continue
+        op_class = class_of(eqn) if kind_of(eqn) == "leaf" else "low"
+        if op_class == "compares":
+            continue
+        in_float32 = op_class in (None, "float32") or (op_class != "low" and all(outs))
+        for v in eqn.invars:
+            read(v, in_float32 and eqn.primitive.name not in ("cond", "while"))
+    return frozenset(wanted - refused)
