@@ -12,9 +12,7 @@ from ..core.format import shares
 from ..plan.plan import Plan
 from ..report.history import EvalRecord, History, Rebalance, StepRecord, scalars
 from ..report.metrics_file import MetricsWriter
-from ..report.page import write
 from ..report.progress import Progress
-from ..report.run_page import html_report
 from ..report.run_tables import terminal_report
 from .step import Outcome
 from .values import SessionOptions
@@ -169,6 +167,9 @@ class Recorder:
             return
         print(terminal_report(history))
         if self._run_dir is not None:
+            from ..report.page import write
+            from ..report.run_page import html_report
+
             path = self._run_dir / "report.html"
             notes = {"Plan": plan.explain()}
             page = html_report(history, title=self._run_dir.name, notes=notes, pictures=pictures)

@@ -25,7 +25,6 @@ from ..core.errors import ConfigError
 from ..core.fingerprint import fingerprint
 from ..core.types import PyTree
 from ..data.data import num_tokens
-from ..inspect.unplanned_gathers import unplanned_gathers
 from ..jax.compilation_events import num_compilations
 from ..jax.devices import is_here
 from ..jax.heap import keep_heap_small
@@ -33,6 +32,7 @@ from ..job.agreement import facts_of_data
 from ..job.context import JobContext
 from ..launch.member import own_member
 from ..lower.determinism import determinism
+from ..lower.lower import Programs
 from ..lower.state import State
 from ..plan.plan import Plan
 from ..report.history import EvalRecord, History, Rebalance, StepRecord
@@ -163,7 +163,7 @@ class Session:
             self.balancer = Balancer(moves, counts, limits, seconds)
             self.plan = plan if counts == plan.counts else plan.with_counts(counts)
             self._watch_pipelines = PipelineWatch(self._stepper, self._programs, job.gather)
-            said = unplanned_gathers(self._programs)
+            said = _unplanned_gathers(self._programs)
             said += self._watch_pipelines.measure(inputs, self.plan)
             self.plan = self._predicted(self.plan).replaced(reasons=(*plan.reasons, *said))
             self.split_watch = SplitWatch(self._programs, self._cluster, job)
@@ -511,3 +511,11 @@ class Session:
             plan=self.plan,
             sha256=sha256,
         )
+
+
+def _unplanned_gathers(programs: Programs) -> tuple[str, ...]:
+    if programs.sharded is None:
+        return ()
+    from ..inspect.unplanned_gathers import unplanned_gathers  # a reader of XLA's text
+
+    return unplanned_gathers(programs)
