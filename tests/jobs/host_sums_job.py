@@ -58,7 +58,7 @@ def collectives(programs):
 def programs_of(session):
     """Collectives in the programs of the devices that train, and in those of the hosts."""
     own = session._programs
-    on_devices = [own.runners[0]._compiled, *own._updates.compiled[0]]
+    on_devices = [own.runners[0]._programs.of(0)["loss"], *own._updates.compiled[0]]
     between = list(own.reducer.programs)
     if own.gather is not None:
         between += own.gather._programs

@@ -59,7 +59,7 @@ def programs(case, devices, reduction="exact"):
     plan = job.plan(microbatch_size=2, mesh=mesh, counts="even", reduction=reduction)
     with job.open(plan, mesh=mesh) as session:
         found = session._programs
-        runners = [text(runner._compiled) for runner in found.runners]
+        runners = [text(runner._programs.of(0)["loss"]) for runner in found.runners]
         updates = [text(programs[-1]) for programs in found._updates.compiled]
     return list(zip(runners, updates, strict=True))
 

@@ -17,7 +17,7 @@ from support import random_plans
 from support.blocks import BATCH, WIDTH, Layers, Scanned, data, job, loss, planned, trained
 from support.inside.choose import costs_of
 from support.inside.graph import chain_ops, crossing_bytes, graph_of, layer_points, segments_at
-from support.inside.lower import Segmented
+from support.inside.lower import ChainRunner
 from support.inside.schedule import replay_sequence, sequence_from_texts
 from support.tiers import examples, rows
 
@@ -116,7 +116,7 @@ def test_equal_layers_share_their_programs(model, programs, num):
     assert len(plan.chain.segments) == num + 2
     with own.open(plan, steps=1) as session:
         [chain] = session._programs.runners
-        assert isinstance(chain, Segmented)
+        assert isinstance(chain, ChainRunner)
         assert len(chain.names) == programs
 
 

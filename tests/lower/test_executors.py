@@ -11,7 +11,6 @@ import pytest
 import hxla
 from support.executor_jobs import NUM, ended, job
 from support.inside.choose import with_executors
-from support.inside.lower import Microbatches
 from support.inside.session import _fastest_executors, with_fastest_executors
 from support.tiers import rows
 
@@ -43,16 +42,16 @@ def test_sums_that_are_let_go_give_the_same_bits():
 def meeting(session, num):
     """Microbatches that go on only when so many of them are under way."""
     barrier, [runner] = threading.Barrier(num), session._programs.runners
-    assert isinstance(runner, Microbatches)
-    run = runner._compiled
+    programs = runner._programs.of(0)
+    run = programs["loss"]
 
     def meet(*arguments):
         barrier.wait(timeout=LIMIT_SECONDS)
         return run(*arguments)
 
-    runner._compiled = meet
+    programs["loss"] = meet
     yield
-    runner._compiled = run
+    programs["loss"] = run
 
 
 def test_microbatches_are_under_way_at_once():
@@ -71,7 +70,7 @@ def test_a_microbatch_that_fails_ends_the_step(monkeypatch):
         def fail(*arguments):
             raise RuntimeError("no memory is left")
 
-        monkeypatch.setattr(runner, "_compiled", fail)
+        monkeypatch.setitem(runner._programs.of(0), "loss", fail)
         with pytest.raises(RuntimeError, match="no memory is left"):
             session.step()
 
@@ -93,8 +92,6 @@ def test_what_cannot_run_at_once_is_refused():
     cut = job(devices=(0, 1)).plan(stages=2, microbatch_size=2)
     with pytest.raises(hxla.PlanError, match="a copy has axes here: use executors 1"):
         with_executors(cut, (2,))
-    with pytest.raises(hxla.PlanError, match="a copy has a chain of segments here"):
-        job(cluster={"executors": 2}, memory={"recompute": "none"}).plan(microbatch_size=2)
     with pytest.raises(hxla.ConfigError, match="executors"):
         job(cluster={"executors": 0}).plan(microbatch_size=2)
 
@@ -107,7 +104,7 @@ def test_each_executor_has_memory_of_its_own():
         with job().open(with_executors(plan, (num,)), steps=1) as session:
             [runner] = session._programs.runners
             sums = sum(x.nbytes for x in jax.tree.leaves(runner.empty()))
-            temporaries = runner._compiled.memory_analysis().temp_size_in_bytes
+            temporaries = runner._programs.of(0)["loss"].memory_analysis().temp_size_in_bytes
             bytes_of[num] = runner.memory_bytes(sums) + runner.kept_bytes
             assert session.memory_bytes >= bytes_of[num]
     assert bytes_of[2] - bytes_of[1] >= sums + temporaries

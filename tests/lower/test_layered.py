@@ -287,13 +287,9 @@ def test_memory_decides_what_waits_for_the_backward():
         made(10_000, zero=1, waves=2)
 
 
-def test_a_stage_needs_segments_and_copies():
-    own = shared(2)
-    plan = planned(own, 2)
-    with pytest.raises(hxla.PlanError, match="segment by segment, set `chain`, or use 1"):
-        plan.replaced(chain=None)
+def test_a_stage_needs_copies():
     with pytest.raises(hxla.PlanError, match="nobody to share with"):
-        planned(own, 1)
+        planned(shared(2), 1)
 
 
 @pytest.mark.parametrize(

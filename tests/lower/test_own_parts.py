@@ -104,7 +104,7 @@ def test_memory_is_that_of_the_compiled_programs(job, shares):
     with own.open(plan, steps=1) as session:
         next(iter(session))
         programs = session._programs
-        stats = programs.runners[0]._compiled.memory_analysis()
+        stats = programs.runners[0]._programs.of(0)["loss"].memory_analysis()
         held = session._store.held[0]
         live = collections.Counter()
         for x in held.params:

@@ -289,7 +289,7 @@ def test_attention_is_cut_where_its_heads_are():
     plan = planned(own, 1, TENSOR)
     with own.open(plan, steps=1) as session:
         [runner] = session._programs.runners
-        text = runner._compiled.as_text()
+        text = runner._programs.of(0)["loss"].as_text()
     # Scores of each device's two of four heads, of four examples with 16 positions.
     assert "f32[4,2,16,16]" in text
     assert "f32[4,4,16,16]" not in text

@@ -31,7 +31,7 @@ def facts(record, session):
     if rank == 1:
         session.stop()
     plan, programs = session.plan, session._programs
-    stats = programs.runners[0]._compiled.memory_analysis()
+    stats = programs.runners[0]._programs.of(0)["loss"].memory_analysis()
     held = sum(x.addressable_shards[0].data.nbytes for x in session._store.held[0].params)
     print("BYTES", plan.device_parameter_bytes, held, stats.argument_size_in_bytes)
     text = "".join(program.as_text() for program in programs.reducer.programs)

@@ -610,9 +610,13 @@ BROKEN_COPIES = {
         also(ZERO, at("placement.whole", ["elsewhere"])),
         ["placement.whole: there is no parameter 'elsewhere'"],
     ),
-    "stage 2 without segments": (
-        at("placement.zero", 2),
-        ["placement.zero: stages 2 and 3 run segment by segment"],
+    "executors beside stage 2": (
+        also(at("placement.zero", 2), at("replicas.0.executors", 2)),
+        ["replicas: with placement.zero of 2 each segment runs for all microbatches"],
+    ),
+    "calls beside stage 3": (
+        also(at("placement.zero", 3), at("microbatches_per_call", 2)),
+        ["microbatches_per_call: with placement.zero of 3 each segment runs for one"],
     ),
     "groups of unlike sizes": (
         also(ZERO, at("placement.shard_groups", 3)),

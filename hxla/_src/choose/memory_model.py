@@ -17,8 +17,8 @@ from ..graph.residuals import ResidualEstimator
 from ..graph.segments import Segment, segments_at
 from ..job.context import JobContext
 from ..launch.member import pinned
+from ..lower.chain_spec import direct_parts, wanted_values
 from ..lower.inputs import sharded_of
-from ..lower.segment_part import direct_parts, wanted_values
 from ..lower.segment_programs import segment_costs
 from ..lower.stage import StagePart
 from ..plan.parts import HostTier, Prediction

@@ -8,9 +8,9 @@ from ..cluster.libraries import are_unlike, in_words
 from ..core.errors import PlanError
 from ..graph.parts import graph_at, parts_of
 from ..job.context import JobContext
+from ..lower.chain_spec import direct_parts
 from ..lower.contribution import num_terms
 from ..lower.exact import Limbs
-from ..lower.segment_part import direct_parts
 from ..plan.plan import Plan
 from .memory import with_memory
 from .microbatch_counts import with_asked_calls

@@ -7,8 +7,8 @@ normalized kernel, XLA's partitioner may gather as it likes.
 import re
 from collections.abc import Iterable, Iterator, Set
 
+from ..lower.chain_runner import ChainRunner
 from ..lower.lower import Programs
-from ..lower.microbatch import Microbatches
 from ..plan.sharding import Sharded
 from .analyze import UNREADABLE
 from .annotated_module import annotate
@@ -31,9 +31,9 @@ def unplanned_gathers(programs: Programs) -> tuple[str, ...]:
         A line for each that the plan does not tell of, with the bytes that come to a device.
     """
     sharded, runner = programs.sharded, programs.runners[0]
-    if sharded is None or not isinstance(runner, Microbatches):
+    if sharded is None or not isinstance(runner, ChainRunner):
         return ()
-    text = runner.compiled_text
+    text = runner.whole_text
     if "all-gather" not in text:
         return ()
     try:

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -287,31 +287,6 @@ class Contribution:
         return exact.rescale(total, exponent) if self.is_exact else total
 
 
-class SumsSpec(Protocol):
-    """What the sums of a replica's microbatches are, whatever programs make them."""
-
-    @property
-    def tensors(self) -> Tensors: ...
-    @property
-    def packs(self) -> Sequence[Sequence[int]]: ...
-    @property
-    def contribution(self) -> Contribution: ...
-    @property
-    def num_microbatches(self) -> int: ...
-    @property
-    def num_columns(self) -> int: ...
-
-
-def empty_sums(spec: SumsSpec) -> DeviceSums:
-    """Sums of no microbatch."""
-    return DeviceSums(
-        jnp.zeros((spec.num_microbatches, spec.num_columns), jnp.int32),
-        jnp.zeros(len(spec.tensors.floats), jnp.int32),
-        [spec.contribution.zeros(shape) for shape in pack_shapes(spec.tensors, spec.packs)],
-        [jnp.zeros(x.shape, x.dtype) for x in spec.tensors.words],
-    )
-
-
 def largest(x: jax.Array, axis: int | None = None) -> jax.Array:
     """The largest magnitude, float32; NaN if there is one."""
     return jnp.max(jnp.abs(x.astype(jnp.float32)), axis=axis, initial=0.0)
@@ -452,8 +427,8 @@ def largest_over(
         found, peaks_T = local_largest(values, lay_out, packs)
         return found, jax.lax.pmax(peaks_T, mesh.axis_names)  # one for all tensors
 
-    own = list(specs)
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=(own,), out_specs=(own, P()), check_vma=False)
+    own, out = list(specs), pack_specs(specs, packs)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(own,), out_specs=(out, P()), check_vma=False)
 
     def run(values: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
         placed = [place_in(mesh, x, s) for x, s in zip(values, own, strict=True)]

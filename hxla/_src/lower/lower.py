@@ -18,6 +18,8 @@ from ..model.functional import leaf_names
 from ..model.loss import num_columns
 from ..plan.layout import to_spec
 from ..plan.plan import Plan
+from .chain_runner import ChainRunner
+from .chain_spec import chain_spec, last_packs
 from .compile import (
     compile_all,
     compiler_options,
@@ -37,9 +39,7 @@ from .layerwise import LayerwiseStep, sum_groups
 from .padding import Padding, StatePadding
 from .pipeline import Pipeline
 from .replica import Replica, StateSpecs, device_bytes
-from .runners import Runner, microbatches, param_groups, pipeline_spec, segmented
-from .segment_part import last_packs, segmented_spec
-from .segmented import Segmented
+from .runners import Runner, chains, param_groups, pipeline_spec
 from .sharded_params import ShardedParams
 from .state import of_opt_state
 from .store import Store
@@ -121,40 +121,29 @@ class Programs:
         # Whether rows travel alone must not move a bit.
         by_rows = rows_read(graph)
         could_be_rows = [i for i, p in enumerate(self.trained) if p in by_rows]
-        #: Tensors whose sums are one array.
-        self.packs = packs_of(self.tensors, could_be_rows if is_whole else None)
         self.own = ownership_of(training, plan)
         #: Whether the same program gives unlike bits on some of the devices.
         self.is_of_unlike_devices = are_unlike(device.kind for device in plan.devices)
         groups: list[tuple[int, tuple[int, ...]]] = []
         sums_of: Sequence[Sequence[int]] | None = None
         runner: Callable[[Replica], Runner]
-        if plan.chain is not None:
-            chain = segmented_spec(
-                graph,
-                plan,
-                self.tensors,
-                self.trained,
-                could_be_rows if is_whole else range(len(lie)),
-                training.seed,
-                lie,
-                sharded,
-            )
-            self.packs = [list(pack) for pack in chain.packs]
-            self.contribution, runner = segmented(training, plan, chain)
+        if plan.pipeline is None:
+            alone = could_be_rows if is_whole else range(len(lie))
+            given = training, graph, plan, self.tensors, self.trained
+            chain = chain_spec(*given, alone, lie, uneven or sharded)
+            self.packs = chain.packs
+            self.contribution, runner = chain.contribution, chains(plan, chain)
             if plan.placement.zero > 1:
                 elements = pack_sizes(self.tensors, self.packs, lie, plan.axis_sizes)
                 groups = sum_groups(last_packs(chain), elements)
                 sums_of = [packs for _, packs in groups]
-        elif plan.pipeline is not None:
+        else:
+            self.packs = packs_of(self.tensors, None)
             stages = pipeline_spec(training, graph, plan, self.tensors, self.trained, sharded)
             self.contribution, runner = stages.contribution, functools.partial(Pipeline, stages)
             if plan.placement.zero > 1:
                 of_slots = [group.trained for group in stages.slot_groups]
                 sums_of = stage_groups(of_slots, self.trained, len(lie))
-        else:
-            given = training, graph, plan, self.tensors, self.trained
-            self.contribution, runner = microbatches(*given, uneven or sharded, self.packs)
         self.reducer = Reducer(
             replicas,
             self.contribution,
@@ -285,10 +274,9 @@ class Programs:
         )
 
     def _layered(self, groups: Sequence[tuple[int, Sequence[int]]]) -> LayerwiseStep:
-        runners = [runner for runner in self.runners if isinstance(runner, Segmented)]
-        sequence, sharded = runners[0].sequence, self.sharded_params
-        own = self.reducer, groups, self.trained, sharded, self.plan.placement
-        return LayerwiseStep(sequence, runners, *own)
+        runners = [runner for runner in self.runners if isinstance(runner, ChainRunner)]
+        own = self.reducer, groups, self.trained, self.sharded_params, self.plan.placement
+        return LayerwiseStep(runners, *own)
 
     @property
     def _more(self) -> Any:

@@ -1,94 +1,45 @@
-"""What runs the microbatches of a copy of the model, as its plan has it: three forms."""
+"""What runs the microbatches of a replica, as its plan has it: a chain or a pipeline."""
 
 import functools
 from collections.abc import Callable, Sequence
 
-from ..core.errors import PlanError
 from ..graph.graph import Graph, params_of
 from ..graph.parts import graph_at, parts_of
 from ..model.loss import num_columns
 from ..plan.check import schedule_of
 from ..plan.layout import to_spec
+from ..plan.parts import ONE_PROGRAM
 from ..plan.plan import Plan
 from ..plan.sharding import Sharded
 from ..plan.stage_storage import check_layers_whole
 from ..schedule.segment_sequence import sequence_from_texts
+from .chain_runner import ChainRunner
+from .chain_spec import ChainSpec
 from .contribution import Contribution, Tensors, num_terms
 from .inputs import Training
-from .microbatch import Microbatches, MicrobatchSpec
 from .pipeline import Pipeline
 from .pipeline_program import PipelineSpec
 from .replica import Replica
-from .segment_part import SegmentedSpec
 from .segment_programs import ChainParts, parts_for
-from .segmented import Segmented
 from .slots import make_slots
-from .uneven import Uneven
 
-Runner = Microbatches | Segmented | Pipeline
-#: How tensors join the sums, and what makes the runner of a copy.
-Made = tuple[Contribution, Callable[[Replica], Runner]]
+Runner = ChainRunner | Pipeline
 
 
-def microbatches(
-    training: Training,
-    graph: Graph,
-    plan: Plan,
-    tensors: Tensors,
-    trained: tuple[int, ...],
-    inner: Uneven | Sharded | None,
-    packs: Sequence[Sequence[int]],
-) -> Made:
-    """What runs a microbatch as one program.
-
-    Args:
-        trained: Places of the parameters that are trained.
-        inner: What the axes inside a copy cut; None: there are none.
-        packs: Tensors whose sums are one array.
-    """
-    contribution = Contribution.of(plan.sums, plan.num_microbatches)
-    spec = MicrobatchSpec(
-        graph=graph,
-        tensors=tensors,
-        packs=packs,
-        trained=trained,
-        contribution=contribution,
-        num_microbatches=plan.num_microbatches,
-        per_call=plan.microbatches_per_call,
-        num_columns=num_columns(graph.metrics),
-        seed=training.seed,
-        mean=training.mean,
-        clip_norm=training.microbatch_clip_norm,
-        sharded=inner.sharded if isinstance(inner, Uneven) else inner,
-        uneven=inner if isinstance(inner, Uneven) else None,
-    )
-    return contribution, lambda replica: Microbatches(spec, replica)
-
-
-def segmented(training: Training, plan: Plan, spec: SegmentedSpec) -> Made:
-    """What runs a microbatch as a chain of segments.
-
-    Raises:
-        PlanError: If each microbatch's own gradient is to be clipped.
-    """
-    chain = plan.chain
-    assert chain is not None
-    if training.microbatch_clip_norm is not None:
-        raise PlanError(
-            "chain: each microbatch's own gradient is clipped, which needs all of it at once: "
-            "leave memory.recompute out, or set communication.clip to 'after'"
-        )
-    sequence = sequence_from_texts(len(spec.parts), chain.sequence)
+def chains(plan: Plan, spec: ChainSpec) -> Callable[[Replica], ChainRunner]:
+    """What makes the runner of a replica that is no pipeline."""
+    texts = ONE_PROGRAM if plan.chain is None else plan.chain.sequence
+    sequence = sequence_from_texts(len(spec.parts), texts)
     by_part = plan.placement.zero > 1
     parts: dict[str, ChainParts] = {}  # by platform
 
-    def runner(replica: Replica) -> Segmented:
+    def runner(replica: Replica) -> ChainRunner:
         platform = replica.devices[0].platform
         if platform not in parts:
             parts[platform] = parts_for(spec, replica)
-        return Segmented(spec, parts[platform], sequence, replica, by_part)
+        return ChainRunner(spec, parts[platform], sequence, replica, by_part)
 
-    return spec.contribution, runner
+    return runner
 
 
 def pipeline_spec(
@@ -171,7 +122,6 @@ def param_groups(
             [[number[p] for p in own] for own in of_slots],
             [{number[p]: read[p] for p in own if p in read} for own in of_slots],
         )
-    assert isinstance(runner, Segmented)
     groups, low = [], []
     for i in range(runner.num_parts):
         groups.append(list(dict.fromkeys(number[p] for p in runner.params_of(i) if p in number)))

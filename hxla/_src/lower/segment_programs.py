@@ -1,5 +1,7 @@
 """The programs of a chain: of its parts, the small ones around them, and their bytes.
 
+A chain of one part needs none around it but empty sums: its program takes the sums as they are.
+
 Legend of shape suffixes: T float tensors.
 """
 
@@ -24,10 +26,11 @@ from ..model.plain_arrays import in_bytes
 from ..plan.sharding import Sharded
 from ..plan.stage_storage import piece_shape
 from ..schedule.segment_sequence import CUT, INPUT, Residuals, SegmentCost
-from .compile import firsts_alike, update_options
-from .contribution import DeviceSums, empty_sums, pack_shapes
+from .chain_spec import ChainSpec, first_packs, shared_tensors, wanted_values
+from .compile import compiler_options, firsts_alike, update_options
+from .contribution import DeviceSums, pack_shapes
 from .replica import Replica, device_bytes
-from .segment_part import SegmentedSpec, SegmentPart, first_packs, shared_tensors, wanted_values
+from .segment_part import SegmentPart
 from .stage import StagePart
 
 #: Operations of a backward beside those of its forward.
@@ -79,7 +82,7 @@ def segment_costs(
             parts = _fewest_parts(sharded, stage.part)
             own = sum(bytes_of(v.aval.shape, v.aval.dtype) // parts(v.aval.shape) for v in left)
         else:
-            own, reads_input = residuals[i], stage.reads_its_input
+            own, reads_input = residuals[i], stage.part.is_last or stage.reads_its_input
         floats = {v for later in stages[i:] for v in later.above_floats}
         grads = sum(sharded.device_bytes(v) for v in crossing[i] if v in floats)
         if temporary is None:
@@ -154,18 +157,14 @@ class ChainParts(NamedTuple):
     replica: Replica | None
 
 
-def parts_for(spec: SegmentedSpec, replica: Replica) -> ChainParts:
-    """Make the parts.
-
-    Args:
-        replica: Where; copies on like devices have parts that are the same but for their devices.
-    """
+def parts_for(spec: ChainSpec, replica: Replica) -> ChainParts:
+    """Make the parts; those of replicas on like devices differ in their devices only."""
     parts = _parts(spec, replica)
-    same = firsts_alike(part.key for part in parts)
+    same = [0] if spec.is_whole else firsts_alike(part.key for part in parts)
     return ChainParts(parts, tuple(same), replica if replica.axes else None)
 
 
-def _parts(spec: SegmentedSpec, replica: Replica) -> tuple[SegmentPart, ...]:
+def _parts(spec: ChainSpec, replica: Replica) -> tuple[SegmentPart, ...]:
     shared = shared_tensors(spec.graph, spec.parts, spec.trained)
     wanted = wanted_values(spec.graph, spec.trained)
     on_cpu, several = replica.devices[0].platform == "cpu", replica if replica.axes else None
@@ -176,7 +175,7 @@ def _parts(spec: SegmentedSpec, replica: Replica) -> tuple[SegmentPart, ...]:
 
 
 class SegmentPrograms:
-    """What a copy of the model runs of a chain.
+    """What a replica runs of a chain.
 
     Args:
         by_part: Whether sums are there only while their part runs; see `LayerwiseStep`.
@@ -186,47 +185,43 @@ class SegmentPrograms:
         shared: Packs to which several parts add, whose sums begin with a step.
         first_packs: For each part the packs whose sums begin with its backward; none if not by
             part.
-        begin: `(exponents, shared sums)` to the scales of each part, and zeros for these sums.
-        end: The peaks of all tensors, from those of the parts.
-        zeros: Empty sums, and peaks of each part.
+        zeros: Empty sums.
     """
 
-    def __init__(self, spec: SegmentedSpec, parts: ChainParts, replica: Replica, by_part: bool):
+    def __init__(self, spec: ChainSpec, parts: ChainParts, replica: Replica, by_part: bool):
         self._spec, self._replica, self._by_part = spec, replica, by_part
         self._parts, self._same, self._whose = parts
         self._distinct = sorted(set(self._same))
         shared = shared_tensors(spec.graph, spec.parts, spec.trained)
         of_shared = [k for k, pack in enumerate(spec.packs) if not shared.isdisjoint(pack)]
         self.shared = [] if by_part else of_shared  # else zeros are made when they are needed
-        self._options = update_options(replica.devices[0].platform, spec.contribution.form)
-        scales = [P()] * len(self._parts), spec.lie_sums(self.shared)
-        # Nothing of what is donated is read: it is to be used again nevertheless.
-        self.begin = self._jit(self._begun, scales, donate_argnums=1, keep_unused=True)
-        self.end = self._jit(self._whole_peaks, P())
-        values = [] if by_part else spec.lie_sums()
-        lie: list[Any] = [P(), P(), values, [P()] * len(spec.tensors.words)]
-        self.zeros = self._made(self._empty, (DeviceSums(*lie), [P()] * len(self._parts)))
+        options = compiler_options if spec.is_whole else update_options
+        self._options = options(replica.devices[0].platform, spec.contribution.form)
+        #: Split a replica's scales for the parts of a chain, and join their peaks.
+        self._around: list[Any] = []
+        if not spec.is_whole:
+            each = [P()] * len(self._parts)
+            specs = each, each, spec.sums_specs(self.shared)
+            # Nothing of what is donated is read: it is to be used again nevertheless.
+            begin = self._jit(self._begun, specs, donate_argnums=1, keep_unused=True)
+            self._around = [begin, self._jit(self._whole_peaks, P())]
+        self.zeros = self._made(self._empty, self._sums_specs)
         self.first_packs = first_packs(spec) if by_part else []
         shapes = pack_shapes(spec.tensors, spec.packs)
         self._first_shapes = [
-            tuple(zip((shapes[k] for k in own), spec.lie_sums(own), strict=True))
-            for own in self.first_packs
+            tuple(zip((shapes[k] for k in packs), spec.sums_specs(packs), strict=True))
+            for packs in self.first_packs
         ]
         self._fresh = {
-            own: self._made(
-                lambda own=own: [spec.contribution.zeros(shape) for shape, _ in own],
-                [lie for _, lie in own],
+            first: self._made(
+                lambda first=first: [spec.contribution.zeros(shape) for shape, _ in first],
+                [specs for _, specs in first],
             )
-            for own in dict.fromkeys(filter(None, self._first_shapes))
+            for first in dict.fromkeys(filter(None, self._first_shapes))
         }
         self.names = (
-            *(
-                f"the {which} of {spec.parts[i].segment.name}"
-                for i in self._distinct
-                for which in self._kinds(i)
-            ),
-            "the scales of all parts",
-            "the peaks of all parts",
+            *self._part_names(),
+            *["the scales of all parts", "the peaks of all parts"][: len(self._around)],
             "empty sums",
             *["empty sums of a part"] * len(self._fresh),
         )
@@ -234,34 +229,49 @@ class SegmentPrograms:
         self._residuals: dict[int, list[Any]] = {}
         self._compiled: dict[int, dict[str, Any]] = {}
 
-    def _jit(self, run: Any, lie: PyTree, **options: Any) -> Any:
-        """A program; `lie` are the PartitionSpecs of its results, None where XLA decides."""
+    def _part_names(self) -> list[str]:
+        if self._spec.is_whole:
+            return ["a microbatch"]
+        return [
+            f"the {which} of {self._spec.parts[i].segment.name}"
+            for i in self._distinct
+            for which in self._kinds(i)
+        ]
+
+    @property
+    def _sums_specs(self) -> DeviceSums:
+        """PartitionSpecs of a replica's sums."""
+        values: list[Any] = [] if self._by_part else self._spec.sums_specs()
+        specs: Any = [P(), P(), values, [P()] * len(self._spec.tensors.words)]
+        return DeviceSums(*specs)
+
+    def _jit(self, run: Any, specs: PyTree, **options: Any) -> Any:
+        """A program; `specs` are the PartitionSpecs of its results, None where XLA decides."""
         if self._replica.axes:
-            return self._made(run, lie, **options)
+            return self._made(run, specs, **options)
         return jax.jit(run, compiler_options=self._options, **options)
 
-    def _made(self, run: Any, lie: PyTree, **options: Any) -> Any:
+    def _made(self, run: Any, specs: PyTree, **options: Any) -> Any:
         """The same, also of a program that reads nothing which says where it runs."""
         is_spec = lambda x: isinstance(x, P)  # noqa: E731
-        where = jax.tree.map(self._replica.sharding, lie, is_leaf=is_spec)
+        where = jax.tree.map(self._replica.sharding, specs, is_leaf=is_spec)
         return jax.jit(run, compiler_options=self._options, out_shardings=where, **options)
 
     def _of_part(self, part: SegmentPart) -> dict[str, Any]:
-        """Those of a part."""
-        lie = self._spec.lie
-        joined = lie(part.floats), self._spec.lie_sums(part.packs), P()
+        spec = self._spec
+        limbs: list[Any] = spec.sums_specs(part.packs)
+        floats = spec.specs_of(part.floats)
         if part.is_last:
-            words = [P()] * len(self._spec.tensors.words)
-            run = self._jit(part.loss, (*joined, P(), words), donate_argnums=(6, 7, 8, 9))
-            return {"loss": run}
-        stage, made = part.stage, self._spec.lie_waiting(part.stage.part.outputs)
+            sums = self._sums_specs._replace(values=limbs)
+            return {"loss": self._jit(part.last_program, (sums, None, floats), donate_argnums=4)}
+        stage, made = part.stage, spec.waiting_specs(part.stage.part.outputs)
         kept: list[P | None] = []
         if self._replica.axes:
             shapes = [stage.residuals[i].shape for i in stage.own_residuals]
-            kept = self._spec.lie_inside(stage.part, shapes)
+            kept = spec.inner_specs(stage.part, shapes)
         return {
             "forward": self._jit(part.forward, (made, kept)),
-            "backward": self._jit(part.backward, joined, donate_argnums=(8, 9)),
+            "backward": self._jit(part.backward, (limbs, P(), floats), donate_argnums=(4, 5)),
         }
 
     @functools.cached_property
@@ -276,67 +286,92 @@ class SegmentPrograms:
 
     # -- small programs --------------------------------------------------------------------------
 
+    def begin(self, exponents: jax.Array, sums: DeviceSums, shared: Any) -> Any:
+        """The scales and the peaks of each part, and zeros for sums to which several add."""
+        if not self._around:
+            return [exponents], [sums.peaks_T], []
+        return self._around[0](exponents, shared)
+
+    def end(self, peaks: Sequence[jax.Array]) -> jax.Array:
+        """The peaks of all tensors, from those of the parts."""
+        return self._around[1](peaks) if self._around else peaks[0]  # type: ignore[no-any-return]
+
     def _begun(self, exponents_T: jax.Array, shared: Any) -> Any:
-        """The scales of each part, and zeros for sums to which several parts add."""
         scales = [exponents_T[np.array(part.tensors, np.int32)] for part in self._parts]
-        return scales, jax.tree.map(jnp.zeros_like, shared)
+        peaks = [jnp.zeros(len(part.tensors), jnp.int32) for part in self._parts]
+        return scales, peaks, jax.tree.map(jnp.zeros_like, shared)
 
     def _whole_peaks(self, peaks: Sequence[jax.Array]) -> jax.Array:
-        """Of all tensors, from those of the parts."""
         places = np.array([t for part in self._parts for t in part.tensors], np.int32)
         zeros = jnp.zeros(len(self._spec.tensors.floats), jnp.int32)
         return zeros.at[places].max(jnp.concatenate(list(peaks)))
 
-    def _empty(self) -> tuple[DeviceSums, list[jax.Array]]:
-        sums = empty_sums(self._spec)
-        peaks = [jnp.zeros(len(part.tensors), jnp.int32) for part in self._parts]
-        return sums._replace(values=[]) if self._by_part else sums, peaks
+    def _empty(self) -> DeviceSums:
+        sums = self._spec.empty_sums()
+        return sums._replace(values=[]) if self._by_part else sums
 
     # -- compilation -----------------------------------------------------------------------------
 
     def lower(self, params: Sequence[Any], aux: Sequence[Any], exponents: Any) -> list[Any]:
         """The programs before compilation: of each part that is like no earlier one; the rest."""
         spec, like = self._spec, self._replica.like
-        batch = self._arrays(spec.graph.batch_values)
-        sums, peaks = jax.tree.map(like, jax.eval_shape(self._empty))
-        empty = jax.eval_shape(lambda: empty_sums(spec).values)
-        values = [
-            tuple(map(like, parts, lie)) for parts, lie in zip(empty, spec.lie_sums(), strict=True)
-        ]
-        shared = [values[k] for k in self.shared]
-        scales, _ = jax.eval_shape(self._begun, exponents, shared)
-        scales = jax.tree.map(like, scales)
-        where = np.zeros(3, np.int32)
+        batch = list(map(like, self.batch_shapes(), spec.batch_specs()))
+        limbs, sums = self.sums_shapes.values, jax.tree.map(like, jax.eval_shape(self._empty))
+        shared = [limbs[k] for k in self.shared]
+        scales, peaks = [exponents], [sums.peaks_T]
+        if self._around:
+            each = jax.eval_shape(self._begun, exponents, shared)
+            scales, peaks, _ = jax.tree.map(like, each)
+        where = np.zeros(3 if spec.per_call == 1 else 4, np.int32)
         out = []
         for i, programs in self._jitted.items():
             part = self._parts[i]
             stage = part.stage
             own = [params[p] for p in part.params], part.starts
-            given = [aux[k] for k in part.aux], [batch[k] for k in part.batch], where
-            joined = [values[k] for k in part.packs], peaks[i], scales[i]
-            inputs = self._arrays(stage.part.inputs, spec.lie_waiting)
+            others, given = [aux[k] for k in part.aux], [batch[k] for k in part.batch]
+            added = [limbs[k] for k in part.packs]
+            inputs = self._arrays(stage.part.inputs, spec.waiting_specs)
             if part.is_last:
-                small = sums.small_MS, sums.words
-                out.append(programs["loss"].lower(*own, inputs, *given, *small, *joined))
+                of_part = sums._replace(values=added, peaks_T=peaks[i])
+                read = *own, inputs, others, of_part, scales[i], where, given
+                out.append(programs["loss"].lower(*read))
                 continue
-            out.append(programs["forward"].lower(*own, inputs, *given))
-            self._residuals[i] = self._kept(part, inputs, out[-1])
-            grads = self._arrays(stage.below_floats)
-            late = self._arrays(part.pending)
-            saved = self._residuals[i]
-            out.append(programs["backward"].lower(*own, saved, *given, grads, late, *joined))
-        return [
-            *out,
-            self.begin.lower(exponents, shared),
-            self.end.lower(peaks),
-            self.zeros.lower(),
-            *(program.lower() for program in self._fresh.values()),
-        ]
+            out.append(programs["forward"].lower(*own, inputs, others, where, given))
+            saved = self._residuals[i] = self._kept(part, inputs, out[-1])
+            joined = added, peaks[i], scales[i]
+            grads, late = self._arrays(stage.below_floats), self._arrays(part.pending)
+            read_late = *own, saved, others, *joined, where, given, grads, late
+            out.append(programs["backward"].lower(*read_late))
+        if self._around:
+            begin, end = self._around
+            out += [begin.lower(exponents, shared), end.lower(peaks)]
+        return [*out, self.zeros.lower(), *(program.lower() for program in self._fresh.values())]
 
-    def _arrays(self, values: Sequence[int], lie: Any = None) -> list[Any]:
-        """Shapes of values of the graph, as `SegmentedSpec.lie` or another of its methods says."""
+    @functools.cached_property
+    def sums_shapes(self) -> DeviceSums:
+        """Shapes of a replica's sums, with those that are there only while their part runs."""
+        shapes, specs = jax.eval_shape(self._spec.empty_sums), self._spec.sums_specs()
+        placed: DeviceSums = jax.tree.map(self._replica.like, shapes)
+        limbs: list[Any] = [
+            tuple(map(self._replica.like, own, each))
+            for own, each in zip(shapes.values, specs, strict=True)
+        ]
+        return placed._replace(values=limbs)
+
+    def batch_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of what a call takes of the batch."""
+        num, shapes = (
+            self._spec.per_call,
+            shapes_of(self._spec.graph, self._spec.graph.batch_values),
+        )
+        if num == 1:
+            return shapes
+        return [jax.ShapeDtypeStruct((num, *x.shape), x.dtype) for x in shapes]
+
+    def _arrays(self, values: Sequence[int], specs: Any = None) -> list[Any]:
+        """Shapes of values of the graph, sharded as `specs_of` or another method says."""
         shapes = in_bytes(shapes_of(self._spec.graph, values))
-        return list(map(self._replica.like, shapes, (lie or self._spec.lie)(values)))
+        return list(map(self._replica.like, shapes, (specs or self._spec.specs_of)(values)))
 
     def _kept(self, part: SegmentPart, inputs: Sequence[Any], forward: Any) -> list[Any]:
         """Shapes of the residuals of a part, as they lie.
@@ -353,14 +388,15 @@ class SegmentPrograms:
             ]
         else:
             own = list(map(self._replica.like, own))
-        outputs = self._arrays(stage.part.outputs, self._spec.lie_waiting)
+        outputs = self._arrays(stage.part.outputs, self._spec.waiting_specs)
         return stage.all_residuals(inputs, outputs, own)
 
     def adopt(self, compiled: Sequence[Any]) -> None:
         """Take over the programs of `lower`, compiled."""
         flat = iter(compiled)
         self._compiled = {i: {name: next(flat) for name in self._kinds(i)} for i in self._distinct}
-        self.begin, self.end, self.zeros = itertools.islice(flat, 3)
+        self._around = list(itertools.islice(flat, len(self._around)))
+        self.zeros = next(flat)
         self._fresh = dict(zip(self._fresh, flat, strict=True))
 
     # -- what they are ---------------------------------------------------------------------------

@@ -98,11 +98,20 @@ def _of_sums_over_the_host(plan: Any) -> Iterator[str]:
 def _of_executors(plan: Any) -> Iterator[str]:
     if all(replica.executors == 1 for replica in plan.replicas):
         return
-    if plan.axes or plan.chain is not None:
-        form = "axes" if plan.axes else "a chain of segments"
+    if plan.axes:
         yield (
-            f"replicas: executors run microbatches of one program on one device, a copy has {form} "
-            "here: use executors 1"
+            "replicas: executors run microbatches on one device, a copy has axes here: use "
+            "executors 1"
+        )
+    if plan.placement.zero > 1:
+        yield (
+            f"replicas: with placement.zero of {plan.placement.zero} each segment runs for all "
+            "microbatches, one after another: use executors 1"
+        )
+    if plan.placement.stash != "device":
+        yield (
+            "replicas: copies to and from host memory have one order, that of one microbatch after "
+            "another: use executors 1, or placement.stash 'device'"
         )
     if plan.sums.kind != "exact":
         yield (
@@ -130,11 +139,16 @@ def _of_starts(plan: Any) -> Iterator[str]:
 def _of_calls(plan: Any) -> Iterator[str]:
     if plan.microbatches_per_call == 1:
         return
-    if plan.pipeline is not None or plan.chain is not None:
+    if plan.pipeline is not None or plan.num_segments > 1:
         form = "pipeline" if plan.pipeline is not None else "chain of segments"
         yield (
             f"microbatches_per_call: a {form} has several programs for each microbatch, and none "
             "that runs several of them: use 1"
+        )
+    if plan.placement.zero > 1:
+        yield (
+            f"microbatches_per_call: with placement.zero of {plan.placement.zero} each segment "
+            "runs for one microbatch after another: use 1"
         )
     if any(replica.executors > 1 for replica in plan.replicas):
         yield (
@@ -264,8 +278,6 @@ def _of_shares(plan: Any) -> Iterator[str]:
         yield "placement.zero: one copy of the model has nobody to share with, use 1 or 0"
     if plan.axes:
         yield from _of_shares_of_cut_copies(plan)
-    if placement.zero > 1 and plan.chain is None and plan.pipeline is None:
-        yield "placement.zero: stages 2 and 3 run segment by segment, set `chain`, or use 1"
     groups = placement.shard_groups
     if groups > 1:
         yield from _of_shard_groups(plan)

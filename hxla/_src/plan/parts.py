@@ -190,6 +190,10 @@ class PlannedPipeline(PlanValue):
         return any(segment.keep == "inputs" for segment in self.segments)
 
 
+#: What runs of a chain of one segment: its forward and backward are one program.
+ONE_PROGRAM = ("B0:input",)
+
+
 class PlannedChain(PlanValue):
     """A microbatch as programs that run one after another: a forward and a backward per segment.
 
@@ -209,6 +213,11 @@ class PlannedChain(PlanValue):
     def points(self) -> tuple[int, ...]:
         """The numbers of the equations at which a segment begins, but for the first."""
         return tuple(segment.first for segment in self.segments[1:])
+
+    @property
+    def is_one_program(self) -> bool:
+        """Whether it is what a plan without a chain has."""
+        return len(self.segments) == 1 and self.sequence == ONE_PROGRAM
 
 
 class SparseRows(PlanValue):

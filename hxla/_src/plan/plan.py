@@ -74,7 +74,7 @@ def deciding(plan: Any) -> dict[str, Any]:
         each = [[s.first, s.keep] for s in segments]
         found["keep"] = each if len({s.keep for s in segments}) > 1 else segments[0].keep
         found["has_weight"] = plan.pipeline.has_weight
-    if plan.chain is not None:  # whatever is recomputed, the programs are the same
+    if plan.num_segments > 1:  # whatever is recomputed, the programs are the same
         found["chain"] = plan.chain.points
     if plan.microbatches_per_call > 1:
         found["microbatches_per_call"] = plan.microbatches_per_call
@@ -114,7 +114,8 @@ class Plan(PlanValue):
         axes: The mesh axes inside a copy of the model; none where a copy has one device.
         replicas: The copies of the model, with their devices and their work.
         pipeline: The stages and their schedule, where `stage` is the first of the axes.
-        chain: The segments of a microbatch that are programs of their own; None: it is one program.
+        chain: The segments of a microbatch that are programs of their own; None: it is one
+            program, as a chain of one segment is.
         microbatches_per_call: The microbatches that one call of a program runs, at most.
         parameters: The layout of each parameter over its copy's devices between steps.
         sums: The way gradients are added up.
@@ -160,6 +161,11 @@ class Plan(PlanValue):
     runners_up: tuple[RunnerUp, ...] = ()
     reasons: Annotated[tuple[str, ...], pydantic.Field()] = ()
 
+    @pydantic.field_validator("chain")
+    @classmethod
+    def _without_one_program(cls, chain: PlannedChain | None) -> PlannedChain | None:
+        return None if chain is not None and chain.is_one_program else chain
+
     @pydantic.model_validator(mode="after")
     def _is_consistent(self) -> "Plan":
         found = tuple(faults(self))
@@ -199,6 +205,11 @@ class Plan(PlanValue):
     def num_stages(self) -> int:
         """The stages of each copy of the model; 1 without a pipeline."""
         return self.axis_sizes.get(STAGE_AXIS, 1)
+
+    @property
+    def num_segments(self) -> int:
+        """The segments of a microbatch that are programs of their own; 1: it is one program."""
+        return 1 if self.chain is None else len(self.chain.segments)
 
     @property
     def is_uneven(self) -> bool:

@@ -8,7 +8,6 @@ import numpy as np
 from ..choose.microbatch_counts import shared_numbers, with_executors
 from ..core.types import PyTree
 from ..lower.lower import Programs
-from ..lower.microbatch import Microbatches
 from ..plan.plan import Plan
 from .step import Stepper
 
@@ -71,8 +70,8 @@ def _most_executors(programs: Programs) -> int:
     A GPU runs the programs of a process one after another, in the order of their calls.
     """
     plan, local = programs.plan, programs.reducer.local
-    is_plain = isinstance(programs.runners[0], Microbatches) and not plan.axes
-    if len(local) != 1 or not is_plain or plan.sums.kind != "exact":
+    has_others = plan.axes or plan.chain is not None or plan.placement.zero > 1
+    if len(local) != 1 or has_others or plan.sums.kind != "exact":
         return 1
     if local[0].devices[0].platform != "cpu":
         return 1

@@ -18,10 +18,10 @@ from ..data.data import Loader, cut_batch
 from ..job.agreement import facts_of_data
 from ..job.context import JobContext
 from ..lower import exact
+from ..lower.chain_runner import ChainRunner
 from ..lower.contribution import DeviceSums, peaks_to_maxima
 from ..lower.layerwise import Spans
 from ..lower.lower import Programs
-from ..lower.microbatch import Microbatches
 from ..lower.pipeline import PieceTimes, Pipeline, piece_times
 from ..lower.runners import Runner
 from ..lower.store import Store
@@ -205,10 +205,8 @@ class Stepper:
 
     def _at_once(self, runner: Runner) -> int:
         """Microbatches whose time says how fast they are."""
-        if isinstance(runner, Microbatches):
+        if isinstance(runner, ChainRunner):
             return min(runner.num_together, self._programs.plan.num_microbatches)
-        if not isinstance(runner, Pipeline):
-            return 1
         # A pipeline's time for one microbatch says little: most of it is bubble.
         even = self._programs.plan.num_microbatches // len(self._reducer.replicas)
         return max(runner.unit, even - even % runner.unit)
@@ -233,7 +231,7 @@ class Stepper:
         """Run as many microbatches at once on each local replica as it is said to."""
         keeps = not self._reducer.releases
         for replica, runner in zip(self._reducer.local, self._programs.runners, strict=True):
-            if isinstance(runner, Microbatches):
+            if isinstance(runner, ChainRunner):
                 runner.use_executors(replicas[replica.index].executors, keeps=keeps)
 
     def measure_pipelines(self, batch: PyTree, *, repeats: int) -> dict[int, PieceTimes]:

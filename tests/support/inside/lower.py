@@ -11,6 +11,8 @@ from hxla._src.lower import update_groups as _update_groups
 from hxla._src.lower import zero_update as _own_update
 from hxla._src.lower.actions import FIELDS, KINDS, crossed, exchanges
 from hxla._src.lower.bitcast_packing import BitcastPacking
+from hxla._src.lower.chain_runner import ChainRunner
+from hxla._src.lower.chain_spec import direct_parts
 from hxla._src.lower.chunks import Chunks, all_gather, reduce_scatter
 from hxla._src.lower.compile import extra_bytes
 from hxla._src.lower.contribution import Contribution, Tensors, num_terms, packs_of
@@ -20,15 +22,12 @@ from hxla._src.lower.exact import Limbs
 from hxla._src.lower.exact_norms import digits_of, exponents_for, value_of
 from hxla._src.lower.inputs import Training, sharded_of, uneven_of
 from hxla._src.lower.lower import Programs, lower
-from hxla._src.lower.microbatch import Microbatches
 from hxla._src.lower.offload import OffloadedLeaf
 from hxla._src.lower.padding import NOT_PADDED, Granules, Padding, padded, unpadded
 from hxla._src.lower.padding_safe import keeps_padding
 from hxla._src.lower.pipeline import PieceTimes, Pipeline
 from hxla._src.lower.replica import Replica
-from hxla._src.lower.segment_part import direct_parts
 from hxla._src.lower.segment_programs import segment_costs
-from hxla._src.lower.segmented import Segmented
 from hxla._src.lower.sharded_params import ShardedParams
 from hxla._src.lower.slots import make_slots
 from hxla._src.lower.stage import StagePart, check_permutes

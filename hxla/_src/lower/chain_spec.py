@@ -1,0 +1,250 @@
+"""A microbatch as a chain of segments: what the programs of a replica are made from.
+
+A chain of one segment is the microbatch as one program; its graph is the traced one.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from ..core.errors import PlanError
+from ..graph.graph import Graph, params_of
+from ..graph.parts import ChainPart, graph_at, values_by_shape
+from ..graph.segments import segments_at
+from ..model.loss import num_columns
+from ..plan.plan import Plan
+from ..plan.sharding import Sharded
+from ..plan.stage_storage import check_layers_whole
+from .contribution import (
+    Contribution,
+    DeviceSums,
+    Tensors,
+    num_terms,
+    pack_shapes,
+    pack_specs,
+    packs_of,
+)
+from .inputs import Training
+from .uneven import Uneven
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChainSpec:
+    """What the programs of a chain are made from.
+
+    Attributes:
+        graph: Of the loss, for one microbatch, in the order in which it is cut.
+        parts: Of the chain; each reads what any earlier one made.
+        packs: Of tensors whose sums are one array; those of a pack are of one part.
+        trained: Places of the parameters that are trained.
+        num_columns: S, sums of a microbatch.
+        seed: Root of all random keys.
+        specs: PartitionSpec of each float tensor over the axes inside a replica.
+        sharded: How these axes cut the graph; without axes they cut nothing.
+        uneven: The same, where shards are of unlike sizes.
+        mean: Whether a microbatch's gradient is that of its mean loss, or of its sum.
+        clip_norm: Global norm to which each microbatch's gradient is clipped; None: not at all.
+        per_call: Microbatches that a call runs at most; more than one run in a loop.
+    """
+
+    graph: Graph
+    parts: tuple[ChainPart, ...]
+    tensors: Tensors
+    packs: Sequence[Sequence[int]]
+    trained: tuple[int, ...]
+    contribution: Contribution
+    num_microbatches: int
+    num_columns: int
+    seed: int
+    specs: tuple[P, ...]
+    sharded: Sharded
+    uneven: Uneven | None = None
+    mean: bool = True
+    clip_norm: float | None = None
+    per_call: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a microbatch is one program."""
+        return len(self.parts) == 1
+
+    def specs_of(self, values: Sequence[int]) -> list[P]:
+        """PartitionSpecs of values of the graph."""
+        return list(map(self.sharded.spec_of, values))
+
+    def waiting_specs(self, values: Sequence[int]) -> list[P]:
+        """PartitionSpecs of values that wait for a later program."""
+        return list(map(self.sharded.waiting_spec, values))
+
+    def inner_specs(self, part: ChainPart, shapes: Sequence[Sequence[int]]) -> list[P | None]:
+        """PartitionSpecs of arrays in the midst of a part, None where their shapes do not tell.
+
+        XLA may leave whole what nobody places. What has the shape of values that are all cut in one
+        way is cut so, too.
+        """
+        values = values_by_shape(self.graph, part)
+        known = [set(self.specs_of(values.get(tuple(shape), ()))) for shape in shapes]
+        return [next(iter(specs)) if len(specs) == 1 else None for specs in known]
+
+    def batch_specs(self) -> list[P]:
+        """PartitionSpecs of what a call takes of the batch."""
+        specs = self.specs_of(self.graph.batch_values)
+        return specs if self.per_call == 1 else [P(None, *spec) for spec in specs]
+
+    def sums_specs(self, packs: Sequence[int] | None = None) -> list[tuple[P, ...]]:
+        """PartitionSpecs of the limbs of packs; None: of all."""
+        each, num = pack_specs(self.specs, self.packs), self.contribution.form.num_parts
+        return [(each[k],) * num for k in (range(len(each)) if packs is None else packs)]
+
+    def empty_sums(self) -> DeviceSums:
+        """Sums of no microbatch."""
+        return DeviceSums(
+            jnp.zeros((self.num_microbatches, self.num_columns), jnp.int32),
+            jnp.zeros(len(self.tensors.floats), jnp.int32),
+            [self.contribution.zeros(shape) for shape in pack_shapes(self.tensors, self.packs)],
+            [jnp.zeros(x.shape, x.dtype) for x in self.tensors.words],
+        )
+
+
+def chain_spec(
+    training: Training,
+    graph: Graph,
+    plan: Plan,
+    tensors: Tensors,
+    trained: tuple[int, ...],
+    alone: Collection[int],
+    specs: Sequence[P],
+    inner: Uneven | Sharded | None,
+) -> ChainSpec:
+    """What the chain of a plan is made from.
+
+    Args:
+        trained: Places of the parameters that are trained.
+        alone: Tensors that are packed with none.
+        specs: PartitionSpec of each float tensor over the axes inside a replica.
+        inner: What these cut; None: there are none.
+
+    Raises:
+        PlanError: If each microbatch's gradient is to be clipped, and is never whole.
+    """
+    points = () if plan.chain is None else plan.chain.points
+    if points and training.microbatch_clip_norm is not None:
+        raise PlanError(
+            "chain: each microbatch's own gradient is clipped, which needs all of it at once: "
+            "leave memory.recompute out, or set communication.clip to 'after'"
+        )
+    ordered, points = graph_at(graph, "work", points)
+    check_layers_whole(ordered, plan.parameters)
+    parts = direct_parts(ordered, points)
+    owners = parts_of_tensors(ordered, parts, tensors, trained)
+    num = plan.num_microbatches
+    sharded = inner.sharded if isinstance(inner, Uneven) else inner
+    return ChainSpec(
+        graph=ordered,
+        parts=parts,
+        tensors=tensors,
+        packs=chain_packs(tensors, owners, {*alone, *shared_tensors(ordered, parts, trained)}),
+        trained=trained,
+        contribution=Contribution.of(plan.sums, num_terms(ordered, parts, num)),
+        num_microbatches=num,
+        num_columns=num_columns(ordered.metrics),
+        seed=training.seed,
+        specs=tuple(specs),
+        sharded=(sharded or Sharded(graph, {})).over(ordered),
+        uneven=inner if isinstance(inner, Uneven) else None,
+        mean=training.mean,
+        clip_norm=training.microbatch_clip_norm,
+        per_call=plan.microbatches_per_call,
+    )
+
+
+def direct_parts(graph: Graph, points: Sequence[int]) -> tuple[ChainPart, ...]:
+    """The parts of a chain that one copy runs by itself: each reads what any earlier one made.
+
+    Args:
+        points: Cuts, see `_segments.cut_points`.
+    """
+    chain = segments_at(graph, points)
+    return tuple(
+        ChainPart(
+            segment=segment,
+            inputs=segment.inputs,
+            outputs=() if i == len(chain) - 1 else segment.outputs,
+            is_last=i == len(chain) - 1,
+        )
+        for i, segment in enumerate(chain)
+    )
+
+
+def parts_of_tensors(
+    graph: Graph, parts: Sequence[ChainPart], tensors: Tensors, trained: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """For each float tensor the parts that add to its sums; other variables are the last one's."""
+    param_of, last = params_of(graph), len(parts) - 1
+    found: dict[int, dict[int, None]] = collections.defaultdict(dict)
+    for i, part in enumerate(parts):
+        for entry in part.segment.params:
+            found[param_of[entry]][i] = None
+    return [*(tuple(found[p]) or (last,) for p in trained), *[(last,)] * sum(tensors.is_summed)]
+
+
+def chain_packs(
+    tensors: Tensors, parts_of: Sequence[tuple[int, ...]], alone: Collection[int]
+) -> list[list[int]]:
+    """`packs_of` whose tensors are of one part.
+
+    Args:
+        parts_of: For each the parts that add to its sums.
+        alone: Those that are packed with none, such as `shared_tensors`.
+    """
+    out = []
+    for part in sorted(set(parts_of)):
+        others = {t for t, own in enumerate(parts_of) if own != part}
+        packs = packs_of(tensors, {*alone, *others})
+        out += [pack for pack in packs if parts_of[pack[0]] == part]
+    return out
+
+
+def first_packs(spec: ChainSpec) -> list[tuple[int, ...]]:
+    """For each part the packs whose sums begin with its backward, the first that adds to them."""
+    return _packs_at(spec, max)
+
+
+def last_packs(spec: ChainSpec) -> list[tuple[int, ...]]:
+    """For each part the packs whose sums are whole after its backward."""
+    return _packs_at(spec, min)
+
+
+def _packs_at(spec: ChainSpec, which: Callable[[tuple[int, ...]], int]) -> list[tuple[int, ...]]:
+    owners = parts_of_tensors(spec.graph, spec.parts, spec.tensors, spec.trained)
+    at = [which(owners[pack[0]]) for pack in spec.packs]
+    return [tuple(k for k, own in enumerate(at) if own == i) for i in range(len(spec.parts))]
+
+
+def shared_tensors(
+    graph: Graph, parts: Sequence[ChainPart], trained: Sequence[int]
+) -> frozenset[int]:
+    """Tensors to whose sums several entries add, or such that are some of their rows."""
+    param_of = params_of(graph)
+    num: collections.Counter[int] = collections.Counter()
+    for entry in (entry for part in parts for entry in part.segment.params):
+        has_rows = graph.values[graph.param_values[entry]].rows is not None
+        num[param_of[entry]] += 1 + has_rows
+    return frozenset(t for t, p in enumerate(trained) if num[p] > 1)
+
+
+def wanted_values(graph: Graph, trained: Collection[int]) -> set[int]:
+    """Values that are made of trained parameters, and of which the loss is made."""
+    param_of = params_of(graph)
+    varies = {v for v, p in zip(graph.param_values, param_of, strict=True) if p in trained}
+    for op in graph.ops:
+        if not varies.isdisjoint(v for v in op.inputs if isinstance(v, int)):
+            varies.update(op.outputs)
+    found = {v for v in graph.result_values[:1] if isinstance(v, int)}
+    for op in reversed(graph.ops):
+        if not found.isdisjoint(op.outputs):
+            found.update(v for v in op.inputs if isinstance(v, int))
+    return found & varies

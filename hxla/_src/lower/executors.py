@@ -1,0 +1,93 @@
+"""Several microbatches of a replica at once, each executor with sums of its own.
+
+Each executor is a thread that takes the next microbatch as soon as it has done one. Sums are of
+integers, so neither who ran what nor the order moves a bit.
+"""
+
+import concurrent.futures
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .contribution import DeviceSums, Tensors, joined_words
+
+#: Numbers of microbatches, and their batches.
+Work = Iterable[tuple[int, Any]]
+#: `(sums, work) -> (sums, tick)`; no tick where there was no work.
+RunWork = Callable[[DeviceSums | None, Work], tuple[DeviceSums, jax.Array | None]]
+
+
+class Executors:
+    """Those of one device.
+
+    Args:
+        num: Executors, at least two.
+        like: Shapes and shardings of a replica's sums.
+        keeps: Whether the sums of executors stay from step to step.
+    """
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        num: int,
+        like: DeviceSums,
+        keeps: bool,
+    ):
+        self.num, self._keeps = num, keeps
+        self._more: list[DeviceSums | None] = [None] * (num - 1)
+        merged = functools.partial(_merged, tensors)
+        self._merge = jax.jit(merged, donate_argnums=0).lower(like, like).compile()
+
+    def run(
+        self, run_work: RunWork, sums: DeviceSums | None, work: Work, num_microbatches: int
+    ) -> tuple[DeviceSums, jax.Array]:
+        """Run microbatches on all executors.
+
+        Args:
+            sums: Of the first executor in the step before, whose memory is used again.
+
+        Returns:
+            The sums of all of them, and a small array to wait on.
+        """
+        items, lock = iter(work), threading.Lock()
+        kept = [sums, *self._more][:num_microbatches]
+
+        def taken() -> Iterator[tuple[int, Any]]:
+            while True:
+                with lock:
+                    item = next(items, None)
+                if item is None:
+                    return
+                yield item
+
+        def execute(sums: DeviceSums | None) -> tuple[DeviceSums, jax.Array | None]:
+            return run_work(sums, taken())
+
+        with concurrent.futures.ThreadPoolExecutor(len(kept)) as pool:
+            ended = list(pool.map(execute, kept))
+        ended.sort(key=lambda pair: pair[1] is None)  # those that ran none are the last
+        (total, tick), *others = ended
+        assert tick is not None
+        for more, is_used in others:
+            if is_used is not None:
+                total, tick = self._merge(total, more)
+        if self._keeps:
+            self._more = [more for more, _ in others]
+            self._more += [None] * (self.num - 1 - len(others))
+        return total, tick
+
+
+def _merged(tensors: Tensors, a: DeviceSums, b: DeviceSums) -> tuple[DeviceSums, jax.Array]:
+    """The sums of two executors, as the sum over devices makes them, and an array to wait on."""
+    small = a.small_MS + b.small_MS
+    total = DeviceSums(
+        small,
+        jnp.maximum(a.peaks_T, b.peaks_T),
+        jax.tree.map(jnp.add, a.values, b.values),
+        joined_words(tensors, a.words, b.words),
+    )
+    return total, small[0, 0]
