@@ -11,7 +11,7 @@ Legend of shape suffixes: M microbatches of a step, T float tensors.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ import numpy as np
 from ..core.types import PyTree
 from ..graph.low_params import low_params
 from ..model.functional import tree_bytes
+from ..plan.parts import ONE_PROGRAM
 from ..schedule.schedules import FORWARD
 from ..schedule.segment_sequence import (
     FETCH,
@@ -37,7 +38,24 @@ from .replica import Replica
 from .segment_programs import ChainParts, SegmentPrograms, crossing_values, segment_costs
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
+class _OnHost:
+    """What of a microbatch is in host memory.
+
+    Attributes:
+        inputs: What crosses into a part.
+        saved: The residuals of a part.
+        known: Of its values, what is there.
+        fetched: What of them came back.
+    """
+
+    inputs: dict[int, dict[int, jax.Array]] = dataclasses.field(default_factory=dict)
+    saved: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
+    known: Known = dataclasses.field(default_factory=nothing_known)
+    fetched: Known = dataclasses.field(default_factory=nothing_known)
+
+
+@dataclasses.dataclass(slots=True)
 class _Microbatch:
     """What the operations of a microbatch read and leave; of several where a call runs them.
 
@@ -45,30 +63,28 @@ class _Microbatch:
         given: For each part what it reads of other variables, the numbers of step and microbatch,
             and what it reads of the batch.
         top: The last part whose backward has not run.
+        on_host: None where a chain offloads nothing.
         inputs: What crosses into a part, where it is kept.
         saved: The residuals of a part.
-        away_inputs: What crosses into a part, where it is in host memory.
-        away_saved: The residuals of a part, likewise.
-        on_host: What of its values is in host memory.
-        fetched: What of them came back.
         grads: Of values, as far as later parts have made them.
     """
 
     given: list[Any]
     top: int
+    on_host: _OnHost | None
     inputs: dict[int, dict[int, jax.Array]] = dataclasses.field(default_factory=lambda: {0: {}})
     saved: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
-    away_inputs: dict[int, dict[int, jax.Array]] = dataclasses.field(default_factory=dict)
-    away_saved: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
-    on_host: Known = dataclasses.field(default_factory=nothing_known)
-    fetched: Known = dataclasses.field(default_factory=nothing_known)
     grads: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
 
     @property
     def waits(self) -> bool:
         """Whether anything waits for an operation."""
-        waiting = self.inputs, self.saved, self.grads, self.away_inputs, self.away_saved
-        return any(waiting)
+        away = self.on_host is not None and bool(self.on_host.inputs or self.on_host.saved)
+        return away or bool(self.inputs or self.saved or self.grads)
+
+    def has_residuals(self, i: int) -> bool:
+        """Whether those of a part wait anywhere."""
+        return i in self.saved or (self.on_host is not None and i in self.on_host.saved)
 
 
 @dataclasses.dataclass
@@ -193,14 +209,37 @@ class ChainRunner:
         Args:
             waits: Whether for each before the next begins.
         """
-        running, work = self.begin(inputs, sums), iter(work)
+        work = iter(work)
+        if self.sequence.written == ONE_PROGRAM:
+            return self._one_program(inputs, sums, work, waits=waits)
+        running = self.begin(inputs, sums)
         while some := list(itertools.islice(work, self._spec.per_call)):
             microbatch = self.microbatch(running, some, goes_on=running.tick is not None)
-            self.run_each(running, [microbatch], self.sequence.operations)
+            for op in self.sequence.operations:
+                self._operate(running, microbatch, op)
             assert not microbatch.waits
             if waits:
                 jax.block_until_ready(running.peaks)
         return self.end(running)
+
+    def _one_program(
+        self,
+        inputs: StepInputs,
+        sums: DeviceSums | None,
+        work: Iterator[tuple[int, PyTree]],
+        *,
+        waits: bool,
+    ) -> tuple[DeviceSums, jax.Array | None]:
+        """`_one_by_one` of the only operation, of which nothing waits: a call costs little more."""
+        program, [part] = self._programs.of(0)["loss"], self._parts
+        read: list[Any] = [inputs.params, part.starts, [], inputs.aux]
+        sums, tick = sums or self.empty(), None
+        while some := list(itertools.islice(work, self._spec.per_call)):
+            where, batch = self._numbers_and_batch(inputs.step, some, goes_on=tick is not None)
+            sums, tick, _ = program(*read, sums, inputs.exponents, where, batch)
+            if waits:
+                jax.block_until_ready(tick)
+        return sums, tick
 
     def begin(self, inputs: StepInputs, sums: DeviceSums | None = None) -> Running:
         """What the operations of a step begin with; see `run`."""
@@ -231,20 +270,26 @@ class ChainRunner:
             some: Their numbers, which follow each other, and their batches.
             goes_on: Whether sums go on, or begin anew.
         """
+        numbers, leaves = self._numbers_and_batch(running.step, some, goes_on=goes_on)
+        given = [
+            (aux, numbers, [leaves[k] for k in part.batch])
+            for part, aux in zip(self._parts, running.aux, strict=True)
+        ]
+        on_host = None if self._stash is None else _OnHost()
+        return _Microbatch(given, len(self._parts) - 1, on_host)
+
+    def _numbers_and_batch(
+        self, step: int, some: Sequence[tuple[int, PyTree]], *, goes_on: bool
+    ) -> tuple[np.ndarray, list[Any]]:
+        """What a call is told of its microbatches, and their arrays."""
         index, batch = some[0]
-        where = [running.step, index, int(goes_on)]
-        leaves = jax.tree.leaves(batch)
+        where, leaves = [step, index, int(goes_on)], jax.tree.leaves(batch)
         if self._spec.per_call > 1:
             where.append(len(some))
             leaves = _stacked([batch for _, batch in some], self._spec.per_call)
         if self._replica.axes:  # a program of one device takes host arrays itself
             leaves = self._replica.put_tree(leaves, self._batch_specs)
-        numbers = np.array(where, np.int32)
-        given = [
-            (aux, numbers, [leaves[k] for k in part.batch])
-            for part, aux in zip(self._parts, running.aux, strict=True)
-        ]
-        return _Microbatch(given, len(self._parts) - 1)
+        return np.array(where, np.int32), leaves
 
     def end(self, running: Running) -> tuple[DeviceSums, jax.Array | None]:
         """What `run` returns, when all operations of all microbatches have run."""
@@ -340,25 +385,27 @@ class ChainRunner:
 
     def _offload(self, own: _Microbatch, op: SegmentOperation) -> None:
         assert self._stash is not None
-        i = op.segment
+        assert own.on_host is not None
+        i, there = op.segment, own.on_host
         if i in own.inputs:
             values, arrays = list(own.inputs[i]), list(own.inputs.pop(i).values())
-            found = self._stash.offload(values, arrays, own.on_host)
-            own.away_inputs[i] = dict(zip(values, found, strict=True))
+            moved = self._stash.offload(values, arrays, there.known)
+            there.inputs[i] = dict(zip(values, moved, strict=True))
         if op.residuals:
             of_values = self._parts[i].stage.residual_values
-            own.away_saved[i] = self._stash.offload(of_values, own.saved.pop(i), own.on_host)
+            there.saved[i] = self._stash.offload(of_values, own.saved.pop(i), there.known)
 
     def _fetch(self, own: _Microbatch, op: SegmentOperation) -> None:
         assert self._stash is not None
-        i = op.segment
-        if i in own.away_inputs:
-            values, arrays = list(own.away_inputs[i]), list(own.away_inputs[i].values())
-            found = self._stash.fetch(values, arrays, own.fetched)
-            own.inputs[i] = dict(zip(values, found, strict=True))
+        assert own.on_host is not None
+        i, there = op.segment, own.on_host
+        if i in there.inputs:
+            values, arrays = list(there.inputs[i]), list(there.inputs[i].values())
+            moved = self._stash.fetch(values, arrays, there.fetched)
+            own.inputs[i] = dict(zip(values, moved, strict=True))
         if op.residuals:
             of_values = self._parts[i].stage.residual_values
-            own.saved[i] = self._stash.fetch(of_values, own.away_saved[i], own.fetched)
+            own.saved[i] = self._stash.fetch(of_values, there.saved[i], there.fetched)
 
     def _forward(self, running: Running, own: _Microbatch, op: SegmentOperation) -> None:
         i, part, inputs = op.segment, self._parts[op.segment], own.inputs
@@ -368,7 +415,7 @@ class ChainRunner:
         made, kept = program(*running.own[i], read, *own.given[i])
         if op.residuals:
             own.saved[i] = part.stage.all_residuals(read, made, kept)
-        if i < own.top and i + 1 not in {*own.saved, *own.away_saved}:
+        if i < own.top and not own.has_residuals(i + 1):
             after = before | dict(zip(part.stage.part.outputs, made, strict=True))
             inputs[i + 1] = {v: after[v] for v in self._crossing[i + 1]}
 
@@ -376,8 +423,9 @@ class ChainRunner:
         i, part = op.segment, self._parts[op.segment]
         own.top = i - 1
         before = own.inputs.pop(i, {})
-        own.away_inputs.pop(i, None)
-        own.away_saved.pop(i, None)
+        if own.on_host is not None:
+            own.on_host.inputs.pop(i, None)
+            own.on_host.saved.pop(i, None)
         aux, where, batch = own.given[i]
         limbs = [running.values[k] for k in part.packs]
         peaks, scales = running.peaks[i], running.scales[i]

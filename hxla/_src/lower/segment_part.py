@@ -142,8 +142,9 @@ class SegmentPart:
         saved = from_bytes(saved, self.stage.residuals)
         d_params, d_inputs = self.stage.backward_from_residuals(own, saved, given, grads)
         terms = self._terms(d_params, starts)
-        joined = self._joined(terms, limbs, peaks_T, exponents_T, where[2])
-        return *joined, self._with_pending(d_inputs, pending)
+        limbs, bits_T = self._joined(terms, limbs, exponents_T, where[2])
+        peaks_T = jnp.maximum(peaks_T * where[2], bits_T)
+        return limbs, peaks_T, self._with_pending(d_inputs, pending)
 
     def loss(
         self,
@@ -165,12 +166,13 @@ class SegmentPart:
         found = self._gradient(params, starts, inputs, aux, key, batch)
         (row_S, *new_aux), d_params, d_inputs = found
         tensors, num = self._spec.tensors, self._spec.num_microbatches
+        d_params = clipped(self._spec, d_params, row_S)
         deltas, words = changes(tensors, aux, new_aux, index, num)
-        terms = self._terms(clipped(self._spec, d_params, row_S), starts, deltas)
-        limbs, peaks_T = self._joined(terms, sums.values, sums.peaks_T, exponents_T, keep)
+        terms = self._terms(d_params, starts, deltas)
+        limbs, bits_T = self._joined(terms, sums.values, exponents_T, keep)
         out = DeviceSums(
             (sums.small_MS * keep).at[index].set(row_bits(row_S)),
-            peaks_T,
+            jnp.maximum(sums.peaks_T * keep, bits_T),
             limbs,
             joined_words(tensors, [x * keep for x in sums.words], words),
         )
@@ -248,18 +250,16 @@ class SegmentPart:
         self,
         terms: Sequence[_Term],
         before: Sequence[Any],
-        peaks_T: jax.Array,
         exponents_T: jax.Array,
         keep: jax.Array,
     ) -> tuple[list[Any], jax.Array]:
-        """The sums with a microbatch's terms, and the largest magnitudes."""
+        """The sums with a microbatch's terms, and the bits of their largest magnitudes."""
         spec = self._spec
         if not self.packs:
-            return list(before), peaks_T
+            return list(before), jnp.zeros(0, jnp.int32)
         if self._mesh is not None and self._uneven is not None:
             join = joining_uneven(spec, self._mesh, self._uneven, self._lay_out)
-            limbs, bits_T = join([term.value for term in terms], before, exponents_T, keep)
-            return limbs, jnp.maximum(peaks_T * keep, bits_T)
+            return join([term.value for term in terms], before, exponents_T, keep)
         places: dict[int, list[int]] = collections.defaultdict(list)
         for i, term in enumerate(terms):
             places[term.tensor].append(i)
@@ -277,13 +277,12 @@ class SegmentPart:
                 for i in places[pack[0]]:
                     old = self._added_to(old, next(joining), terms[i].at, exponents_T[rows[0]])
             else:
-                exponent = exponents_T[rows[0]] if len(rows) == 1 else exponents_T[rows, None]
-                old = self._added(old, next(joining), exponent, keep)
+                old = self._added(old, next(joining), exponents_T, rows, keep)
             out.append(old)
         if len(terms) > len(self.tensors):
             of_tensors = [[bits[i] for i in places[t]] for t in self.tensors]
             bits = jnp.stack([functools.reduce(jnp.maximum, own) for own in of_tensors])
-        return out, jnp.maximum(peaks_T * keep, bits)
+        return out, bits
 
     def _largest(
         self, terms: Sequence[_Term], together: Sequence[Sequence[int]]
@@ -298,9 +297,12 @@ class SegmentPart:
     def _lay_out(self, x: jax.Array) -> jax.Array:
         return row_major(x) if self._on_cpu else x
 
-    def _added(self, old: Any, x: Any, exponent: jax.Array, keep: jax.Array) -> Any:
-        """A sum with one term more, or with the term alone where it begins anew."""
+    def _added(
+        self, old: Any, x: Any, exponents_T: jax.Array, rows: np.ndarray, keep: jax.Array
+    ) -> Any:
+        """The sum of a pack with one term more, or with the term alone where it begins anew."""
         if not isinstance(x, Rows):
+            exponent = exponents_T[rows[0]] if len(rows) == 1 else exponents_T[rows, None]
             return self._spec.contribution.add(old, x, exponent, keep)
         if self._on_cpu:
             old = jax.lax.cond(
@@ -308,7 +310,7 @@ class SegmentPart:
             )
         else:  # a branch would wait for the host there
             old = [x * keep for x in old]
-        return self._spec.contribution.add_rows(old, x, exponent)
+        return self._spec.contribution.add_rows(old, x, exponents_T[rows[0]])
 
     def _added_to(self, old: Any, x: jax.Array, at: Any, exponent: jax.Array) -> Any:
         """A sum that began at zero, with a term for all of it or for some rows."""
