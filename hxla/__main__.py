@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from ._src.core.errors import HxlaError, InspectError, LaunchError, ScheduleError
 from ._src.launch import launcher
 from ._src.launch.batch_tasks import cluster_in_sight
-from ._src.launch.launcher import ElasticOptions
 
 if TYPE_CHECKING:
     from ._src.inspect.inspection import Inspection
@@ -188,19 +187,16 @@ def _run_elastic(args: argparse.Namespace, script: list[str]) -> int:
         raise LaunchError(f"--grace {args.grace:g}: use no less than zero seconds")
     if args.nodes is not None and args.ray is None:
         raise LaunchError("--nodes are those of a Ray cluster: give --ray too")
-    heartbeat = 10.0 if args.heartbeat is None else args.heartbeat
-    if heartbeat <= 1:
-        raise LaunchError(f"--heartbeat {heartbeat:g}: use more than one second")
-    wishes = ElasticOptions(
-        command=script,
+    return launcher.run_elastic(
+        script,
+        rules=launcher.elastic_rules(args.min, args.max, args.heartbeat),
+        mesh=args.mesh,
+        number=args.n,
+        ray=args.ray,
         nodes=args.nodes,
-        least=1 if args.min is None else args.min,
-        most=args.max,
-        heartbeat_seconds=heartbeat,
         grace_seconds=args.grace,
         events=args.events,
     )
-    return launcher.run_elastic(wishes, mesh=args.mesh, number=args.n, ray=args.ray)
 
 
 def _sizes(text: str) -> tuple[int, ...]:

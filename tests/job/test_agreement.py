@@ -13,7 +13,7 @@ import json, os, signal, time
 import jax, numpy as np, optax
 from flax import nnx
 import hxla
-from support.inside.launch import ServiceNotes, post_of
+from support.inside.launch import ServiceStatuses
 from support.training import train_with
 
 hxla.join()
@@ -73,7 +73,7 @@ def own_plan(counts):
 
 
 def posts():
-    return {rank: post_of(text) for rank, text in ServiceNotes().entries().items()}
+    return ServiceStatuses().statuses()
 
 
 def freezes(record, session):

@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from support.elastic_world import World
+from support.elastic_world import World, commits_of
 from support.inside.launch import (
     AskedBack,
     Completed,
@@ -344,7 +344,7 @@ def test_the_last_checkpoint_finishes_a_run():
     assert run.phase == "running"
     run(Saved, step=RULES.num_steps)
     assert run.phase == "finished"
-    assert list(run.known.ledger.commits()) == [
+    assert list(commits_of(run.known.ledger)) == [
         (step, m) for step in range(RULES.num_steps) for m in range(RULES.num_microbatches)
     ]
 
@@ -355,7 +355,7 @@ def test_the_ledger_takes_back_what_is_lost_and_counts_it():
     back = ledger.back_to(2)
     assert (back.end, back.num_lost) == (2, 3)
     assert back.back_to(9) == back
-    assert list(back.committed(3, 3).commits()) == [(s, m) for s in range(3) for m in range(2)]
+    assert list(commits_of(back.committed(3, 3))) == [(s, m) for s in range(3) for m in range(2)]
 
 
 def test_every_event_is_handled_and_every_phase_can_be_late():

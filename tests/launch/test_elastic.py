@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import pathlib
 import random
@@ -22,7 +21,15 @@ import hxla
 from hxla.__main__ import main
 from support import elastic_chaos, left_behind
 from support.inside.checkpoint import _hand_over
-from support.inside.launch import Copied, _mailbox, _state_folders
+from support.inside.launch import (
+    Copied,
+    Order,
+    Report,
+    Status,
+    _state_folders,
+    new_channel,
+    open_channel,
+)
 from support.inside.session import _session_member
 from support.launched import PATIENCE_SECONDS
 from support.models import mesh
@@ -232,7 +239,7 @@ def test_a_script_that_fails_ends_the_job_with_its_error(tmp_path):
         command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
     )
     assert ran.returncode == 1
-    assert ran.stderr.strip().endswith("hxla: device 0 failed: ValueError: planted")
+    assert "hxla: device 0 failed: ValueError: planted; ending the job\n" in ran.stderr
 
 
 @pytest.mark.slow
@@ -501,15 +508,16 @@ def test_a_copy_for_which_there_is_no_room_any_more_is_told_and_training_goes_on
 
 
 def test_a_text_half_written_is_no_message():
-    mailbox, path = _mailbox.new_mailbox(2)
-    other = _mailbox.open_mailbox(path, 2)
-    other.tell(1, _mailbox.Report(step=4, digest="ab"))
-    mailbox.give(1, _mailbox.Order(begins=True, state=["/x"]))
-    assert mailbox.report(1) == _mailbox.Report(step=4, digest="ab")
-    assert other.order(1) == _mailbox.Order(begins=True, state=["/x"])
-    assert mailbox.report(0) == _mailbox.Report()
-    other._board.put(1, "00000000" + json.dumps({"step": 9}))
-    assert mailbox.report(1) == _mailbox.Report(step=4, digest="ab")  # what was said before
+    channel, path = new_channel(2)
+    other = open_channel(path, 2)
+    other.tell(1, Report(step=4, digest="ab"))
+    channel.tell(1, Order(begins=True, state=["/x"]))
+    assert channel.read(Report, 1) == Report(step=4, digest="ab")
+    assert other.read(Order, 1) == Order(begins=True, state=["/x"])
+    assert (channel.read(Report, 0), channel.read(Status, 1)) == (Report(), Status())
+    begin = other._begin(Report, 1)
+    other._page[begin : begin + 20] = b'00000000{"step": 9}\n'
+    assert channel.read(Report, 1) == Report(step=4, digest="ab")  # what was said before
 
 
 @pytest.mark.slow

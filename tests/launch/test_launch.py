@@ -160,7 +160,7 @@ def test_a_killed_rank_is_named_and_leaves_no_name_in_shared_memory(number, tmp_
 RECEIVES = """
 import os, pathlib, sys, time
 from support.inside.launch import LocalHost
-host, closed = LocalHost(["script.py"], None, None), pathlib.Path(sys.argv[1])
+host, closed = LocalHost(None, None, None, keeps_state=True), pathlib.Path(sys.argv[1])
 memory = pathlib.Path(host.memory)
 print(memory, flush=True)
 others = []

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -93,14 +92,12 @@ print("two", flush=True)
 def test_what_is_printed_last_is_heard_when_a_node_is_let_go(tmp_path, connected):
     """An answer under way has it, and nobody has read that answer when its host is closed."""
     from support.inside.cluster import Cluster, Device, dump_cluster
-    from support.inside.launch import Logs, Output, RayHost, Seat, Streams, WorkersStart
+    from support.inside.launch import RanksStart, RayHost, Seat, Streams
 
     script, go, printed = tmp_path / "job.py", tmp_path / "go", io.BytesIO()
     script.write_text(SAYS_LAST)
-    lock = threading.Lock()
-    out, err = (Output(printed, lock, lambda _: None) for _ in range(2))
     device = Device(kind="cpu")
-    start = WorkersStart(
+    start = RanksStart(
         job="job",
         generation=1,
         num_processes=1,
@@ -111,13 +108,13 @@ def test_what_is_printed_last_is_heard_when_a_node_is_let_go(tmp_path, connected
     )
     added = add_node(connected, 0.5)
     [node] = [node for node in ray.nodes() if node["NodeID"] == added.node_id]
-    streams = Streams(out=out, err=err, logs=Logs())
+    streams = Streams.over(printed, printed)
     host = RayHost(node, [str(script), str(go)], streams, None)
     try:
         wait_until(lambda: host.poll() or host.devices, "devices")
-        workers = host.start(start)
-        [pid] = workers.pids.values()
-        workers.order(begins=True, state=[])
+        ranks = host.start(start)
+        [pid] = ranks.pids.values()
+        ranks.order(begins=True, state=[])
         wait_until(lambda: host.poll() or b"one" in printed.getvalue(), "its first line")
         ray.wait([host._hearing], timeout=PATIENCE_SECONDS)  # else it might have the last line
         go.touch()

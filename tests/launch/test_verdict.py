@@ -2,12 +2,12 @@
 
 import pytest
 
-from support.inside.launch import Post, Standing, judge, new_board
+from support.inside.launch import Standing, Status, judge, new_channel
 
 
-def standing(rank, code=None, ended_at=0.0, **post):
+def standing(rank, code=None, ended_at=0.0, **status):
     return Standing(
-        rank=rank, post=Post(**{"state": "running"} | post), code=code, ended_at=ended_at
+        rank=rank, status=Status(**{"state": "running"} | status), code=code, ended_at=ended_at
     )
 
 
@@ -139,12 +139,13 @@ def test_a_victim_is_not_blamed_before_the_culprit_had_time_to_show():
     )
 
 
-def test_a_board_keeps_what_each_rank_said_last():
-    board, path = new_board(2)
-    board.put(1, Post(step=12, phase="microbatches", note="x" * 5000).text())
-    board.put(1, Post(step=13, phase="update").text())
+def test_a_channel_keeps_what_each_rank_said_last():
+    channel, path = new_channel(2)
+    channel.tell(1, Status(step=12, phase="microbatches", note="x" * 5000))
+    channel.tell(1, Status(step=13, phase="update"))
     assert path.startswith("/proc/")
-    assert board.posts() == {1: Post(step=13, phase="update")}
+    assert channel.statuses() == {1: Status(step=13, phase="update")}
+    assert channel.read(Status, 0) == Status()
     for character in "ä", '"', "\\":
-        board.put(0, Post(note=character * 5000, step=10**9).text())
-        assert board.posts()[0].note.startswith(character * 750)
+        channel.tell(0, Status(note=character * 5000, step=10**9))
+        assert channel.statuses()[0].note.startswith(character * 750)

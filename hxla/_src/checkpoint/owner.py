@@ -23,7 +23,7 @@ from typing import IO
 import jax
 
 from ..core.errors import CheckpointError
-from ..launch.control_channel import JOB_VARIABLE
+from ..launch.channel import JOB_VARIABLE
 
 OWNER = "hxla-owner.json"
 _POLL_SECONDS = 0.05

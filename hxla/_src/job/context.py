@@ -25,7 +25,7 @@ from ..graph.state_rules import with_rules
 from ..graph.trace import trace_functional
 from ..jax import coordination
 from ..jax.digest import program_digest
-from ..launch.rank_notes import check_is_there
+from ..launch.join import check_is_there
 from ..lower.inputs import Training
 from ..lower.lower import Programs, lower
 from ..model.arguments import given_bytes

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .event_log import Ledger
 from .kept_state import added, differing, newest, pruned, whole
 from .membership import (
     AskedBack,
@@ -26,6 +25,7 @@ from .membership import (
     Joined,
     Kill,
     Leave,
+    Ledger,
     LeftState,
     Membership,
     MembershipRules,

@@ -4,7 +4,7 @@ import os
 import pathlib
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..cluster import nvml as _nvml
 from ..cluster.cluster import Device
@@ -12,8 +12,11 @@ from ..cluster.libraries import LOCAL_CLIENTS_VARIABLE, are_unlike, in_words, li
 from ..cluster.mesh_file import load_cluster
 from ..core.catalogue import find
 from ..core.errors import LaunchError
-from .warm import WAITS_VARIABLE
-from .workers import Environment
+from .channel import WAITS_VARIABLE
+
+#: What the process of a rank gets besides its place in the generation, by the rank, the device, its
+#: place on its host and the path of the mesh file.
+Environment = Callable[[int, Device, int, str], dict[str, str]]
 
 # Processes that compile programs of their own would wait for each other's measured kernels.
 _GPU_FLAGS = ("--xla_gpu_shard_autotuning=false",)
@@ -89,7 +92,7 @@ def elastic_environment(devices: Sequence[Device], mesh: str | None = None) -> E
     common = process_environment(0, devices[0], devices, mesh)
     os.environ |= {k: v for k, v in common.items() if k != "CUDA_VISIBLE_DEVICES"}
 
-    def environment(device: Device, place: int, path: str) -> dict[str, str]:
+    def environment(rank: int, device: Device, place: int, path: str) -> dict[str, str]:
         env = process_environment(place, device, devices, path)
         return env | ({WAITS_VARIABLE: "1"} if cards else {})
 

@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import json
 import os
 import runpy
 import signal
@@ -17,17 +18,58 @@ import jax
 from ..cluster.libraries import LOCAL_CLIENTS_VARIABLE
 from ..core.errors import LaunchError
 from ..core.types import EXIT_INTERRUPTED, EXIT_PREEMPTED
-from ..jax.coordination import client, connect, is_lost_peer, leave_sigterm_alone
+from ..jax.coordination import (
+    client,
+    connect,
+    entries,
+    is_lost_peer,
+    leave_sigterm_alone,
+    put,
+)
 from ..jax.devices import keep_local
 from .batch_tasks import cluster_in_sight
-from .control_channel import MAILBOX_VARIABLE
+from .channel import (
+    ENDED,
+    GENERATION_VARIABLE,
+    LOGS_VARIABLE,
+    Channel,
+    RankStatuses,
+    Status,
+    own_channel,
+    text_of,
+)
 from .output import last_words, show
-from .rank_notes import ServiceNotes
-from .status_page import LOGS_VARIABLE, Post, StatusPage, own_board, post_of, say
 
 _BY_SIGNAL = (128 + signal.SIGTERM, 128 + signal.SIGINT)  # with which nothing was saved
 _STAY_SECONDS = 2.0  # for others that end by themselves
 _LAST_SECONDS = 0.1  # for them to be gone, once they have said that they end
+_PREFIX = "hxla/beat/"  # of keys of the coordination service
+
+
+class ServiceStatuses:
+    """The statuses of ranks in the coordination service, for processes on several machines."""
+
+    def tell(self, rank: int, status: Status) -> None:
+        """Write the status of this process's rank."""
+        put(f"{_PREFIX}{rank}", text_of(status))
+
+    def statuses(self) -> dict[int, Status]:
+        """Those that were written."""
+        return {
+            int(key.rpartition("/")[2]): Status(**json.loads(text))
+            for key, text in entries(_PREFIX).items()
+        }
+
+
+def check_is_there(rank: int) -> None:
+    """Refuse to wait for a rank whose script is over.
+
+    Raises:
+        LaunchError: If it is.
+    """
+    every: RankStatuses = own_channel() or ServiceStatuses()
+    if every.statuses().get(rank, Status()).has_ended:
+        raise LaunchError(f"rank {rank} {ENDED}")
 
 
 def _joined() -> bool:
@@ -73,7 +115,7 @@ def join() -> None:
     try:
         if number > 1:
             address = os.environ["HXLA_COORDINATOR"]
-            if MAILBOX_VARIABLE in os.environ:
+            if GENERATION_VARIABLE in os.environ:
                 connect(address, number, int(os.environ["HXLA_PROCESS_ID"]))
                 return
             leave_sigterm_alone()
@@ -99,9 +141,16 @@ def join() -> None:
 
 def _say_end() -> None:
     with contextlib.suppress(Exception):  # the service is gone with process 0
-        texts, rank = ServiceNotes(), jax.process_index()
-        post = post_of(texts.entries().get(rank, Post().text()))
-        texts.put(rank, dataclasses.replace(post, has_ended=True).text())
+        _change(ServiceStatuses(), jax.process_index(), has_ended=True)
+
+
+def _change(statuses: RankStatuses | None, rank: int, **changes: object) -> Status:
+    """Change the status of this process's rank; where nobody reads it only return it."""
+    before = Status() if statuses is None else statuses.statuses().get(rank, Status())
+    now = dataclasses.replace(before, moved_at=time.monotonic(), **changes)  # type: ignore[arg-type]
+    if statuses is not None:
+        statuses.tell(rank, now)
+    return now
 
 
 def _in_kubernetes_job() -> bool:
@@ -119,27 +168,27 @@ def _die_with_the_launcher() -> None:
 def run_joined(work: Callable[[], None]) -> None:
     """Join, work, and leave with the exit code of what was done."""
     _die_with_the_launcher()
-    board, rank = own_board(), int(os.environ.get("HXLA_PROCESS_ID", "0"))
+    channel, rank = own_channel(), int(os.environ.get("HXLA_PROCESS_ID", "0"))
     code: int | str | None = 0
     try:
-        say(board, rank, phase="joining")
+        _change(channel, rank, phase="joining")
         join()
-        say(board, rank, phase="script")
+        _change(channel, rank, phase="script")
         work()
-        if say(board, rank, has_ended=True).state != "left":
-            say(board, rank, state="finished")
+        if _change(channel, rank, has_ended=True).state != "left":
+            _change(channel, rank, state="finished")
     except SystemExit as stop:
         code = stop.code or 0
-        _say_exit(board, rank, code)
+        _say_exit(channel, rank, code)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
-        say(board, rank, state="left", note="Ctrl-C", has_ended=True)
-        if board is None:
+        _change(channel, rank, state="left", note="Ctrl-C", has_ended=True)
+        if channel is None:
             print("hxla: interrupted", file=sys.stderr)
     except BaseException as error:
         code = 1
         is_victim = is_lost_peer(error)
-        say(board, rank, state="victim" if is_victim else "failed", note=last_words(error))
+        _change(channel, rank, state="victim" if is_victim else "failed", note=last_words(error))
         show(error, rank, os.environ.get(LOGS_VARIABLE), is_victim=is_victim)
     if isinstance(code, str):
         print(code, file=sys.stderr)
@@ -147,30 +196,32 @@ def run_joined(work: Callable[[], None]) -> None:
     with contextlib.suppress(OSError):  # nobody may be reading
         sys.stdout.flush()
         sys.stderr.flush()
-    if board is not None and code == 0 and board.posts().get(rank, Post()).state == "left":
-        _stay_for_the_others(board, rank, seconds=float("inf"))
-    elif board is not None and code and rank == 0:
-        _stay_for_the_others(board, rank, seconds=_STAY_SECONDS)
+    if channel is not None and code == 0 and channel.read(Status, rank).state == "left":
+        _stay_for_the_others(channel, rank, seconds=float("inf"))
+    elif channel is not None and code and rank == 0:
+        _stay_for_the_others(channel, rank, seconds=_STAY_SECONDS)
     if code:
         # An orderly shutdown would wait at a barrier for processes that may never come.
         os._exit(code)
 
 
-def _say_exit(board: StatusPage | None, rank: int, code: int | str | None) -> None:
+def _say_exit(channel: Channel | None, rank: int, code: int | str | None) -> None:
     """Whether `sys.exit` ended all that was to be done is seen by what the others do."""
-    if board is None:
+    if channel is None:
         return
-    was_preempted = board.posts().get(rank, Post()).state == "preempted"
+    was_preempted = channel.read(Status, rank).state == "preempted"
     if code == EXIT_PREEMPTED or (was_preempted and code in _BY_SIGNAL):
-        say(board, rank, state="preempted")
+        _change(channel, rank, state="preempted")
     elif code:
         note = code.strip() if isinstance(code, str) else f"sys.exit({code})"
-        say(board, rank, state="failed", note=note, exit_code=1 if isinstance(code, str) else code)
-    elif say(board, rank, has_ended=True).state != "finished":
-        say(board, rank, state="left", note="sys.exit(0)")
+        _change(
+            channel, rank, state="failed", note=note, exit_code=1 if isinstance(code, str) else code
+        )
+    elif _change(channel, rank, has_ended=True).state != "finished":
+        _change(channel, rank, state="left", note="sys.exit(0)")
 
 
-def _stay_for_the_others(board: StatusPage, rank: int, *, seconds: float) -> None:
+def _stay_for_the_others(channel: Channel, rank: int, *, seconds: float) -> None:
     """Keep the coordination service alive, which is in rank 0, and sockets that others listen at.
 
     With them gone the others would print errors of their own before they end. The launcher sees to
@@ -178,11 +229,11 @@ def _stay_for_the_others(board: StatusPage, rank: int, *, seconds: float) -> Non
     """
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        others = [post for other, post in board.posts().items() if other != rank]
-        if all(post.state not in ("starting", "running") for post in others):
+        others = [status for other, status in channel.statuses().items() if other != rank]
+        if all(status.state not in ("starting", "running") for status in others):
             break
         time.sleep(0.02)
-    if rank == 0 and len(board.posts()) > 1:
+    if rank == 0 and len(channel.statuses()) > 1:
         time.sleep(_LAST_SECONDS)
 
 

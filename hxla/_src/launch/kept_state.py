@@ -1,6 +1,7 @@
 """What members left or copied into the memory of hosts: states, whole or in parts."""
 
 import dataclasses
+import glob
 from collections.abc import Collection, Iterable
 
 
@@ -95,3 +96,23 @@ def _by_state(kept: Iterable[KeptState]) -> dict[tuple[int, int], _Parts]:
     for one in kept:
         found.setdefault(one.state, {}).setdefault(one.part, []).append(one)
     return found
+
+
+def left_folder(memory: str, generation: int, rank: int) -> str:
+    """Where a process leaves its state.
+
+    Args:
+        memory: The folder of the job.
+        generation: Number of the process's generation.
+    """
+    return f"{memory}/{generation}-{rank}"
+
+
+def copy_folder(left: str, step: int) -> str:
+    """Where a process copies its state after a step, of where it leaves its last one."""
+    return f"{left}-{step}"
+
+
+def folders_of(memory: str, generation: int) -> list[str]:
+    """All that processes of a generation wrote, whole or not."""
+    return glob.glob(f"{glob.escape(memory)}/{generation}-*")

@@ -1,28 +1,25 @@
 """`hxla run`: one process per accelerator, or per described device."""
 
 import contextlib
-import dataclasses
+import functools
+import math
 import os
 import pathlib
-import signal
 import socket
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ..cluster.cluster import Device
 from ..cluster.libraries import are_unlike, in_words
-from ..cluster.mesh_file import load_cluster
 from ..core.errors import LaunchError
-from .elastic_run import ElasticRun
 from .environment import describe, elastic_environment, place_of, process_environment
-from .event_log import EventLog
-from .host import Hosts, LocalHost, ThisMachine
+from .host import Hosts, LocalHost
 from .membership import MembershipRules
-from .output import Logs, Output
-from .processes import Processes, Start
-from .user_signals import handing_on_signals
-from .workers import Streams
+from .output import Streams
+from .ranks import ColdProcess
+from .run import EventLog, Run
+from .warm import WarmProcess
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
@@ -33,52 +30,37 @@ _HAND_OVER_SECONDS = 30.0  # members end the step at hand and write their state
 _PREPARE_SECONDS = 600.0  # members trace and compile
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ElasticOptions:
-    """What is asked of an elastic run, but for where its devices come from.
+def elastic_rules(
+    least: int | None, most: int | None, heartbeat_seconds: float | None
+) -> MembershipRules:
+    """What an elastic run keeps to; its ports are free ones of this machine.
 
-    Attributes:
-        command: A Python script and its arguments.
-        nodes: File of the IDs of the nodes of a Ray cluster that may be used; None: all.
-        least: The fewest devices to train on (minP).
-        most: The most (maxP); None: one for each microbatch.
-        heartbeat_seconds: How long a process may be silent.
-        grace_seconds: The notice that a SIGTERM gives.
-        events: File for what happens, one line of JSON each.
+    Args:
+        least: The fewest devices to train on, minP; None: one.
+        most: The most, maxP; None: one for each microbatch.
+        heartbeat_seconds: How long a process may be silent; None: ten seconds.
 
     Raises:
-        LaunchError: If the numbers contradict each other.
+        LaunchError: If the numbers contradict each other, or are too small.
     """
-
-    command: Sequence[str]
-    nodes: str | None = None
-    least: int = 1
-    most: int | None = None
-    heartbeat_seconds: float = 10.0
-    grace_seconds: float = 5.0
-    events: str | None = None
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.least <= self._most:
-            raise LaunchError(f"--min {self.least} --max {self._most}: use 1 <= min <= max")
-
-    @property
-    def _most(self) -> int:
-        return _MOST_PROCESSES if self.most is None else self.most
-
-    def rules(self) -> MembershipRules:
-        """What the run keeps to; its ports are free ones of this machine."""
-        return MembershipRules(
-            min_devices=self.least,
-            max_devices=self._most,
-            num_steps=sys.maxsize,
-            num_microbatches=1,
-            heartbeat_seconds=self.heartbeat_seconds,
-            hand_over_seconds=_HAND_OVER_SECONDS,
-            prepare_seconds=_PREPARE_SECONDS,
-            form_seconds=_PREPARE_SECONDS,
-            ports=tuple(free_port() for _ in range(4)),
-        )
+    least = 1 if least is None else least
+    most = _MOST_PROCESSES if most is None else most
+    heartbeat_seconds = 10.0 if heartbeat_seconds is None else heartbeat_seconds
+    if not 1 <= least <= most:
+        raise LaunchError(f"--min {least} --max {most}: use 1 <= min <= max")
+    if heartbeat_seconds <= 1:
+        raise LaunchError(f"--heartbeat {heartbeat_seconds:g}: use more than one second")
+    return MembershipRules(
+        min_devices=least,
+        max_devices=most,
+        num_steps=sys.maxsize,
+        num_microbatches=1,
+        heartbeat_seconds=heartbeat_seconds,
+        hand_over_seconds=_HAND_OVER_SECONDS,
+        prepare_seconds=_PREPARE_SECONDS,
+        form_seconds=_PREPARE_SECONDS,
+        ports=tuple(free_port() for _ in range(4)),
+    )
 
 
 def free_port() -> int:
@@ -132,52 +114,63 @@ def run(
         settings = {"HXLA_PLAN": os.path.abspath(plan)}
         if len(ranks) < len(devices):
             settings["HXLA_DEVICES"] = ",".join(map(str, ranks))
-    address, folder = f"127.0.0.1:{free_port()}", new_dump(dump)
     chosen = [devices[rank] for rank in ranks]
     kinds = [device.kind for device in chosen]
     if are_unlike(kinds):
         said = f"{in_words(kinds)} share no library for collectives: they meet in their hosts"
         print(f"hxla: {said}", file=sys.stderr)
-    starts = []
-    for number_here, (rank, device) in enumerate(zip(ranks, chosen, strict=True)):
+    folder, envs = new_dump(dump), list[dict[str, str]]()
+    for rank, device in zip(ranks, chosen, strict=True):
         env = process_environment(place_of(rank, devices), device, chosen, mesh) | settings
-        env |= {
-            "HXLA_COORDINATOR": address,
-            "HXLA_NUM_PROCESSES": str(len(chosen)),
-            "HXLA_PROCESS_ID": str(number_here),
-        }
-        if folder is not None:
-            env |= dumping(env, folder, str(number_here))
-        starts.append(Start(env=env, core_share=device.core_share))
+        envs.append(env if folder is None else env | dumping(env, folder, str(len(envs))))
 
-    def reread_shares() -> list[float | None]:
-        cluster = load_cluster(str(mesh))
-        if len(cluster.devices) <= max(ranks):
-            raise LaunchError(f"{mesh} now has {len(cluster.devices)} devices")
-        return [cluster.devices[rank].core_share for rank in ranks]
+    def read_devices() -> list[Device]:
+        now = devices if mesh is None else describe(mesh, None)
+        if len(now) <= max(ranks):
+            raise LaunchError(f"{mesh} now has {len(now)} devices")
+        return [now[rank] for rank in ranks]
 
-    return Processes(
-        starts,
-        ["-m", *program, *command],
-        grace_seconds=grace_seconds,
-        reread_shares=reread_shares if mesh is not None else None,
-    ).wait()
+    streams = Streams.over(sys.stdout.buffer, sys.stderr.buffer)
+    host = LocalHost(
+        functools.partial(ColdProcess, ["-m", *program, *command]),
+        lambda rank, *_: envs[rank],
+        streams,
+        keeps_state=False,
+        read_devices=read_devices,
+    )
+    rules = MembershipRules(
+        min_devices=len(chosen),
+        max_devices=len(chosen),
+        num_steps=sys.maxsize,
+        num_microbatches=1,
+        heartbeat_seconds=math.inf,
+        form_seconds=math.inf,
+        ports=(free_port(),),
+    )
+    return Run(host, streams, rules, grace_seconds=grace_seconds, events=None).wait()
 
 
 def run_elastic(
-    wishes: ElasticOptions,
+    command: Sequence[str],
     *,
+    rules: MembershipRules,
     mesh: str | None = None,
     number: int | None = None,
     ray: str | None = None,
+    nodes: str | None = None,
+    grace_seconds: float = 5.0,
+    events: str | None = None,
 ) -> int:
     """Run a script whose processes come and go with the devices, until it has trained.
 
     Args:
-        wishes: What is asked of the run.
+        command: A Python script and its arguments.
         mesh: Built-in name or path of a mesh file, which is read again when it changes.
         number: Processes to start, instead of a mesh.
         ray: Address of a Ray cluster whose nodes give the devices, instead of a mesh.
+        nodes: File of the IDs of the nodes of it that may be used; None: all.
+        grace_seconds: The notice that a SIGTERM gives.
+        events: File for what happens, one line of JSON each.
 
     Returns:
         The exit code of the job.
@@ -185,20 +178,21 @@ def run_elastic(
     Raises:
         LaunchError: As `describe`, or if there is no such cluster.
     """
-    streams, closed = _streams()
-    rules, log = wishes.rules(), EventLog(wishes.events)
+    streams, log = Streams.over(sys.stdout.buffer, sys.stderr.buffer), EventLog(events)
     if ray is not None:
         with _needing_ray():
             from .ray_cluster import RayHosts
-        hosts: Hosts = RayHosts(ray, wishes.command, streams, wishes.nodes)
+        hosts: Hosts = RayHosts(ray, command, streams, nodes)
     else:
         devices = describe(mesh, None if mesh is not None else number)
-        host = LocalHost(wishes.command, elastic_environment(devices, mesh), streams)
-        hosts = ThisMachine(host, lambda: devices if mesh is None else describe(mesh, None))
-    run = ElasticRun(hosts, streams, rules, wishes.grace_seconds, log)
-    closed.append(lambda: run.receive(signal.SIGTERM))
-    with handing_on_signals(run.receive):
-        return run.wait()
+        hosts = LocalHost(
+            functools.partial(WarmProcess, command),
+            elastic_environment(devices, mesh),
+            streams,
+            keeps_state=True,
+            read_devices=lambda: devices if mesh is None else describe(mesh, None),
+        )
+    return Run(hosts, streams, rules, grace_seconds=grace_seconds, events=log).wait()
 
 
 @contextlib.contextmanager
@@ -207,21 +201,6 @@ def _needing_ray() -> Iterator[None]:
         yield
     except ModuleNotFoundError:
         raise LaunchError("--ray needs Ray: pip install 'hxla[ray]', on every node") from None
-
-
-def _streams() -> tuple[Streams, list[Callable[[], None]]]:
-    """Standard output and error, and what is called when nobody reads the output any more."""
-    lock, closed = threading.Lock(), list[Callable[[], None]]()
-
-    def is_closed(_: Exception) -> None:
-        for tell in closed:
-            tell()
-
-    return Streams(
-        out=Output(sys.stdout.buffer, lock, is_closed),
-        err=Output(sys.stderr.buffer, lock, lambda _: None),
-        logs=Logs(),
-    ), closed
 
 
 def _mesh_of(plan: "Plan", file: str) -> str | None:

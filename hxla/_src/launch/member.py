@@ -17,17 +17,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ..core.errors import LaunchError
 from ..core.types import EXIT_PREEMPTED
-from .control_channel import (
+from .channel import (
     GENERATION_VARIABLE,
-    MAILBOX_VARIABLE,
     MEMORY_VARIABLE,
     NEIGHBOURS_VARIABLE,
-    ControlChannel,
+    Channel,
     Order,
     Report,
-    left_folder,
-    open_mailbox,
+    own_channel,
 )
+from .kept_state import left_folder
 
 _POLL_SECONDS = 0.1
 _POLLS_OF_A_BEAT = 2
@@ -38,9 +37,9 @@ _PATIENCE_SECONDS = 60.0  # of the main thread for an order to leave, once a pee
 class Member:
     """This process in its generation."""
 
-    def __init__(self, mailbox: ControlChannel, rank: int, generation: int):
-        self._mailbox, self._rank, self.generation = mailbox, rank, generation
-        self._own, self._order = Report(), Order()
+    def __init__(self, channel: Channel, rank: int, generation: int):
+        self._channel, self._rank, self.generation = channel, rank, generation
+        self._report, self._order = Report(), Order()
         self._change = threading.Condition()
         self._leave: Callable[[], tuple[int, str] | None] | None = None
         self._is_asked_back: Callable[[], bool] = lambda: False
@@ -66,8 +65,8 @@ class Member:
     def tell(self, **changes: object) -> None:
         """Change fields of this process's `Report`."""
         with self._change:
-            self._own = dataclasses.replace(self._own, **changes)  # type: ignore[arg-type]
-            self._mailbox.tell(self._rank, self._own)
+            self._report = dataclasses.replace(self._report, **changes)  # type: ignore[arg-type]
+            self._channel.tell(self._rank, self._report)
 
     def wait_for_the_others(self) -> Sequence[str]:
         """Until the generation is formed; returns the folders of the state to begin with, if any.
@@ -123,10 +122,10 @@ class Member:
 
     def _run(self) -> None:
         for k in itertools.count():
-            order = self._mailbox.order(self._rank)
-            asked = self._own.asked_back or self._is_asked_back()
-            if not k % _POLLS_OF_A_BEAT or asked != self._own.asked_back:
-                self.tell(count=self._own.count + 1, asked_back=asked)
+            order = self._channel.read(Order, self._rank)
+            asked = self._report.asked_back or self._is_asked_back()
+            if not k % _POLLS_OF_A_BEAT or asked != self._report.asked_back:
+                self.tell(count=self._report.count + 1, asked_back=asked)
             if order != self._order:
                 with self._change:
                     self._order = order
@@ -151,14 +150,10 @@ class Member:
 @functools.cache
 def own_member() -> Member | None:
     """This process in its generation; None outside of `hxla run --elastic`."""
-    path = os.environ.get(MAILBOX_VARIABLE)
-    if not path:
+    generation, channel = os.environ.get(GENERATION_VARIABLE), own_channel()
+    if generation is None or channel is None:
         return None
-    mailbox = open_mailbox(path, int(os.environ["HXLA_NUM_PROCESSES"]))
-    if mailbox is None:  # the launcher is gone, and this process will be soon
-        return None
-    rank = int(os.environ["HXLA_PROCESS_ID"])
-    return Member(mailbox, rank, int(os.environ[GENERATION_VARIABLE]))
+    return Member(channel, int(os.environ["HXLA_PROCESS_ID"]), int(generation))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

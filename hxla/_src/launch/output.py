@@ -1,6 +1,7 @@
 """What the processes of a job print, line by line, and the error that ended one of them."""
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import re
@@ -13,7 +14,6 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from typing import IO
 
 from ..core.errors import HxlaError
@@ -26,7 +26,7 @@ _LOG_OF_XLA = re.compile(
 )
 _LOGS = "hxla-run-"
 _NUM_KEPT = 10  # with that of the job that begins
-_HOLD_SECONDS = 1.0  # until a failure that explains such lines must have been seen
+_HOLD_SECONDS = 1.2  # by which a failure that explains such lines was judged
 
 
 def append_log(folder: pathlib.Path, rank: int, text: bytes) -> None:
@@ -76,32 +76,50 @@ class Output:
     Args:
         stream: Standard output or error of the launcher.
         lock: Of all streams, so that lines stay whole.
-        on_closed: Called once, with the error, when nothing can be written any more.
+
+    Attributes:
+        lost: Why nothing can be written any more; None: it can.
     """
 
-    def __init__(
-        self, stream: IO[bytes], lock: threading.Lock, on_closed: Callable[[Exception], None]
-    ):
-        self._stream, self._lock, self._on_closed = stream, lock, on_closed
-        self._is_closed = False
+    def __init__(self, stream: IO[bytes], lock: threading.Lock):
+        self._stream, self._lock = stream, lock
+        self.lost: Exception | None = None
         self.is_terminal = stream.isatty()
 
     def write(self, line: bytes) -> None:
         """Write whole lines; without a reader they are lost, and no process waits for one."""
         with self._lock:
-            if self._is_closed:
+            if self.lost is not None:
                 return
             try:
                 self._stream.write(line)
                 self._stream.flush()
             except (OSError, ValueError) as error:
-                self._is_closed = True
+                self.lost = error
                 # What is left in the buffer would be an error of its own when Python ends.
                 with contextlib.suppress(OSError, ValueError):
                     nowhere = os.open(os.devnull, os.O_WRONLY)
                     os.dup2(nowhere, self._stream.fileno())
                     os.close(nowhere)
-                self._on_closed(error)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Streams:
+    """Where what processes print goes."""
+
+    out: Output
+    err: Output
+    logs: Logs
+
+    @classmethod
+    def over(cls, out: IO[bytes], err: IO[bytes]) -> "Streams":
+        """Those of a run, over the standard output and error of its launcher."""
+        lock = threading.Lock()
+        return cls(out=Output(out, lock), err=Output(err, lock), logs=Logs())
+
+    def say(self, text: str) -> None:
+        """A line of the launcher."""
+        self.err.write(f"hxla: {text}\n".encode())
 
 
 class Forwarder:

@@ -12,8 +12,8 @@ from ray.util.placement_group import PlacementGroup
 
 from ..core.errors import HxlaError, LaunchError
 from .host import NOTICE_SECONDS, Host, KeptFolder, OfferedDevice
+from .output import Streams
 from .ray_host import START_SECONDS, RayCarrying, RayHost, devices_of, draining
-from .workers import Streams
 
 # What keeps the names of runs and of placement groups apart from those of others.
 _NAMESPACE = "hxla"
@@ -57,7 +57,7 @@ class RayHosts:
         if asked:  # those that are there begin together
             ray.wait(asked, num_returns=len(asked), timeout=START_SECONDS)
         else:
-            streams.err.write(b"hxla: no node of the Ray cluster has devices yet: waiting\n")
+            streams.say("no node of the Ray cluster has devices yet: waiting")
 
     def offered(self) -> Sequence[OfferedDevice]:
         """The devices that may be used, now.
@@ -80,11 +80,9 @@ class RayHosts:
         ]
 
     def poll(self) -> bool:
-        """Hear what the hosts have to say; whether one was found to be lost."""
         return any([host.poll() for host in self._hosts.values()])
 
     def carry(self, source: KeptFolder, target: KeptFolder) -> RayCarrying:
-        """Begin to carry a folder from one host to another, where it appears whole."""
         assert isinstance(source.host, RayHost)
         assert isinstance(target.host, RayHost)
         return RayCarrying(source.host, source.folder, target.host, target.folder)
@@ -96,7 +94,6 @@ class RayHosts:
                 self._leave(node)
 
     def close(self) -> None:
-        """Let go of all hosts."""
         for host in self._hosts.values():
             host.close()
         if self._is_guest:

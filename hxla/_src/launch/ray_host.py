@@ -7,6 +7,7 @@ another host.
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import sys
@@ -24,12 +25,13 @@ from ray.util.scheduling_strategies import (
 )
 
 from ..cluster.cluster import Device
-from .control_channel import Report, left_folder
+from .channel import Standing, Status
 from .environment import describe, elastic_environment, num_gpus
 from .host import NOTICE_SECONDS, KeptFolder, LocalHost
-from .output import Logs, Output
-from .status_page import Post
-from .workers import Environment, LocalWorkers, Streams, Workers, WorkersStart
+from .kept_state import left_folder
+from .output import Streams
+from .ranks import LocalRanks, Ranks, RanksStart
+from .warm import WarmProcess
 
 #: Label of a node: what of a core each of its CPU devices may use.
 CORE_SHARE = "core-share"
@@ -104,16 +106,14 @@ class Heard:
 
     Attributes:
         out: What its processes printed since.
-        workers: By generation and rank the report, the post and the exit code of a process.
+        ranks: Of each generation, by its number.
         pinned: What they have chosen for later generations.
         at_seconds: By `time.monotonic` of that host.
     """
 
     out: bytes = b""
     err: bytes = b""
-    workers: Mapping[int, Mapping[int, tuple[Report, Post, int | None]]] = dataclasses.field(
-        default_factory=dict
-    )
+    ranks: Mapping[int, Sequence[Standing]] = dataclasses.field(default_factory=dict)
     pinned: str = ""
     at_seconds: float = 0.0
 
@@ -160,48 +160,44 @@ class HostAgent:
         else:
             self._devices = (Device(kind="cpu", core_share=core_share),) * num_cpus
         self._out, self._err = _Lines(), _Lines()
-        lock = threading.Lock()
-        streams = Streams(
-            out=Output(self._out, lock, lambda _: None),  # type: ignore[arg-type]
-            err=Output(self._err, lock, lambda _: None),  # type: ignore[arg-type]
-            logs=Logs(),
+        self._host = LocalHost(
+            functools.partial(WarmProcess, command),
+            elastic_environment(self._devices),
+            Streams.over(self._out, self._err),  # type: ignore[arg-type]
+            keeps_state=True,
         )
-        environment: Environment = elastic_environment(self._devices)
-        self._host = LocalHost(command, environment, streams)
-        self._workers: dict[int, LocalWorkers] = {}
+        self._ranks: dict[int, LocalRanks] = {}
         self._received: dict[int, list[str]] = {}  # by generation: folders that it begins with
 
     def facts(self) -> Facts:
         """What is here."""
+        assert self._host.memory is not None
         return Facts(devices=self._devices, cores=tuple(self._host.cores), memory=self._host.memory)
 
     def hear(self) -> Heard:
         """What there is to hear since the last time."""
-        for number, own in self._workers.items():
-            own.release()
-            if all(own.report(rank).is_joined for rank in own.pids):
+        ranks = {number: one.standings() for number, one in self._ranks.items()}
+        for number, standings in ranks.items():
+            if all(standing.report.is_joined for standing in standings):
                 for folder in self._received.pop(number, ()):
                     self.forget(folder)
         return Heard(
-            workers={
-                number: {rank: _heard_of(own, rank) for rank in own.pids}
-                for number, own in self._workers.items()
-            },
+            ranks=ranks,
             pinned=self._host.pinned,
             out=self._out.take(),
             err=self._err.take(),
             at_seconds=time.monotonic(),
         )
 
-    def start(self, start: WorkersStart) -> dict[int, int]:
-        """Start processes; returns their pids by rank."""
-        self._workers[start.generation] = own = self._host.start(start)
-        return own.pids
+    def start(self, start: RanksStart) -> dict[int, int]:
+        """Start ranks; returns their pids."""
+        self._ranks[start.generation] = self._host.start(start)
+        return self._ranks[start.generation].pids
 
-    def order(self, generation: int, changes: Mapping[str, object]) -> None:
-        """Change fields of the `Order` of processes."""
-        if generation in self._workers:
-            self._workers[generation].order(**changes)
+    def call(self, generation: int, method: str, *arguments: Any, **named: Any) -> None:
+        """Call a method of the ranks of a generation, if there are any."""
+        if generation in self._ranks:
+            getattr(self._ranks[generation], method)(*arguments, **named)
 
     def begin(self, generation: int, folders: Sequence[str], others: Sequence[Any]) -> None:
         """Let processes begin with a state of which there are parts on other hosts.
@@ -210,11 +206,11 @@ class HostAgent:
             folders: Of the parts that are here.
             others: References of the files of the others.
         """
-        own = [_received(self._host.memory, generation, k) for k in range(len(others))]
+        own = [self._received_folder(generation, k) for k in range(len(others))]
         self._received[generation] = own
         for folder, state in zip(own, others, strict=True):
             self.receive(folder, [state])
-        self.order(generation, {"begins": True, "state": [*folders, *own]})
+        self.call(generation, "order", begins=True, state=[*folders, *own])
 
     def receive(self, folder: str, state: Sequence[Any]) -> None:
         """Write files from another host into a folder, which appears whole.
@@ -241,27 +237,22 @@ class HostAgent:
         """Let go of a state."""
         self._host.forget(folder)
 
-    def quieten(self, generation: int) -> None:
-        """From here on processes only say that another is gone."""
-        self._workers[generation].quieten()
-
-    def kill(self, generation: int, ranks: Sequence[int], number: int) -> None:
-        """Send a signal to processes."""
-        self._workers[generation].kill(ranks, number)
-
-    def close_workers(self, generation: int, shows_held: bool, kept: Collection[str]) -> None:
-        """End processes of a generation, and let go of its folders that are not kept."""
+    def close_ranks(self, generation: int, shows_held: bool, kept: Collection[str]) -> None:
+        """End the ranks of a generation, and let go of its folders that are not kept."""
         self._received.pop(generation, None)
-        own = self._workers.pop(generation, None)
-        if own is not None:
-            own.close(shows_held=shows_held, kept=kept)
+        ranks = self._ranks.pop(generation, None)
+        if ranks is not None:
+            ranks.close(shows_held=shows_held, kept=kept)
 
     def close(self) -> Heard:
         """End all; returns what was still to be heard."""
-        for number in list(self._workers):
-            self.close_workers(number, True, ())
+        for number in list(self._ranks):
+            self.close_ranks(number, True, ())
         self._host.close()
         return self.hear()
+
+    def _received_folder(self, generation: int, part: int) -> str:
+        return f"{self._host.state_folder(generation, part)}-received"
 
 
 def leave_main_module() -> None:
@@ -269,23 +260,13 @@ def leave_main_module() -> None:
     vars(sys.modules["__main__"]).pop("__file__", None)
 
 
-def _received(memory: str, generation: int, part: int) -> str:
-    return f"{left_folder(memory, generation, part)}-received"
-
-
-def _heard_of(own: LocalWorkers, rank: int) -> tuple[Report, Post, int | None]:
-    """Of a process; one that has ended says nothing more, so that is looked at first."""
-    code = own.exit_code(rank)
-    return own.report(rank), own.post(rank), code
-
-
 _Agent: Any = cast(Any, ray.remote)(concurrency_groups=dict.fromkeys((_READ, _STATE, _COPY), 1))(
     HostAgent
 )
 
 
-class RayWorkers:
-    """Processes of a generation on a node of a Ray cluster.
+class RayRanks:
+    """Ranks of a generation on a node of a Ray cluster.
 
     Args:
         pids: Reference of their pids by rank; None: the node is lost.
@@ -304,40 +285,29 @@ class RayWorkers:
             self._asked = None
         return self._pids
 
-    def report(self, rank: int) -> Report:
-        """What a process said last."""
-        return self._heard(rank)[0]
-
-    def post(self, rank: int) -> Post:
-        """Where a process is; times are those of this machine's clock."""
-        return self._heard(rank)[1]
-
-    def exit_code(self, rank: int) -> int | None:
-        """None while it runs; minus the number of the signal that killed it."""
-        return _KILLED if self._host.is_lost else self._heard(rank)[2]
+    def standings(self) -> list[Standing]:
+        """What is known of each rank; times are those of this machine's clock."""
+        heard = {one.rank: one for one in self._host.heard.ranks.get(self.generation, ())}
+        every = [heard.get(rank, Standing(rank=rank, status=Status())) for rank in self._pids]
+        if self._host.is_lost:
+            every = [dataclasses.replace(one, code=_KILLED) for one in every]
+        return every
 
     def order(self, **changes: object) -> None:
-        """Change fields of the `Order` of all of them."""
-        self._host.tell("order", self.generation, changes)
+        self._host.tell("call", self.generation, "order", **changes)
 
-    def quieten(self) -> None:
-        """From here on they only say that another is gone: that goes to the log."""
-        self._host.tell("quieten", self.generation)
+    def quieten(self, spared: int | None = None) -> None:
+        self._host.tell("call", self.generation, "quieten", spared)
 
-    def release(self) -> None:
-        """Nothing: its host does that itself when it is heard."""
+    def change_shares(self, shares: Sequence[float | None]) -> None:
+        raise AssertionError("the share of a node is a label of it")
 
-    def kill(self, ranks: Sequence[int], number: int) -> None:
-        """Send a signal to those that run, and to what they started."""
+    def kill(self, ranks: Collection[int], number: int) -> None:
         if ranks:
-            self._host.tell("kill", self.generation, list(ranks), int(number))
+            self._host.tell("call", self.generation, "kill", list(ranks), int(number))
 
     def close(self, *, shows_held: bool, kept: Collection[str] = ()) -> None:
-        """End what is left, and let go of what they wrote, but of the folders that are kept."""
-        self._host.tell("close_workers", self.generation, shows_held, set(kept))
-
-    def _heard(self, rank: int) -> tuple[Report, Post, int | None]:
-        return self._host.heard.workers.get(self.generation, {}).get(rank, (Report(), Post(), None))
+        self._host.tell("close_ranks", self.generation, shows_held, set(kept))
 
 
 class RayHost:
@@ -382,7 +352,7 @@ class RayHost:
             except ray.exceptions.RayError as error:
                 self.is_lost = True
                 why = str(error).strip().splitlines()[-1]
-                self._streams.err.write(f"hxla: {self.name} gives no devices: {why}\n".encode())
+                self._streams.say(f"{self.name} gives no devices: {why}")
         return () if self._facts is None or self.is_lost else self._facts.devices
 
     @property
@@ -392,12 +362,10 @@ class RayHost:
 
     @property
     def cores(self) -> Sequence[int]:
-        """Those that its processes may use."""
         return () if self._facts is None else self._facts.cores
 
     @property
     def pinned(self) -> str:
-        """What its processes have chosen for later generations; empty: nothing yet."""
         return self.heard.pinned
 
     def poll(self) -> bool:
@@ -409,20 +377,19 @@ class RayHost:
             self._hearing = self._agent.hear.remote()
         return self.is_lost
 
-    def start(self, start: WorkersStart) -> RayWorkers:
-        """Start its processes of a generation; those of a host that is lost have ended at once."""
+    def start(self, start: RanksStart) -> RayRanks:
+        """Start its ranks of a generation; those of a host that is lost have ended at once."""
         pids = None
         with self.losing():
             pids = self._agent.start.remote(start)
-        return RayWorkers(self, start.generation, list(start.seats), pids)
+        return RayRanks(self, start.generation, list(start.seats), pids)
 
-    def begin(self, workers: Workers, state: Sequence[KeptFolder]) -> None:
-        """Let processes begin with a state, of which each folder has a part, or with none."""
+    def begin(self, ranks: Ranks, state: Sequence[KeptFolder]) -> None:
         here = [one.folder for one in state if one.host is self]
         if len(here) == len(state):
-            workers.order(begins=True, state=here)
+            ranks.order(begins=True, state=here)
             return
-        assert isinstance(workers, RayWorkers)
+        assert isinstance(ranks, RayRanks)
         with self.losing():
             others = [
                 one.host.reading(one.folder)
@@ -430,7 +397,7 @@ class RayHost:
                 if isinstance(one.host, RayHost) and one.host is not self
             ]
             own = self._agent.begin.options(concurrency_group=_STATE)
-            own.remote(workers.generation, here, others)
+            own.remote(ranks.generation, here, others)
 
     def reading(self, folder: str) -> Any:
         """The reference of the files of a state, which are read meanwhile."""
@@ -442,18 +409,16 @@ class RayHost:
         return own.remote(folder, [state])
 
     def forget(self, folder: str) -> None:
-        """Let go of a state."""
         self.tell("forget", folder)
 
     def state_folder(self, generation: int, rank: int) -> str:
-        """Where a process leaves its state."""
         assert self._facts is not None
         return left_folder(self._facts.memory, generation, rank)
 
-    def tell(self, method: str, *arguments: object) -> None:
+    def tell(self, method: str, *arguments: object, **named: object) -> None:
         """Call a method of the actor and wait for nothing."""
         with self.losing():
-            getattr(self._agent, method).remote(*arguments)
+            getattr(self._agent, method).remote(*arguments, **named)
 
     def close(self) -> None:
         """Let go of all, also of what was left in memory; what it still has to say is heard."""
@@ -470,23 +435,27 @@ class RayHost:
                 self.is_lost = True
             except ray.exceptions.RayError as error:
                 why = str(error).strip().splitlines()[-1]
-                self._streams.err.write(
-                    f"hxla: {self.name} has not ended its processes within {_END_SECONDS:g} s, and "
-                    f"what they printed last may be missing: {why}\n".encode()
+                self._streams.say(
+                    f"{self.name} has not ended its processes within {_END_SECONDS:g} s, and "
+                    f"what they printed last may be missing: {why}"
                 )
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             ray.kill(self._agent)
 
     def _hear(self, heard: Heard) -> None:
         late = time.monotonic() - heard.at_seconds  # between the clocks of two machines
-        workers = {
-            number: {
-                rank: (report, dataclasses.replace(post, moved_at=post.moved_at + late), code)
-                for rank, (report, post, code) in own.items()
-            }
-            for number, own in heard.workers.items()
+        ranks = {
+            number: [
+                dataclasses.replace(
+                    one,
+                    status=dataclasses.replace(one.status, moved_at=one.status.moved_at + late),
+                    ended_at=one.ended_at + late,
+                )
+                for one in standings
+            ]
+            for number, standings in heard.ranks.items()
         }
-        self.heard = dataclasses.replace(heard, workers=workers)
+        self.heard = dataclasses.replace(heard, ranks=ranks)
         for text, stream in ((heard.out, self._streams.out), (heard.err, self._streams.err)):
             if text:
                 stream.write(text)
@@ -513,7 +482,6 @@ class RayCarrying:
             self._state = source.reading(folder)
 
     def arrived(self) -> bool | None:
-        """Whether it has arrived; None: it is under way."""
         waits_for = self._written or self._state
         if self._target.is_lost or waits_for is None:
             return False

@@ -3,9 +3,8 @@
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from .control_channel import copy_folder
 from .host import Carrying, Host, KeptFolder
-from .kept_state import KeptState
+from .kept_state import KeptState, copy_folder
 from .membership import Copied, LeftState
 
 

@@ -15,8 +15,8 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
-#: Set where another process uses the device still, so that nothing may touch it.
-WAITS_VARIABLE = "HXLA_WAITS"
+from .channel import WAITS_VARIABLE
+
 #: It imports what a script does anyway, which initialises no backend.
 _SERVER = "hxla._src.launch.fork_server"
 _SET_CHILD_SUBREAPER = 36  # of prctl
@@ -49,14 +49,12 @@ class WarmProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; minus the number of the signal that killed it."""
         if self._orphaned_code is not None:
             return self._orphaned_code
         code: int | None = self._process.exitcode
         return self._code_of_orphan(os.WNOHANG) if code == _NOT_KNOWN else code
 
     def join(self) -> None:
-        """Wait for its end."""
         self._process.join()
         if self._process.exitcode == _NOT_KNOWN and self._orphaned_code is None:
             self._code_of_orphan(0)

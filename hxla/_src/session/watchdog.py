@@ -1,6 +1,6 @@
 """Ends a job in which a process is dead, frozen or stuck, and says which.
 
-Each process says where it is and reads what the others say: on the launcher's board, or, where
+Each process says where it is and reads what the others say: on the launcher's channel, or, where
 something else started them, through the coordination service. The service lives in process 0, so a
 second thread watches whether it still answers at all.
 """
@@ -20,15 +20,15 @@ import jax
 
 from ..core.config import WatchdogConfig
 from ..core.types import EXIT_PREEMPTED, EXIT_WATCHDOG
+from ..launch.channel import ENDED, RankStatuses, Status, own_channel
+from ..launch.ending import WAITING_PHASES
+from ..launch.join import ServiceStatuses
 from ..launch.member import own_member
 from ..launch.output import last_words
-from ..launch.processes import WAITING_PHASES
-from ..launch.rank_notes import RankNotes, ServiceNotes
-from ..launch.status_page import ENDED, Post, own_board, post_of
 from .ending import Preempted
 
 _INTERVAL_SECONDS = 0.5  # between beats
-_BOARD_INTERVAL_SECONDS = 0.25  # where they cost nothing
+_CHANNEL_SECONDS = 0.25  # where they cost nothing
 
 
 class Watchdog:
@@ -39,7 +39,7 @@ class Watchdog:
         settings: When a job is given up.
     """
 
-    _last: ClassVar[Post] = Post()  # of this process's sessions
+    _last: ClassVar[Status] = Status()  # of this process's sessions
 
     def __init__(self, *, rank: int, num_processes: int, settings: WatchdogConfig):
         self._rank = rank
@@ -47,14 +47,14 @@ class Watchdog:
         # Else the authority judges who is silent, once the others have left their state.
         self._judges_silence = own_member() is None
         self._progress = settings.progress_timeout_seconds
-        self._board = own_board()
-        self._texts: RankNotes | None = self._board
-        if self._board is None and num_processes > 1:
-            self._texts = ServiceNotes()
-        self._interval = _INTERVAL_SECONDS if self._board is None else _BOARD_INTERVAL_SECONDS
-        self._change = threading.Lock()  # of the own post, which two threads write
+        self._channel = own_channel()
+        self._statuses: RankStatuses | None = self._channel
+        if self._channel is None and num_processes > 1:
+            self._statuses = ServiceStatuses()
+        self._interval = _INTERVAL_SECONDS if self._channel is None else _CHANNEL_SECONDS
+        self._change = threading.Lock()  # of the own status, which two threads write
         before = Watchdog._last
-        self._own = Post(
+        self._own = Status(
             state="running",
             note=before.note,
             moved_at=time.monotonic(),
@@ -64,10 +64,10 @@ class Watchdog:
         self._step_began = time.monotonic()
         self._end = threading.Event()
         self._answered = time.monotonic()
-        self._seen: dict[int, Post] = {}
+        self._seen: dict[int, Status] = {}
         self._moved: dict[int, float] = {}
         self._beat_at: dict[int, float] = {}
-        works: list[Callable[[], None]] = [] if self._texts is None else [self._exchange]
+        works: list[Callable[[], None]] = [] if self._statuses is None else [self._exchange]
         if num_processes > 1:
             works.append(self._watch)
         self._threads = [
@@ -100,7 +100,7 @@ class Watchdog:
             seconds = now - self._step_began if step else 0.0
             self._step_began = now
         self._say(step=step, phase=phase, step_seconds=seconds)
-        if self._board is not None:
+        if self._channel is not None:
             self._publish()
 
     @contextlib.contextmanager
@@ -145,13 +145,12 @@ class Watchdog:
             )
 
     def _publish(self) -> None:
-        if self._texts is None:
+        if self._statuses is None:
             return
         with self._change:
             self._own = dataclasses.replace(self._own, count=self._own.count + 1)
-            text = self._own.text()
             try:
-                self._texts.put(self._rank, text)
+                self._statuses.tell(self._rank, self._own)
             except Exception:  # the service is gone with process 0: the other thread says so
                 return
 
@@ -159,18 +158,18 @@ class Watchdog:
         while not self._end.wait(self._interval):
             self._publish()
             try:
-                assert self._texts is not None
-                posts = {rank: post_of(text) for rank, text in self._texts.entries().items()}
+                assert self._statuses is not None
+                statuses = self._statuses.statuses()
             except Exception:
                 continue
             now = self._answered = time.monotonic()
-            for rank, post in posts.items():
+            for rank, status in statuses.items():
                 old = self._seen.get(rank)
-                if old is None or old.moved_at != post.moved_at:
+                if old is None or old.moved_at != status.moved_at:
                     self._moved[rank] = now
-                if old is None or old.count != post.count:
+                if old is None or old.count != status.count:
                     self._beat_at[rank] = now
-                self._seen[rank] = post
+                self._seen[rank] = status
 
     def _watch(self) -> None:
         last = time.monotonic()
@@ -188,22 +187,22 @@ class Watchdog:
 
     def _judge(self, now: float) -> tuple[int, str] | None:
         """The rank that ends the job, and why; None while all is well."""
-        if self._board is None and self._rank and now - self._answered > self._heartbeat:
+        if self._channel is None and self._rank and now - self._answered > self._heartbeat:
             return 0, f"has not answered for {now - self._answered:.1f} s"
-        for rank, post in self._seen.items():
-            if post.has_ended and post.session < self._own.session:
+        for rank, status in self._seen.items():
+            if status.has_ended and status.session < self._own.session:
                 return rank, ENDED
         running = {
-            rank: post
-            for rank, post in self._seen.items()
-            if post.state == "running"
-            or (post.state == "left" and post.session == self._own.session)
+            rank: status
+            for rank, status in self._seen.items()
+            if status.state == "running"
+            or (status.state == "left" and status.session == self._own.session)
         }
-        for rank, post in running.items():
+        for rank, status in running.items():
             silent = now - self._beat_at[rank]
             if rank != self._rank and silent > self._heartbeat and self._judges_silence:
-                if post.state == "left":
-                    return rank, f"left ({post.note}) {silent:.1f} s ago"
+                if status.state == "left":
+                    return rank, f"left ({status.note}) {silent:.1f} s ago"
                 return rank, f"has not answered for {silent:.1f} s"
         if running and all(now - self._moved[r] > self._progress for r in running):
             rank = min(running, key=lambda r: (running[r].step, _waits(running[r])))
@@ -212,11 +211,11 @@ class Watchdog:
 
     def _end_job(self, rank: int, why: str) -> None:
         """The launcher tells of it where there is one, for it knows more."""
-        if self._board is not None:
+        if self._channel is not None:
             self._say(state="judged", blamed=rank, note=why)
             self._publish()
         else:
-            where = self._seen.get(rank, Post()).where
+            where = self._seen.get(rank, Status()).where
             print(
                 f"hxla watchdog: rank {rank} {why}; it was {where}; ending the job (exit code 76)",
                 file=sys.stderr,
@@ -226,5 +225,5 @@ class Watchdog:
         os._exit(EXIT_WATCHDOG)
 
 
-def _waits(post: Post) -> bool:
-    return post.phase in WAITING_PHASES
+def _waits(status: Status) -> bool:
+    return status.phase in WAITING_PHASES

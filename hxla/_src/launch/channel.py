@@ -1,0 +1,260 @@
+"""What the launcher and the ranks of a job tell each other, in memory that outlives them all.
+
+Each slot has one writer and any number of readers, so a rank that is killed or frozen disturbs
+nobody, and nothing travels through another process that may be stuck. A text half written is known
+by its checksum.
+"""
+
+import dataclasses
+import functools
+import json
+import mmap
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeVar
+
+CHANNEL_VARIABLE = "HXLA_CHANNEL"  # path of the page
+LOGS_VARIABLE = "HXLA_LOGS"  # folder for what would bury the one line that matters
+#: Of members of a generation only: its number, the folder for states in memory, the name that all
+#: generations of the job share, and how many processes of the generation are on this host.
+GENERATION_VARIABLE, MEMORY_VARIABLE = "HXLA_GENERATION", "HXLA_MEMORY"
+JOB_VARIABLE, NEIGHBOURS_VARIABLE = "HXLA_JOB", "HXLA_NEIGHBOURS"
+#: Set where another process uses the device still, so that nothing may touch it.
+WAITS_VARIABLE = "HXLA_WAITS"
+
+_SLOT_BYTES = 4096
+_NOTE_BYTES = 1500  # written as JSON they may be twice as many
+_TRIES = 100
+
+#: Said of a rank whose script ended while another rank waits for it.
+ENDED = (
+    "ended its script, and another rank waits for it: every rank has to make the same calls of hxla"
+)
+
+State = Literal[
+    "starting", "running", "finished", "left", "failed", "victim", "judged", "preempted"
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Status:
+    """Where a rank is.
+
+    Attributes:
+        step: The step at hand; -1 before the first.
+        phase: What it does in that step.
+        state: `starting` before a session, `running` in one, `finished` after it; `left` a session
+            by `sys.exit`, `failed` by its own error, a `victim` of another rank's end, `judged`
+            another rank dead or stuck, `preempted` by SIGTERM.
+        note: The error, or what was judged.
+        blamed: The rank that was judged.
+        exit_code: With which it is about to end.
+        moved_at: When step, phase or state last changed, by `time.monotonic` of its machine.
+        step_seconds: How long the last step took.
+        session: How many sessions this process has opened.
+        left_session: The last of them that an error ended; 0: none.
+        has_ended: Whether its script is over.
+    """
+
+    step: int = -1
+    phase: str = "starting"
+    state: State = "starting"
+    note: str = ""
+    blamed: int | None = None
+    exit_code: int = 0
+    count: int = 0
+    moved_at: float = 0.0
+    step_seconds: float = 0.0
+    session: int = 0
+    left_session: int = 0
+    has_ended: bool = False
+
+    @property
+    def where(self) -> str:
+        """Step and phase in words."""
+        if self.step < 0:
+            return f"before its first step, in phase {self.phase!r}"
+        return f"at step {self.step} in phase {self.phase!r}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a member of a generation has done.
+
+    Attributes:
+        count: It grows while the process lives.
+        is_prepared: Whether it only waits for its generation to be formed.
+        is_joined: Whether it has the state of the first step.
+        step: How many steps are behind it.
+        saved_step: The step of the newest checkpoint that is complete.
+        part: Which part of a state it writes.
+        num_parts: The parts that make a whole state.
+        left_step: The step of the state that it left in memory.
+        digest: The SHA-256 of its part of that state.
+        copies: By step the SHA-256 of its parts of copies that it made in memory.
+        asked_back: Whether it got a SIGTERM.
+        is_finished: Whether training is done and its results are written.
+        num_microbatches: Of a step; 0: not known yet.
+        ran: In the last step: its microbatches, how many it ran at once, and the seconds that it
+            was busy with them; no microbatches where a copy of the model has several devices.
+        note: Why it could not leave its state.
+    """
+
+    count: int = 0
+    is_prepared: bool = False
+    is_joined: bool = False
+    step: int = -1
+    saved_step: int = -1
+    part: int = 0
+    num_parts: int = 1
+    left_step: int = -1
+    digest: str = ""
+    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    asked_back: bool = False
+    is_finished: bool = False
+    num_microbatches: int = 0
+    ran: Sequence[float] = dataclasses.field(default_factory=lambda: [0, 1, 0.0])
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Order:
+    """What a member of a generation is to do.
+
+    Attributes:
+        begins: Whether its generation is formed: it may begin.
+        state: The folders of all parts of the state to begin with; none: the newest checkpoint, or
+            a new state.
+        stops: Whether to ask all for a last step, after which each leaves its state in memory.
+        ends: Whether to ask all for a last step, after which a checkpoint is written.
+        leaves: Whether to leave its last complete state in memory at once, and end.
+    """
+
+    begins: bool = False
+    state: Sequence[str] = ()
+    stops: bool = False
+    ends: bool = False
+    leaves: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Standing:
+    """What is known of a rank.
+
+    Attributes:
+        code: Its exit code, negative for a signal; None while it lives.
+        ended_at: When that was first seen, by `time.monotonic`.
+    """
+
+    rank: int
+    status: Status
+    report: Report = dataclasses.field(default_factory=Report)
+    code: int | None = None
+    ended_at: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it makes no further calls."""
+        return self.status.has_ended or self.code == 0
+
+
+_Message = TypeVar("_Message", Status, Report, Order)
+_KINDS: tuple[type, ...] = (Status, Report, Order)
+
+
+class RankStatuses(Protocol):
+    """Where ranks say where they are."""
+
+    def tell(self, rank: int, status: Status, /) -> None:
+        """Write the status of this process's rank."""
+
+    def statuses(self) -> Mapping[int, Status]:
+        """Those that were written."""
+
+
+class Channel:
+    """A page of memory with three slots for each rank: its status, its report and its order.
+
+    Args:
+        file: Of the memory, open for reading and writing.
+    """
+
+    def __init__(self, file: int, num_ranks: int):
+        self._file, self._num = file, num_ranks
+        self._page = mmap.mmap(file, num_ranks * len(_KINDS) * _SLOT_BYTES)
+        self._last: dict[int, tuple[bytes, Any]] = {}  # by slot: the line, and its message
+
+    def tell(self, rank: int, message: Status | Report | Order) -> None:
+        """Write a message of a rank or to it."""
+        text = text_of(message).encode()
+        line = b"%08x%b" % (zlib.crc32(text), text)
+        begin = self._begin(type(message), rank)
+        self._page[begin : begin + min(len(line) + 1, _SLOT_BYTES)] = (
+            line[: _SLOT_BYTES - 1] + b"\n"
+        )
+
+    def read(self, kind: type[_Message], rank: int) -> _Message:
+        """The last message of a kind; that before it, if its writer was killed meanwhile."""
+        return self._read(kind, rank) or kind()
+
+    def statuses(self) -> dict[int, Status]:
+        every = {rank: self._read(Status, rank) for rank in range(self._num)}
+        return {rank: status for rank, status in every.items() if status is not None}
+
+    def close(self) -> None:
+        """Let go of the memory, in the process that made it."""
+        self._page.close()
+        os.close(self._file)
+
+    def _begin(self, kind: type, rank: int) -> int:
+        return (_KINDS.index(kind) * self._num + rank) * _SLOT_BYTES
+
+    def _read(self, kind: type[_Message], rank: int) -> _Message | None:
+        begin = self._begin(kind, rank)
+        before, message = self._last.get(begin, (b"", None))
+        for _ in range(_TRIES):  # what is just being written is whole a moment later
+            line, end, _ = self._page[begin : begin + _SLOT_BYTES].partition(b"\n")
+            if not end or not line:
+                return None
+            if line == before:
+                break
+            if line[:8] == b"%08x" % zlib.crc32(line[8:]):
+                message = kind(**json.loads(line[8:]))
+                self._last[begin] = line, message
+                break
+        return message
+
+
+def text_of(message: Status | Report | Order) -> str:
+    """A message as JSON."""
+    fields = dataclasses.asdict(message)
+    if "note" in fields:
+        fields["note"] = fields["note"].encode()[:_NOTE_BYTES].decode(errors="ignore")
+    return json.dumps(fields, ensure_ascii=False)
+
+
+def new_channel(num_ranks: int) -> tuple[Channel, str]:
+    """A channel and the path by which the processes of a job open it."""
+    file = os.memfd_create("hxla-channel")
+    os.posix_fallocate(file, 0, num_ranks * len(_KINDS) * _SLOT_BYTES)
+    return Channel(file, num_ranks), f"/proc/{os.getpid()}/fd/{file}"
+
+
+def open_channel(path: str, num_ranks: int) -> Channel | None:
+    """That of a path; None if its owner is gone, as this process will be soon."""
+    try:
+        file = os.open(path, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        return Channel(file, num_ranks)
+    finally:
+        os.close(file)
+
+
+@functools.cache
+def own_channel() -> Channel | None:
+    """That of the job that this process was started for; None without a launcher."""
+    path = os.environ.get(CHANNEL_VARIABLE)
+    return open_channel(path, int(os.environ["HXLA_NUM_PROCESSES"])) if path else None

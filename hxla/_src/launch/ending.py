@@ -1,0 +1,225 @@
+"""How a run ends: by the rank that failed first, or by its user; and with which exit code."""
+
+import dataclasses
+import math
+import signal
+from collections.abc import Iterable, Sequence
+
+from ..core.types import EXIT_PREEMPTED, EXIT_WATCHDOG
+from .channel import ENDED, Standing, Status
+
+#: Phases in which a process waits for all others.
+WAITING_PHASES = frozenset({"reduce", "evaluation's sum", "checkpoint", "finishing"})
+_PHASES = ("data", "microbatches", "reduce", "update")  # of a step, in their order
+
+# How long others may take to show that they failed first: a signal's news and an error's travel by
+# different ways.
+_SETTLE_SECONDS = 0.25
+_VICTIM_SETTLE_SECONDS = 1.0
+_WAITING_SECONDS = 2.0  # for a process that has left, until it is missed
+HOPELESS_SECONDS = 0.5  # from SIGTERM to SIGKILL where no process can end by itself
+
+
+# What a kind of end says, from sure to doubtful.
+_KILLED, _OWN, _LEFT, _JUDGED, _ABORTED, _VICTIM = range(6)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Who ended a job, and how.
+
+    Attributes:
+        reason: How it failed and where, in words.
+        code: The exit code of the job.
+        weight: How doubtful that is; of several verdicts the least doubtful one counts.
+        at: When that was, by `time.monotonic`.
+        can_leave: Whether the others may be able to end by themselves.
+    """
+
+    rank: int
+    reason: str
+    code: int
+    weight: int = _OWN
+    at: float = 0.0
+    can_leave: bool = True
+
+
+def judge(standings: Sequence[Standing], now: float) -> Verdict | None:
+    """The rank that failed first; None while none has, or while another may still turn out to be.
+
+    Args:
+        now: By `time.monotonic`.
+    """
+    verdicts = [v for s in standings if (v := _verdict(s, standings, now)) is not None]
+    if not verdicts:
+        return None
+    weight = min(verdict.weight for verdict in verdicts)
+    first = min(verdict.at for verdict in verdicts)
+    settle = {_VICTIM: _VICTIM_SETTLE_SECONDS, _JUDGED: 0.0}.get(weight, _SETTLE_SECONDS)
+    if now - first < settle:
+        return None
+    surest = [verdict for verdict in verdicts if verdict.weight == weight]
+    return min(surest, key=lambda verdict: (verdict.at, verdict.rank))
+
+
+def _verdict(s: Standing, standings: Sequence[Standing], now: float) -> Verdict | None:
+    """Of one rank, as if no other had failed."""
+    status, code = s.status, s.code
+
+    def of(weight: int, at: float, reason: str, exit_code: int) -> Verdict:
+        reason = f"{reason} {status.where}"
+        return Verdict(rank=s.rank, reason=reason, code=exit_code, weight=weight, at=at)
+
+    if status.state == "judged" and status.blamed is not None:
+        blamed = next(other.status for other in standings if other.rank == status.blamed)
+        return Verdict(
+            rank=status.blamed,
+            reason=f"{status.note}; it is {blamed.where}",
+            code=EXIT_WATCHDOG,
+            weight=_JUDGED,
+            at=status.moved_at,
+            can_leave=False,
+        )
+    if status.state == "failed":
+        return of(_OWN, status.moved_at, f"failed ({status.note})", status.exit_code or 1)
+    if status.state == "victim":
+        return of(_VICTIM, status.moved_at, f"lost the others ({status.note})", 1)
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name
+        weight = _ABORTED if -code == signal.SIGABRT else _KILLED
+        return of(weight, s.ended_at, f"was killed by {name}", 128 - code)
+    if code not in (None, 0, EXIT_PREEMPTED) and status.state != "preempted":
+        assert code is not None
+        return of(_OWN, s.ended_at, f"exited with code {code}", code)
+    is_gone = s.is_over or status.state == "left" or status.left_session
+    if is_gone and _is_missed(s, standings, now):
+        at = s.ended_at if code == 0 else status.moved_at
+        how = f"left the job by itself ({status.note or 'exited with code 0'}) {status.where}"
+        reason = ENDED if status.state == "finished" else how
+        return Verdict(rank=s.rank, reason=reason, code=EXIT_WATCHDOG, weight=_LEFT, at=at)
+    return None
+
+
+def _is_missed(gone: Standing, standings: Iterable[Standing], now: float) -> bool:
+    """Whether another rank has come to where it needs the one that has left, or died of that."""
+    has_failed = gone.code == 0 and gone.status.state != "finished"
+    if has_failed and any(
+        other.status.state == "victim" or other.code == -signal.SIGABRT for other in standings
+    ):
+        return True
+    return any(
+        other.status.state in ("running", "victim")
+        and other.code is None
+        and _needs(other.status, gone, now)
+        for other in standings
+    )
+
+
+def _needs(waiting: Status, other: Standing, now: float) -> bool:
+    """Whether a process at one place needs another that left at another place."""
+    gone = other.status
+    waits = waiting.phase in WAITING_PHASES
+    waits = waits and now - max(waiting.moved_at, gone.moved_at) > _WAITING_SECONDS
+    if waiting.session > gone.session:  # both have left a session: only one may open the next
+        return other.is_over
+    if waiting.session < gone.session:
+        return waits and gone.left_session == waiting.session
+    if gone.state == "finished" or (gone.state == "running" and not other.is_over):
+        return False  # it is an earlier session that it left
+    if waiting.phase in WAITING_PHASES:  # it may also be about to come to where the other left
+        return waits and _place(waiting) >= _place(gone)
+    if gone.phase == "script":
+        return _place(waiting) > _place(gone)
+    return waiting.step > gone.step
+
+
+def _place(status: Status) -> tuple[int, int]:
+    if status.phase == "script":  # before any session
+        return status.step, -1
+    return status.step, _PHASES.index(status.phase) if status.phase in _PHASES else len(_PHASES)
+
+
+class RunEnding:
+    """Why a run ends, which is known as soon as its user asks or a rank has failed.
+
+    Args:
+        grace_seconds: From SIGTERM to SIGKILL.
+
+    Attributes:
+        asked: The signal by which the user ends it.
+        num_interrupts: How many of the signals were Ctrl-C.
+        is_unread: Whether nobody reads the output any more.
+        verdict: Who failed first.
+        codes: Of ranks, which say whether all of them have saved their state.
+    """
+
+    def __init__(self, grace_seconds: float):
+        self.grace_seconds = grace_seconds
+        self.asked: int | None = None
+        self.num_interrupts = 0
+        self.is_unread = False
+        self.verdict: Verdict | None = None
+        self.codes = set[int]()
+        self._asked_at = 0.0
+        self._num_asked = 0
+        self._kill_at = math.inf
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the run is to end."""
+        return self.asked is not None or self.verdict is not None
+
+    def ask(self, number: int, now: float) -> None:
+        """By a signal."""
+        if self.asked is None:
+            self.asked, self._asked_at = number, now
+        self._num_asked += 1
+        self.num_interrupts += number == signal.SIGINT
+
+    def follow(self, now: float) -> None:
+        """By a SIGTERM to one of the ranks, all of which are about to leave together."""
+        self.asked, self._asked_at = signal.SIGTERM, now
+
+    def fail(self, verdict: Verdict, grace_seconds: float, now: float) -> None:
+        """By a rank that failed."""
+        self.verdict, self._kill_at = verdict, now + grace_seconds
+
+    def patience_until(self, status: Status) -> float:
+        """Until when a rank may take to end: longer where it finishes a step and saves it."""
+        if self.verdict is not None:
+            return self._kill_at
+        if self.asked is None:
+            return math.inf
+        since, extra = self._asked_at, 0.0
+        works = status.state == "running" and self._num_asked < 2
+        if works and self.asked in (signal.SIGTERM, signal.SIGINT):
+            since = max(since, status.moved_at)
+            if status.phase == "checkpoint":
+                return math.inf  # the watchdog sees whether it stands still
+            extra = 2 * status.step_seconds
+        return since + self.grace_seconds + extra
+
+    def outcome(self, num_steps: int, saved_step: int) -> tuple[int, str] | None:
+        """The exit code of a run that its user ended, and the words; None: it had ended before.
+
+        The code is 75 where all is in a checkpoint.
+
+        Args:
+            saved_step: The step of the newest checkpoint that was known before.
+        """
+        if self.asked is None or (self.codes and not any(self.codes)):
+            return None
+        is_saved = EXIT_PREEMPTED in self.codes
+        if not self.codes:  # nobody trained
+            is_saved = 0 < num_steps <= saved_step
+        how = f"ended after {num_steps} steps" if num_steps else "ended before the first step"
+        if self.is_unread:
+            code, why = 128 + signal.SIGPIPE, "nobody reads the output any more"
+        else:
+            code = EXIT_PREEMPTED if is_saved else 128 + self.asked
+            why = "Ctrl-C" if self.asked == signal.SIGINT else signal.Signals(self.asked).name
+        if is_saved:
+            return code, f"{why}: {how}; run again to resume from a checkpoint"
+        if self.asked == signal.SIGINT:
+            return code, how.replace("ended", "interrupted")
+        return code, f"{why}: {how}"

@@ -1,0 +1,295 @@
+"""The ranks of a generation on one host, from their start until the last one ended."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import IO, Protocol
+
+from ..cluster.cluster import Device
+from .channel import (
+    CHANNEL_VARIABLE,
+    GENERATION_VARIABLE,
+    JOB_VARIABLE,
+    LOGS_VARIABLE,
+    MEMORY_VARIABLE,
+    NEIGHBOURS_VARIABLE,
+    Order,
+    Report,
+    Standing,
+    Status,
+    new_channel,
+)
+from .cleanup import end_group
+from .environment import Environment
+from .kept_state import folders_of
+from .member import PINNED
+from .output import Forwarder, Streams
+from .throttle import Throttle, make_throttle
+
+_FORWARD_SECONDS = 2.0  # for what was printed last
+
+
+class Process(Protocol):
+    """A process that leads a group."""
+
+    pid: int
+    stdout: IO[bytes]
+    stderr: IO[bytes]
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; minus the number of the signal that killed it."""
+
+    def join(self) -> None:
+        """Wait for its end."""
+
+
+#: Starts a process with an environment, on a core; None: on all.
+StartProcess = Callable[[Mapping[str, str], int | None], Process]
+
+
+class ColdProcess:
+    """A process that begins with Python.
+
+    Args:
+        arguments: Of the interpreter.
+    """
+
+    def __init__(self, arguments: Sequence[str], env: Mapping[str, str], core: int | None):
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self.pid, self.stdout, self.stderr = (
+            self._process.pid,
+            self._process.stdout,
+            self._process.stderr,
+        )
+        if core is not None:
+            os.sched_setaffinity(self.pid, {core})
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    def join(self) -> None:
+        self._process.wait()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Where a rank runs.
+
+    Attributes:
+        place: Of the device on its host.
+        core: The core that it may use; None: all.
+    """
+
+    device: Device
+    place: int
+    core: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RanksStart:
+    """What a host needs to know to start its ranks of a generation.
+
+    Attributes:
+        job: A name of the job that no other one has.
+        num_processes: The processes of the generation, on all hosts.
+        seats: Those on this host, by rank.
+        mesh: The text of the mesh file.
+        pinned: What generations before have chosen, as `hxla._src.launch.member.pin` writes it.
+    """
+
+    job: str
+    generation: int
+    num_processes: int
+    address: str
+    seats: Mapping[int, Seat]
+    mesh: str
+    pinned: str
+
+
+class Ranks(Protocol):
+    """The ranks of a generation on a host, as the run sees them."""
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        """Processes by rank."""
+
+    def standings(self) -> Sequence[Standing]:
+        """What is known of each rank now."""
+
+    def order(self, **changes: object) -> None:
+        """Change fields of the `Order` of all of them."""
+
+    def quieten(self, spared: int | None = None) -> None:
+        """From here on all but one only say that another is gone: that goes to the log."""
+
+    def change_shares(self, shares: Sequence[float | None]) -> None:
+        """Hold the ranks to other shares of their cores."""
+
+    def kill(self, ranks: Collection[int], number: int) -> None:
+        """Send a signal to those that run, and to what they started."""
+
+    def close(self, *, shows_held: bool, kept: Collection[str] = ()) -> None:
+        """End what is left, and let go of what they wrote, but of the folders that are kept."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Started:
+    process: Process
+    out: Forwarder
+    err: Forwarder
+    throttle: Throttle | None
+
+
+class LocalRanks:
+    """Ranks on this host.
+
+    Args:
+        memory: The folder in which members leave their state; None: they are no members, and only
+            signals reach them.
+        note: Called with each pid and each folder that someone must clean up after a crash.
+    """
+
+    def __init__(
+        self,
+        start: RanksStart,
+        start_process: StartProcess,
+        environment: Environment,
+        memory: str | None,
+        streams: Streams,
+        note: Callable[[str], None],
+    ):
+        self._start_process, self._streams, self._note = start_process, streams, note
+        self._memory, self._generation = memory, start.generation
+        self._order = Order()
+        self._channel, path = new_channel(start.num_processes)
+        self._ranks: dict[int, _Started] = {}
+        self._ended_at: dict[int, float] = {}
+        mesh, env = "", {CHANNEL_VARIABLE: path, LOGS_VARIABLE: str(streams.logs.folder)}
+        if memory is not None:
+            mesh = _files_of_members(start, memory)
+            env |= {
+                GENERATION_VARIABLE: str(start.generation),
+                JOB_VARIABLE: start.job,
+                MEMORY_VARIABLE: memory,
+                NEIGHBOURS_VARIABLE: str(len(start.seats)),
+            }
+        env["HXLA_COORDINATOR"] = start.address
+        env["HXLA_NUM_PROCESSES"] = str(start.num_processes)
+        try:
+            for rank, seat in start.seats.items():
+                of_device = environment(rank, seat.device, seat.place, mesh)
+                self._start(rank, seat, of_device | env | {"HXLA_PROCESS_ID": str(rank)})
+        except BaseException:
+            self.close(shows_held=True)
+            raise
+
+    def _start(self, rank: int, seat: Seat, env: Mapping[str, str]) -> None:
+        process = self._start_process(env, seat.core)
+        self._note(str(process.pid))
+        throttle, share = None, seat.device.core_share
+        if share is not None:
+            throttle, how = make_throttle(process.pid, 1000 * self._generation + rank, share)
+            if (folder := getattr(throttle, "folder", None)) is not None:
+                self._note(str(folder))
+            if self._memory is None:
+                self._streams.say(f"rank {rank} has {share:g} of core {seat.core}, by {how}")
+        self._ranks[rank] = _Started(
+            process=process,
+            out=Forwarder(rank, process.stdout, self._streams.out, None),
+            err=Forwarder(rank, process.stderr, self._streams.err, self._streams.logs),
+            throttle=throttle,
+        )
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return {rank: one.process.pid for rank, one in self._ranks.items()}
+
+    def standings(self) -> list[Standing]:
+        """What is known of each rank now; lines that no failure explains are shown."""
+        return [self._standing(rank, time.monotonic()) for rank in self._ranks]
+
+    def _standing(self, rank: int, now: float) -> Standing:
+        self._ranks[rank].err.release(now)
+        # One that has ended says nothing more, so that is looked at first.
+        code = self._ranks[rank].process.exit_code
+        return Standing(
+            rank=rank,
+            status=self._channel.read(Status, rank),
+            report=self._channel.read(Report, rank),
+            code=code,
+            ended_at=0.0 if code is None else self._ended_at.setdefault(rank, now),
+        )
+
+    def order(self, **changes: object) -> None:
+        self._order = dataclasses.replace(self._order, **changes)  # type: ignore[arg-type]
+        for rank in self._ranks:
+            self._channel.tell(rank, self._order)
+
+    def quieten(self, spared: int | None = None) -> None:
+        for rank, one in self._ranks.items():
+            if rank != spared:
+                one.err.quieten()
+
+    def change_shares(self, shares: Sequence[float | None]) -> None:
+        for rank, one in self._ranks.items():
+            share = shares[rank]
+            if one.throttle is not None and share is not None:
+                one.throttle.set_share(share)
+
+    def kill(self, ranks: Collection[int], number: int) -> None:
+        for rank in ranks:
+            process = self._ranks[rank].process
+            if process.exit_code is not None:
+                continue
+            if number == signal.SIGKILL:
+                end_group(process.pid)
+            with contextlib.suppress(ProcessLookupError):
+                try:
+                    os.killpg(process.pid, number)
+                    os.killpg(process.pid, signal.SIGCONT)
+                except ProcessLookupError:  # it has just been forked, and leads no group yet
+                    os.kill(process.pid, number)
+
+    def close(self, *, shows_held: bool, kept: Collection[str] = ()) -> None:
+        self.kill(self._ranks, signal.SIGKILL)
+        for one in self._ranks.values():
+            one.process.join()
+            end_group(one.process.pid)  # what it had started
+        for one in self._ranks.values():
+            for forwarder in (one.out, one.err):
+                forwarder.join(_FORWARD_SECONDS, shows_held=shows_held)
+            if one.throttle is not None:
+                one.throttle.close()
+        self._channel.close()
+        if self._memory is not None:
+            for folder in folders_of(self._memory, self._generation):
+                if folder not in kept:  # half written, or nobody was told any more
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _files_of_members(start: RanksStart, memory: str) -> str:
+    """Write what members read: the mesh file, whose path is returned, and earlier choices."""
+    mesh, pinned = (
+        pathlib.Path(memory, name) for name in (f"mesh-{start.generation}.toml", PINNED)
+    )
+    mesh.write_text(start.mesh)
+    if start.pinned and not pinned.exists():
+        pinned.write_text(start.pinned)
+    return str(mesh)

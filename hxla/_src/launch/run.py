@@ -1,0 +1,527 @@
+"""A run of `hxla run`, fixed or elastic: the authority's decisions, carried out on its hosts.
+
+A fixed run is one generation of all its devices, which has no successor: its ranks are no members,
+only signals reach them, and the first of them that fails ends it.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from ..core.errors import HxlaError, LaunchError
+from ..core.types import EXIT_PREEMPTED, EXIT_WATCHDOG
+from .authority import advance, begin
+from .channel import Report, Standing
+from .ending import HOPELESS_SECONDS, RunEnding, Verdict
+from .generation import GenerationRanks
+from .host import Hosts, KnownDevices
+from .kept_state import KeptState, newest
+from .membership import (
+    AskedBack,
+    Completed,
+    Copied,
+    Discard,
+    Exited,
+    Form,
+    Generation,
+    Happened,
+    Joined,
+    Kill,
+    Leave,
+    Ledger,
+    LeftState,
+    Membership,
+    MembershipRules,
+    Offered,
+    Passed,
+    Prepare,
+    Prepared,
+    Release,
+    Save,
+    Saved,
+    Stop,
+    Tell,
+    ToDo,
+    Told,
+    Vanished,
+)
+from .output import Streams
+from .state_folders import StateFolders
+
+_FIXED_POLL_SECONDS, _ELASTIC_POLL_SECONDS = 0.05, 0.1
+_REREAD_SECONDS = 0.5
+_OF_OTHERS = ("victim", "judged", "preempted", "left")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+class EventLog:
+    """A file of events and decisions, with the seconds since the start.
+
+    Args:
+        path: Of it; None: nothing is written.
+
+    Raises:
+        LaunchError: If it cannot be written.
+    """
+
+    def __init__(self, path: str | None):
+        self._began = time.monotonic()
+        try:
+            self._file = open(path, "w", buffering=1) if path is not None else None  # noqa: SIM115
+        except OSError as error:
+            raise LaunchError(f"--events {path}: {error.strerror}") from error
+
+    def write(self, what: Any) -> None:
+        """Write an event of the authority, or what it decided."""
+        fields = dataclasses.asdict(what)
+        fields.pop("at_seconds", None)
+        self.add(type(what).__name__, **fields)
+
+    def close(self, ledger: Ledger) -> None:
+        """Write which generation committed which steps, and let go of the file."""
+        self.write(ledger)
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+    def add(self, what: str, **fields: object) -> None:
+        """Write something else, by its name."""
+        if self._file is None:
+            return
+        row = {"seconds": round(time.monotonic() - self._began, 4), "what": what, **fields}
+        with contextlib.suppress(OSError):  # a full disk ends no job
+            self._file.write(json.dumps(row, default=sorted) + "\n")
+
+
+class Run:
+    """A job from its start until `wait` returns.
+
+    Args:
+        hosts: Where devices come from, and their ranks run.
+        streams: Where what is printed goes.
+        rules: What the run keeps to.
+        grace_seconds: From SIGTERM to SIGKILL, and the notice of a SIGTERM to one member.
+        events: The log of everything that happens; None: the run is a fixed one.
+    """
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        streams: Streams,
+        rules: MembershipRules,
+        *,
+        grace_seconds: float,
+        events: EventLog | None,
+    ):
+        self._hosts, self._streams = hosts, streams
+        self._is_elastic = events is not None
+        self._events = EventLog(None) if events is None else events
+        self._known: Membership = begin(rules)
+        self._job = secrets.token_hex(8)
+        self._most = rules.max_devices
+        self._devices = KnownDevices("device" if self._is_elastic else "rank")
+        self._generations: dict[int, GenerationRanks] = {}
+        self._left = StateFolders(hosts.carry)
+        self._ending = RunEnding(grace_seconds)
+        self._signals: list[int] = []
+        self._wake = threading.Event()
+        self._is_output_lost = False
+        self._read_at = 0.0
+        self._passed_at = time.monotonic()
+        self._step = 0
+
+    def receive(self, number: int) -> None:
+        """Take note of a signal, and wake up; any thread may say so."""
+        self._signals.append(number)
+        self._wake.set()
+
+    def wait(self) -> int:
+        """Run the job to its end.
+
+        Returns:
+            Its exit code.
+        """
+        with _handing_on_signals(self):
+            try:
+                self._reread()
+                while not self._is_over:
+                    self._look()
+            finally:
+                for ranks in list(self._generations.values()):
+                    self._close(ranks)
+                self._hosts.close()
+                self._events.close(self._known.ledger)
+        self._watch_output()
+        return self._conclude()
+
+    def _look(self) -> None:
+        """Wait a moment, and serve whatever has happened since."""
+        self._wake.wait(_ELASTIC_POLL_SECONDS if self._is_elastic else _FIXED_POLL_SECONDS)
+        self._wake.clear()
+        self._watch_output()
+        while self._signals:
+            self._serve_signal(self._signals.pop(0))
+        is_due = self._is_elastic and time.monotonic() - self._read_at > _REREAD_SECONDS
+        if (self._hosts.poll() or is_due) and not self._ending.is_near:
+            self._reread()
+        for ranks in list(self._generations.values()):
+            self._hear(ranks)
+        for copied in self._left.arrived(time.monotonic()):
+            if copied.spread == 1:
+                self._streams.say(f"no other host could take what {copied.device} has copied")
+            self._happens(copied)
+        self._pass_time()
+        for ranks in self._generations.values():
+            ranks.kill_late(self._ending)
+
+    def _pass_time(self) -> None:
+        """Let the authority look at the clock; while this process slept nobody was silent."""
+        now, known = time.monotonic(), self._known
+        if now - self._passed_at > known.rules.heartbeat_seconds / 2:
+            self._hear_of(known.generation.number, sorted(known.alive))
+        self._passed_at = now
+        self._happens(Passed())
+
+    def _hear_of(self, generation: int, devices: Iterable[str]) -> None:
+        """Take members as heard of, of whom nobody had a reason to hear."""
+        for device in devices:
+            self._happens(Told(generation=generation, device=device))
+
+    # -- what happens ------------------------------------------------------------------------
+
+    @property
+    def _is_over(self) -> bool:
+        if self._known.phase == "failed":
+            return True
+        is_last = not self._is_elastic or self._known.phase == "finished"
+        return (is_last or self._ending.is_near) and not self._generations
+
+    def _happens(self, *events: Happened) -> None:
+        """One decision for all that happen together."""
+        if self._ending.is_near:
+            return
+        for event in events:
+            if type(event) not in (Told, Passed):
+                self._events.write(event)
+        self._known, todo = advance(self._known, *events)
+        for what in todo:
+            self._events.write(what)
+            self._do(what)
+        self._left.keep({*self._known.kept, *self._known.sources})
+
+    def _reread(self) -> None:
+        """Compare the devices that may be used with those that are known."""
+        self._read_at = time.monotonic()
+        try:
+            changes = self._devices.compare(self._hosts.offered())
+        except HxlaError as error:
+            if not self._is_elastic:
+                raise
+            self._streams.say(f"devices stay as they are: {error}")
+            return
+        places = self._devices.places
+        for name in changes.met:
+            place = places[name]
+            label, host = place.device.label, place.host.name
+            self._events.add("Placed", device=name, label=label, host=host)
+        for name in changes.lost:
+            if places.pop(name, None) is not None:  # else it was released with another
+                self._streams.say(f"{name} is gone with its host")
+                self._happens(Vanished(device=name))
+        offered = [Offered(device=name) for name in changes.usable]
+        asked = [
+            AskedBack(device=d, notice_seconds=places[d].host.notice_seconds)
+            for d in changes.missing
+            if d in places
+        ]
+        self._devices.ask_back([event.device for event in asked])
+        # A device that takes another's place comes with its leaving.
+        self._happens(*offered, *asked)
+
+    def _hear(self, ranks: GenerationRanks) -> None:
+        """What the ranks of a generation said since, the end of each last."""
+        standings = ranks.hear()
+        for standing in standings:
+            if standing.rank in ranks.ended:
+                continue
+            device = ranks.generation.members[standing.rank]
+            self._hear_one(ranks, device, standing)
+            if standing.code is not None:
+                ranks.ended.add(standing.rank)
+                if self._ending.asked is not None or not self._is_elastic:
+                    self._ending.codes.add(standing.code)
+                self._ended(ranks, device, standing)
+        if not self._is_elastic:
+            ranks.judge(self._ending, time.monotonic())
+        if len(ranks.ended) == len(standings):
+            self._close(ranks)
+
+    def _hear_one(self, ranks: GenerationRanks, device: str, standing: Standing) -> None:
+        before, now = ranks.reports[standing.rank], standing.report
+        # A rank that is no member reports nothing; the step at hand is the last one that it does.
+        self._step = max(self._step, now.step if self._is_elastic else standing.status.step + 1)
+        if now == before:
+            return
+        ranks.reports[standing.rank] = now
+        of: dict[str, Any] = {"generation": ranks.generation.number, "device": device}
+        if now.num_microbatches and now.num_microbatches != before.num_microbatches:
+            self._limit(now.num_microbatches)
+        self._happens(Told(**of))
+        if now.is_prepared and not before.is_prepared:
+            self._happens(Prepared(**of))
+        if now.saved_step > before.saved_step:
+            self._happens(Saved(step=now.saved_step))
+        part = of | {"part": now.part, "num_parts": now.num_parts}
+        for step in sorted(now.copies.keys() - before.copies.keys(), key=int):
+            self._wrote(Copied(**part, step=int(step), digest=now.copies[step]), ranks)
+        if now.is_joined and not before.is_joined:
+            self._happens(Joined(**of))
+        if now.step > before.step:
+            num, executors, seconds = now.ran
+            of |= {"num_microbatches": int(num), "num_executors": int(executors)}
+            self._happens(Completed(**of, step=now.step, busy_seconds=seconds))
+        if now.left_step > before.left_step:
+            self._wrote(LeftState(**part, step=now.left_step, digest=now.digest), ranks)
+        if now.note and not before.note:
+            self._streams.say(f"{device} could not leave its state: {now.note}")
+        if now.asked_back and not before.asked_back:
+            notice_seconds = self._ending.grace_seconds
+            self._happens(AskedBack(device=device, notice_seconds=notice_seconds))
+        if now.is_finished and not before.is_finished:
+            self._finish(now)
+
+    def _wrote(self, event: Copied | LeftState, ranks: GenerationRanks) -> None:
+        members, places = ranks.generation.members, self._devices.places
+        hosts = {device: places[device].host for device in members if device in places}
+        if event.device in hosts:  # else it is gone, with what was written there
+            self._happens(self._left.wrote(event, members.index(event.device), hosts))
+
+    def _limit(self, num_microbatches: int) -> None:
+        """A step has so many microbatches: more devices than that have nothing to do."""
+        most = min(self._most, num_microbatches)
+        rules = dataclasses.replace(
+            self._known.rules, max_devices=most, num_microbatches=num_microbatches
+        )
+        ledger = dataclasses.replace(self._known.ledger, num_microbatches=num_microbatches)
+        self._known = dataclasses.replace(self._known, rules=rules, ledger=ledger)
+
+    def _finish(self, report: Report) -> None:
+        rules = dataclasses.replace(self._known.rules, num_steps=report.step)
+        self._known = dataclasses.replace(self._known, rules=rules)
+        self._happens(Saved(step=report.step))
+
+    def _ended(self, ranks: GenerationRanks, device: str, standing: Standing) -> None:
+        """A rank has ended: its script's error ends the run, anything else costs its generation."""
+        status, report, code = standing.status, standing.report, standing.code or 0
+        if not self._is_elastic or self._ending.is_near or self._known.phase == "finished":
+            return
+        if not code and not report.is_prepared:  # a script that trains nothing
+            self._finish(report)
+            return
+        is_own_error = status.state == "failed" or (code > 0 and status.state not in _OF_OTHERS)
+        number = ranks.generation.number
+        if code in (EXIT_PREEMPTED, EXIT_WATCHDOG) or (not is_own_error and code):
+            self._happens(Exited(generation=number, device=device))
+            return
+        words = status.note or f"ended with exit code {code}"
+        is_current = number == self._known.generation.number
+        if is_current and not ranks.has_joined and self._known.ledger.end:
+            last = ranks.generation.members[-1]
+            if self._known.phase == "forming":  # perhaps it can be planned for fewer
+                self._streams.say(
+                    f"generation {number} cannot begin: {words}; it is tried without {last}"
+                )
+                self._happens(AskedBack(device=last, notice_seconds=0.0))
+            self._happens(Exited(generation=number, device=device))
+            return
+        if is_current:
+            verdict = Verdict(rank=standing.rank, reason=f"failed: {words}", code=code or 1)
+            ranks.fail(self._ending, verdict, HOPELESS_SECONDS)
+            return
+        self._streams.say(f"generation {number} cannot be prepared: {words}")
+        for new in ranks.generation.members:
+            if new not in self._known.generation.members:
+                self._happens(Exited(generation=number, device=new))
+        self._happens(Exited(generation=number, device=device))
+
+    # -- what is to be done ------------------------------------------------------------------
+
+    def _do(self, what: ToDo) -> None:
+        match what:
+            case Prepare(generation=generation):
+                self._prepare(generation)
+            case Discard(generation=generation):
+                self._discard(generation.number)
+            case Stop(generation=generation):
+                self._order(generation, stops=True)
+            case Leave(generation=generation):
+                self._order(generation, leaves=True)
+            case Kill(generation=generation, devices=devices):
+                if generation.number in self._generations:
+                    numbers = {generation.members.index(device) for device in devices}
+                    self._generations[generation.number].kill(ranks=numbers)
+            case Form(generation=generation, sources=sources):
+                self._form(generation, sources)
+            case Save(step=step):
+                self._streams.say(
+                    f"fewer devices than --min: the state of step {step} waits in memory"
+                )
+            case Release(device=device):
+                unused = self._devices.release(device)
+                self._streams.say(f"{device} is released")
+                if unused is not None:
+                    self._hosts.let_go(unused)
+            case Tell(words=words):
+                self._streams.say(words)
+
+    def _prepare(self, generation: Generation) -> None:
+        try:
+            self._start(generation)
+        except HxlaError as error:
+            self._streams.say(f"generation {generation.number} cannot be started: {error}")
+            now = self._known.generation.members
+            for device in [d for d in generation.members if d not in now]:
+                self._happens(Exited(generation=generation.number, device=device))
+
+    def _start(self, generation: Generation) -> GenerationRanks:
+        ranks = GenerationRanks(
+            generation,
+            self._devices,
+            self._streams,
+            address=self._hosts.address,
+            job=self._job,
+            are_members=self._is_elastic,
+        )
+        self._generations[generation.number] = ranks
+        where = dict(zip(generation.members, ranks.hosts, strict=True))
+        number = generation.number
+        self._events.add("Started", generation=number, pids=ranks.pids, hosts=where)
+        return ranks
+
+    def _form(self, generation: Generation, sources: Sequence[KeptState]) -> None:
+        ranks = self._generations.get(generation.number) or self._start(generation)
+        if self._is_elastic:
+            step = f"step {generation.first_step}" if generation.first_step else "the beginning"
+            keepers = ", ".join(one.device for one in sources)
+            where = f", state left by {keepers}" if sources else ""
+            members = ", ".join(generation.members)
+            self._streams.say(f"generation {generation.number} from {step}{where}: {members}")
+        ranks.begin(self._left.of(sources))
+        self._hear_of(generation.number, generation.members)
+
+    def _order(self, generation: Generation, *, stops: bool = False, leaves: bool = False) -> None:
+        ranks = self._generations.get(generation.number)
+        if ranks is not None:
+            if leaves:
+                ranks.quieten()
+            ranks.order(stops=stops, leaves=leaves)
+
+    def _discard(self, number: int) -> None:
+        ranks = self._generations.get(number)
+        if ranks is not None:
+            ranks.quieten()
+            self._close(ranks)
+
+    def _close(self, ranks: GenerationRanks) -> None:
+        if not self._is_elastic:
+            ranks.kill()
+            ranks.judge(self._ending, math.inf)  # before anything that is held back is shown
+        self._generations.pop(ranks.generation.number, None)
+        ranks.close(shows_held=self._ending.asked is None, kept=self._left.paths)
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def _serve_signal(self, number: int) -> None:
+        if number == signal.SIGUSR1:
+            (self._reread if self._is_elastic else self._change_shares)()
+            return
+        self._ending.ask(number, time.monotonic())
+        trains = self._known.phase in ("running", "preparing", "handing over")
+        for ranks in list(self._generations.values()):
+            if ranks.generation.number != self._known.generation.number:
+                self._discard(ranks.generation.number)
+            elif self._ending.num_interrupts > 1:
+                ranks.kill()
+            elif self._is_elastic and (trains or number != signal.SIGINT):
+                if number == signal.SIGINT:
+                    self._streams.say(
+                        "Ctrl-C: training ends after this step; once more ends it at once"
+                    )
+                ranks.order(ends=True)
+            else:
+                if number == signal.SIGINT:  # all of them say that they were interrupted
+                    ranks.quieten()
+                ranks.kill(number)
+
+    def _watch_output(self) -> None:
+        """Standard output closed, by `head` perhaps, ends the run as SIGTERM does.
+
+        One that is full, or gone for another reason, is worth a line and no job.
+        """
+        lost = self._streams.out.lost
+        if lost is None or self._is_output_lost:
+            return
+        self._is_output_lost = True
+        if isinstance(lost, BrokenPipeError):
+            self._ending.is_unread = True
+            self._signals.append(signal.SIGTERM)
+        else:
+            self._streams.say(f"the output is lost from here on: {lost}")
+
+    def _change_shares(self) -> None:
+        try:
+            shares = [place.device.core_share for place in self._hosts.offered()]
+            if not any(shares):
+                return
+            for ranks in self._generations.values():
+                ranks.change_shares(shares)
+        except (HxlaError, OSError) as error:
+            self._streams.say(f"shares stay as they are: {error}")
+            return
+        self._streams.say(f"core shares are now {shares}")
+
+    def _conclude(self) -> int:
+        """Say how the job ended and where the rest is; returns the exit code."""
+        known, ledger, verdict = self._known, self._known.ledger, self._ending.verdict
+        best = newest(known.kept)
+        trains = known.phase in ("running", "preparing", "handing over", "finished")
+        if best and best[0].step > known.saved_step and not trains:
+            self._streams.say(
+                f"the state of step {best[0].step} was in memory only and is gone: give "
+                "hxla.train a checkpoint_dir"
+            )
+        code = 0
+        if verdict is not None:
+            code = verdict.code
+        elif ended := self._ending.outcome(max(self._step, ledger.end), known.saved_step):
+            code, words = ended
+            self._streams.say(words)
+        elif self._is_elastic:
+            lost = f", {ledger.num_lost} lost and run again" if ledger.num_lost else ""
+            num = len(ledger.runs)
+            self._streams.say(f"{ledger.end} steps by {num} generation{'s' * (num != 1)}{lost}")
+            code = int(known.phase == "failed")
+        if self._streams.logs.said:
+            self._streams.say(f"what the processes said besides is in {self._streams.logs.folder}")
+        return code
+
+
+@contextlib.contextmanager
+def _handing_on_signals(run: Run) -> Iterator[None]:
+    """Hand signals to a run instead of ending by them; only a main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {n: signal.signal(n, lambda number, _: run.receive(number)) for n in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
