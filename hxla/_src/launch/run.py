@@ -407,6 +407,7 @@ class Run:
 
     def _form(self, generation: Generation, sources: Sequence[KeptState]) -> None:
         ranks = self._generations.get(generation.number) or self._start(generation)
+        self._step = generation.first_step  # later ones may be lost
         if self._is_elastic:
             step = f"step {generation.first_step}" if generation.first_step else "the beginning"
             keepers = ", ".join(one.device for one in sources)
