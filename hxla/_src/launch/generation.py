@@ -27,7 +27,6 @@ class GenerationRanks:
             their coordination service is then in none of them, but in a process of its own.
 
     Attributes:
-        hosts: Of its members, by rank the names.
         standings: In the order of ranks, as they were last heard.
         reports: By rank the last one that the authority knows of.
         ended: The ranks whose end it knows of.

@@ -28,7 +28,6 @@ class Host(Protocol):
     """A machine whose devices a run uses.
 
     Attributes:
-        name: Of it, in this run.
         machine: Hosts of one machine share its cores.
         is_lost: Whether it is gone, with all that was kept there.
         notice_seconds: That it gives when its devices are asked back.
@@ -119,8 +118,6 @@ class LocalHost:
     """This machine: a host, and where devices come from if it is the only one.
 
     Args:
-        start_process: Starts the process of a rank.
-        streams: Where what ranks print goes.
         keeps_state: Whether ranks are members of generations, which leave their state in memory.
         read_devices: The devices that may be used, now.
 

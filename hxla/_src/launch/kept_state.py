@@ -11,10 +11,7 @@ class KeptState:
 
     Attributes:
         device: With whose host it goes: the member that wrote it, or a neighbour with a copy.
-        step: How many steps are behind it.
         digest: The SHA-256 of the part: equal parts of equal steps have equal ones.
-        generation: Number of the generation that wrote it.
-        num_parts: The parts that make a whole state.
         spread: On how many hosts each part should be before older states are let go.
     """
 
@@ -99,12 +96,7 @@ def _by_state(kept: Iterable[KeptState]) -> dict[tuple[int, int], _Parts]:
 
 
 def left_folder(memory: str, generation: int, rank: int) -> str:
-    """Where a process leaves its state.
-
-    Args:
-        memory: The folder of the job.
-        generation: Number of the process's generation.
-    """
+    """Where a process leaves its state."""
     return f"{memory}/{generation}-{rank}"
 
 

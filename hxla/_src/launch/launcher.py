@@ -83,8 +83,6 @@ def run(
     """Start the processes, pass on their output and signals, and wait for them.
 
     Args:
-        command: A Python script and its arguments.
-        mesh: Built-in name or path of a mesh file.
         number: Processes to start, instead of a mesh.
         plan: File of a plan to run: only the devices that take part are started.
         grace_seconds: From SIGTERM to SIGKILL; a process that finishes a step and saves it may
@@ -164,7 +162,6 @@ def run_elastic(
     """Run a script whose processes come and go with the devices, until it has trained.
 
     Args:
-        command: A Python script and its arguments.
         mesh: Built-in name or path of a mesh file, which is read again when it changes.
         number: Processes to start, instead of a mesh.
         ray: Address of a Ray cluster whose nodes give the devices, instead of a mesh.
@@ -246,12 +243,7 @@ def new_dump(folder: str | None) -> str | None:
 
 
 def dumping(env: Mapping[str, str], folder: str, process: str) -> dict[str, str]:
-    """Environment variables that make a process dump its programs.
-
-    Args:
-        env: Of the process so far.
-        process: Number of this one.
-    """
+    """Environment variables that make a process dump its programs."""
     wanted = (
         f"--xla_dump_to={folder}/process-{process}",
         "--xla_dump_hlo_as_text",

@@ -108,7 +108,6 @@ class Member:
         Args:
             leave: Leaves it in memory, called from another thread, `changing` being held: the step
                 and the digest of the state; None: nothing can be left.
-            is_asked_back: Whether a SIGTERM arrived.
         """
         self._leave, self._is_asked_back = leave, is_asked_back
         try:
@@ -162,7 +161,6 @@ class Pinned:
 
     Attributes:
         microbatch_size: The examples of a microbatch; None: nothing is pinned.
-        cut: The segments of each stage of a pipeline.
         shares: The ratio in which the devices of a copy share what is cut.
         is_chain: Whether a microbatch is a chain of segments, or one program; None: either.
     """

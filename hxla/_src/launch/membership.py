@@ -136,7 +136,6 @@ class Membership:
     """All that the authority knows.
 
     Attributes:
-        rules: What the run keeps to.
         generation: The generation that trains or is formed; the last one while there is none.
         coming: The generation that is prepared beside it.
         devices: The devices that may be used, in the order in which they were offered.

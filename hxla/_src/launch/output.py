@@ -74,7 +74,6 @@ class Output:
     """Writes lines of all ranks to one stream.
 
     Args:
-        stream: Standard output or error of the launcher.
         lock: Of all streams, so that lines stay whole.
 
     Attributes:

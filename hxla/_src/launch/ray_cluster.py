@@ -27,9 +27,7 @@ class RayHosts:
     is waited for. A node that Ray drains gives them back within its notice.
 
     Args:
-        address: Of the cluster, as `ray.init` takes it; None: this is a process of it.
-        command: A Python script and its arguments.
-        streams: Where what is printed goes.
+        address: Of the cluster, as `ray.init` takes it.
         nodes: File of the IDs of the nodes that may be used, one a line, read again; behind one may
             stand the name of the placement group that holds the node for this run. None: all.
 
@@ -39,14 +37,12 @@ class RayHosts:
 
     def __init__(
         self,
-        address: str | None,
+        address: str,
         command: Sequence[str],
         streams: Streams,
         nodes: str | None = None,
     ):
-        self._is_guest = address is not None
-        if address is not None:
-            connect(address)
+        connect(address)
         self.address = ray.util.get_node_ip_address()
         self._command, self._streams, self._file = command, streams, nodes
         self._allowed: Mapping[str, str] | None = None  # with the groups
@@ -96,8 +92,7 @@ class RayHosts:
     def close(self) -> None:
         for host in self._hosts.values():
             host.close()
-        if self._is_guest:
-            ray.shutdown()
+        ray.shutdown()
 
     def _meet(self) -> dict[str, int]:
         """Start actors on new nodes; the nodes that Ray drains, and until when."""

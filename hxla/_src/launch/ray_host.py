@@ -44,20 +44,12 @@ def name_of(node: str) -> str:
 
 
 def devices_of(node: Mapping[str, Any]) -> dict[str, float]:
-    """What an actor or a placement group asks for that is to have all devices of a node.
-
-    Args:
-        node: Of `ray.nodes()`.
-    """
+    """What an actor or a placement group asks for that is to have all devices of a node."""
     return {kind: num for kind in ("CPU", "GPU") if (num := node["Resources"].get(kind))}
 
 
 def label_of(node: Mapping[str, Any]) -> tuple[str, int]:
-    """The kind of a node's devices, as `Device.label` has it, and how many it has.
-
-    Args:
-        node: Of `ray.nodes()`.
-    """
+    """The kind of a node's devices, as `Device.label` has it, and how many it has."""
     resources = node["Resources"]
     if resources.get("GPU"):
         models = [key.partition(":")[2] for key in resources if key.startswith(_MODEL)]
@@ -88,12 +80,7 @@ _READ, _STATE, _COPY = "read", "state", "copy"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Of a host.
-
-    Attributes:
-        cores: That its processes may use.
-        memory: The folder in which they leave their state.
-    """
+    """Of a host."""
 
     devices: tuple[Device, ...]
     cores: tuple[int, ...]
@@ -105,9 +92,6 @@ class Heard:
     """What there is to hear of a host.
 
     Attributes:
-        out: What its processes printed since.
-        ranks: Of each generation, by its number.
-        pinned: What they have chosen for later generations.
         at_seconds: By `time.monotonic` of that host.
     """
 
@@ -145,7 +129,6 @@ class HostAgent:
 
     Args:
         command: A Python script and its arguments, where this host finds them.
-        folder: The working directory of the job.
         num_cpus: The devices that it has, if it has no GPU.
         core_share: What of a core each of them may use; None: all.
     """
@@ -200,12 +183,7 @@ class HostAgent:
             getattr(self._ranks[generation], method)(*arguments, **named)
 
     def begin(self, generation: int, folders: Sequence[str], others: Sequence[Any]) -> None:
-        """Let processes begin with a state of which there are parts on other hosts.
-
-        Args:
-            folders: Of the parts that are here.
-            others: References of the files of the others.
-        """
+        """Let processes begin with a state of which there are parts on other hosts."""
         own = [self._received_folder(generation, k) for k in range(len(others))]
         self._received[generation] = own
         for folder, state in zip(own, others, strict=True):
@@ -314,9 +292,6 @@ class RayHost:
     """A node of a Ray cluster, by the actor on it.
 
     Args:
-        node: Of `ray.nodes()`.
-        command: A Python script and its arguments.
-        streams: Where what is printed goes.
         group: The placement group that holds the node for it; None: nobody does.
     """
 

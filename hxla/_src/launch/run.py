@@ -104,9 +104,6 @@ class Run:
     """A job from its start until `wait` returns.
 
     Args:
-        hosts: Where devices come from, and their ranks run.
-        streams: Where what is printed goes.
-        rules: What the run keeps to.
         grace_seconds: From SIGTERM to SIGKILL, and the notice of a SIGTERM to one member.
         events: The log of everything that happens; None: the run is a fixed one.
     """

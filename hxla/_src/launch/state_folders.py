@@ -9,11 +9,7 @@ from .membership import Copied, LeftState
 
 
 class StateFolders:
-    """The folders of states, on their hosts, until nobody counts on them.
-
-    Args:
-        carry: Begins to carry a folder from one host to another.
-    """
+    """The folders of states, on their hosts, until nobody counts on them."""
 
     def __init__(self, carry: Callable[[KeptFolder, KeptFolder], Carrying]) -> None:
         self._carry = carry

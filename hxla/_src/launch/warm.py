@@ -27,11 +27,7 @@ class WarmProcess:
     """A process that runs a script, as the launcher sees it.
 
     Args:
-        command: The script and its arguments.
         core: The core that it may use; None: all.
-
-    Attributes:
-        pid: Of it, and of its group.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], core: int | None):
