@@ -139,6 +139,13 @@ def _place(status: Status) -> tuple[int, int]:
     return status.step, _PHASES.index(status.phase) if status.phase in _PHASES else len(_PHASES)
 
 
+def costs_generation_only(status: Status, code: int) -> bool:
+    """Whether a member ended for a reason that its successors do not share, as its own error is."""
+    of_others = status.state in ("victim", "judged", "preempted", "left")
+    is_own_error = status.state == "failed" or (code > 0 and not of_others)
+    return code in (EXIT_PREEMPTED, EXIT_WATCHDOG) or (code != 0 and not is_own_error)
+
+
 class RunEnding:
     """Why a run ends, which is known as soon as its user asks or a rank has failed.
 

@@ -16,10 +16,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..core.errors import HxlaError, LaunchError
-from ..core.types import EXIT_PREEMPTED, EXIT_WATCHDOG
 from .authority import advance, begin
 from .channel import Report, Standing
-from .ending import HOPELESS_SECONDS, RunEnding, Verdict
+from .ending import HOPELESS_SECONDS, RunEnding, Verdict, costs_generation_only
 from .generation import GenerationRanks
 from .host import Hosts, KnownDevices
 from .kept_state import KeptState, newest
@@ -57,7 +56,6 @@ from .state_folders import StateFolders
 
 _FIXED_POLL_SECONDS, _ELASTIC_POLL_SECONDS = 0.05, 0.1
 _REREAD_SECONDS = 0.5
-_OF_OTHERS = ("victim", "judged", "preempted", "left")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -168,8 +166,9 @@ class Run:
         is_due = self._is_elastic and time.monotonic() - self._read_at > _REREAD_SECONDS
         if (self._hosts.poll() or is_due) and not self._ending.is_near:
             self._reread()
-        for ranks in list(self._generations.values()):
-            self._hear(ranks)
+        for number in list(self._generations):
+            if number in self._generations:  # else what another said has ended it
+                self._hear(self._generations[number])
         for copied in self._left.arrived(time.monotonic()):
             if copied.spread == 1:
                 self._streams.say(f"no other host could take what {copied.device} has copied")
@@ -322,9 +321,8 @@ class Run:
         if not code and not report.is_prepared:  # a script that trains nothing
             self._finish(report)
             return
-        is_own_error = status.state == "failed" or (code > 0 and status.state not in _OF_OTHERS)
         number = ranks.generation.number
-        if code in (EXIT_PREEMPTED, EXIT_WATCHDOG) or (not is_own_error and code):
+        if costs_generation_only(status, code):
             self._happens(Exited(generation=number, device=device))
             return
         words = status.note or f"ended with exit code {code}"
@@ -428,10 +426,11 @@ class Run:
             self._close(ranks)
 
     def _close(self, ranks: GenerationRanks) -> None:
+        if self._generations.pop(ranks.generation.number, None) is None:
+            return
         if not self._is_elastic:
             ranks.kill()
             ranks.judge(self._ending, math.inf)  # before anything that is held back is shown
-        self._generations.pop(ranks.generation.number, None)
         ranks.close(shows_held=self._ending.asked is None, kept=self._left.paths)
 
     # -- the end -----------------------------------------------------------------------------
