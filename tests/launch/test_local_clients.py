@@ -73,7 +73,7 @@ def test_a_card_that_is_not_there_is_one_clear_error(tmp_path):
     script.write_text("import local_clients_job\nlocal_clients_job.trained(None, 1)\n")
     ran = subprocess.run(
         [sys.executable, "-m", "hxla", "run", "--mesh", str(mesh), str(script)],
-        env=os.environ | {"PYTHONPATH": PYTHONPATH, "XLA_FLAGS": ""},
+        env=os.environ | {"PYTHONPATH": f"{PYTHONPATH}{os.pathsep}{JOBS}", "XLA_FLAGS": ""},
         capture_output=True,
         text=True,
         check=False,
