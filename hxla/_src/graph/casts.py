@@ -1,11 +1,11 @@
 """A program run again under a precision policy: each equation in the dtype of its class.
 
-The rule of a `custom_jvp` or `custom_vjp` is traced for the dtypes that the function was traced
-with, and that program is run under the policy like any other.
+The rule of a `custom_jvp` or `custom_vjp` is traced with the function's traced dtypes, and the
+resulting program runs under the policy like any other.
 
-What is float32 in the trace may become low; what the model itself made another dtype stays. The
-casts are part of the program, so gradients pass back through them: a parameter that is cast where
-it is read adds up its gradients in float32.
+Arrays that are float32 in the trace may become low; dtypes that the model sets stay. The casts are
+part of the program, so gradients pass back through them: the gradient of a parameter that is cast
+where it is read accumulates in float32.
 """
 
 import contextlib
@@ -58,107 +58,107 @@ def run_custom(
     run: Callable[[ClosedJaxpr, Sequence[C], Sequence[bool]], list[C]],
     cast: Callable[[Any, C | None], C],
 ) -> list[C]:
-    """An equation with gradient rules of its own, which it keeps.
+    """Run an equation with custom gradient rules under the policy, and its rules too.
 
     Args:
         eqn: A `custom_jvp_call` or `custom_vjp_call`.
-        wanted: For each result whether it is to be float32.
-        run: A program under the policy.
-        cast: An array, and what it was known as before, if it was.
+        wanted: For each result whether it must be float32.
+        run: Runs a program under the policy.
+        cast: Wraps an array, with the attributes of an earlier cast or, for None, without.
     """
     closed = inner_jaxpr(eqn)
     assert closed is not None
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     is_float = [jnp.issubdtype(s.dtype, jnp.inexact) for s in shapes]
-    places, last = [i for i, own in enumerate(is_float) if own], list[C]()
+    float_places, last = [i for i, f in enumerate(is_float) if f], list[C]()
 
-    def known(arrays: Sequence[Any]) -> list[C]:
+    def as_casts(arrays: Sequence[Any]) -> list[C]:
         return [cast(x, c) for x, c in zip(arrays, operands, strict=True)]
 
     def primal(*arrays: Any) -> list[Any]:
-        last[:] = run(closed, known(arrays), wanted)
+        last[:] = run(closed, as_casts(arrays), wanted)
         return [c.x for c in last]
 
-    def called(given: Sequence[Any]) -> Callable[..., list[Any]]:
-        def of(*floats: Any) -> list[Any]:
-            own = dict(zip(places, floats, strict=True))
-            return run_with(eqn, [own.get(i, x) for i, x in enumerate(given)])
+    def float_call(inputs: Sequence[Any]) -> Callable[..., list[Any]]:
+        def call(*floats: Any) -> list[Any]:
+            replaced = dict(zip(float_places, floats, strict=True))
+            return run_with(eqn, [replaced.get(i, x) for i, x in enumerate(inputs)])
 
-        return of
+        return call
 
     arrays = [jnp.asarray(c.x) for c in operands]
     jax.eval_shape(primal, *arrays)  # a rule may be traced alone
     like, num = list(last), len(last)
     in_float32 = [not c.is_low for c in like]
 
-    def as_results(found: Sequence[C]) -> list[Any]:
+    def as_results(outputs: Sequence[C]) -> list[Any]:
         return [
-            c.to(own.x.dtype) if jnp.issubdtype(own.x.dtype, jnp.inexact) else c.x
-            for c, own in zip(found, like, strict=True)
+            c.to(old.x.dtype) if jnp.issubdtype(old.x.dtype, jnp.inexact) else c.x
+            for c, old in zip(outputs, like, strict=True)
         ]
 
-    def finished(results: Sequence[Any]) -> list[C]:
-        return [cast(x, own) for x, own in zip(results, like, strict=True)]
+    def result_casts(results: Sequence[Any]) -> list[C]:
+        return [cast(x, c) for x, c in zip(results, like, strict=True)]
 
     if eqn.primitive.name == "custom_jvp_call":
 
-        def with_tangents(*both: Any) -> Any:
-            given, tangents = both[: len(shapes)], both[len(shapes) :]
-            return jax.jvp(called(given), tuple(given[i] for i in places), tangents)
+        def jvp_of_rule(*both: Any) -> Any:
+            inputs, tangents = both[: len(shapes)], both[len(shapes) :]
+            return jax.jvp(float_call(inputs), tuple(inputs[i] for i in float_places), tangents)
 
         def tangent(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-            traced = jax.make_jaxpr(with_tangents)(*shapes, *(shapes[i] for i in places))
-            moved = [cast(tangents[i], None) for i in places]
-            found = run(traced, [*known(primals), *moved], in_float32 * 2)
-            return as_results(found[:num]), as_results(found[num:])
+            traced = jax.make_jaxpr(jvp_of_rule)(*shapes, *(shapes[i] for i in float_places))
+            tangent_casts = [cast(tangents[i], None) for i in float_places]
+            outputs = run(traced, [*as_casts(primals), *tangent_casts], in_float32 * 2)
+            return as_results(outputs[:num]), as_results(outputs[num:])
 
-        kept = jax.custom_jvp(lambda *xs: primal(*xs))
-        kept.defjvp(tangent)
-        return finished(kept(*arrays))
+        with_jvp = jax.custom_jvp(lambda *xs: primal(*xs))
+        with_jvp.defjvp(tangent)
+        return result_casts(with_jvp(*arrays))
 
     tree: list[Any] = []
     residuals: list[C] = []
 
-    def with_residuals(*given: Any) -> list[Any]:
-        out, pull = jax.vjp(called(given), *(given[i] for i in places))
+    def vjp_of_rule(*inputs: Any) -> list[Any]:
+        out, pull = jax.vjp(float_call(inputs), *(inputs[i] for i in float_places))
         leaves, treedef = jax.tree.flatten(pull)
         tree[:] = [treedef]
         return [*out, *leaves]
 
-    forward_program = jax.make_jaxpr(with_residuals)(*shapes)
-    kept_shapes = [
+    forward_program = jax.make_jaxpr(vjp_of_rule)(*shapes)
+    residual_shapes = [
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
         for v in forward_program.jaxpr.outvars[num:]
     ]
     out_shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
 
     def forward(*xs: Any) -> tuple[Any, Any]:
-        wants = [*in_float32, *[False] * len(kept_shapes)]
-        found = run(forward_program, known(xs), wants)
-        residuals[:] = found[num:]
-        return as_results(found[:num]), [c.x for c in found[num:]]
+        wants = [*in_float32, *[False] * len(residual_shapes)]
+        outputs = run(forward_program, as_casts(xs), wants)
+        residuals[:] = outputs[num:]
+        return as_results(outputs[:num]), [c.x for c in outputs[num:]]
 
     def backward(saved: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-        before = [cast(x, c) for x, c in zip(saved, residuals, strict=True)]
+        saved_casts = [cast(x, c) for x, c in zip(saved, residuals, strict=True)]
         back = [cast(x, None) for x in cotangents]
-        # Not before: a rule that is nested in another's forward may have no derivative itself.
+        # Traced late: a rule nested in the forward of another may have no derivative.
         backward_program = jax.make_jaxpr(
             lambda leaves, back: list(jax.tree.unflatten(tree[0], leaves)(list(back)))
-        )(kept_shapes, out_shapes)
-        found = iter(run(backward_program, [*before, *back], [False] * len(places)))
+        )(residual_shapes, out_shapes)
+        grads = iter(run(backward_program, [*saved_casts, *back], [False] * len(float_places)))
         dtypes = [x.dtype for x in arrays]
         return tuple(
-            next(found).to(d) if own else None for d, own in zip(dtypes, is_float, strict=True)
+            next(grads).to(d) if f else None for d, f in zip(dtypes, is_float, strict=True)
         )
 
-    turned = jax.custom_vjp(lambda *xs: primal(*xs))
-    turned.defvjp(forward, backward)
-    return finished(turned(*arrays))
+    with_vjp = jax.custom_vjp(lambda *xs: primal(*xs))
+    with_vjp.defvjp(forward, backward)
+    return result_casts(with_vjp(*arrays))
 
 
 _F32 = np.dtype(np.float32)
-#: A float32 array that no float32 operation made; one that did; and one that did of fewer elements:
-#: a statistic, which the elements that it is for are widened to meet.
+#: Origins of a float32 array: no float32 operation, a float32 operation, or a float32 reduction to
+#: fewer elements. Operands that meet such a statistic are widened to float32.
 FREE, MADE, STATISTIC = 0, 1, 2
 _PRODUCTS = {
     "float32": (jax.lax.Precision.HIGHEST,) * 2,
@@ -198,13 +198,13 @@ class CastPolicy(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Cast:
-    """An array of the program as it is now.
+    """An array of the program, in the dtype that the policy gave it.
 
     Attributes:
-        kind: Of a float32 array `FREE`, `MADE` or `STATISTIC`.
+        kind: The origin of a float32 array: `FREE`, `MADE` or `STATISTIC`.
         is_constant: Whether it depends on no argument.
-        extent: Of a constant the smallest magnitude but zero, and the largest; None: not known.
-        path: Of a view of a parameter its path.
+        extent: The smallest nonzero and the largest magnitude of a constant; None: unknown.
+        path: The path of the parameter that it is a view of, or None.
     """
 
     x: Any
@@ -221,14 +221,14 @@ class Cast:
 
     @classmethod
     def constant(cls, x: Any, var: Any) -> "Cast":
-        """Of a literal or of an array that the loss closes over."""
-        if not hasattr(x, "shape"):  # Python's own number
+        """The cast of a literal, or of an array that the loss closes over."""
+        if not hasattr(x, "shape"):  # a Python number
             x = np.asarray(x, var.aval.dtype)
         if isinstance(x, jax.core.Tracer) or not jnp.issubdtype(x.dtype, jnp.floating):
             return cls(x, is_constant=True)
         host = np.abs(np.asarray(x, np.float64))
-        own = host[(host > 0) & np.isfinite(host)]
-        extent = (float(own.min()), float(own.max())) if own.size else (1.0, 1.0)
+        nonzero = host[(host > 0) & np.isfinite(host)]
+        extent = (float(nonzero.min()), float(nonzero.max())) if nonzero.size else (1.0, 1.0)
         return cls(x, FREE, True, extent)
 
     def to(self, dtype: Any) -> Any:
@@ -239,12 +239,12 @@ class Cast:
             return np.asarray(self.x).astype(dtype)
         if not (self.is_low and dtype == _F32):
             return jax.lax.convert_element_type(self.x, dtype)
-        if not self._wide:  # once, so that gradients of all who read it meet in float32
+        if not self._wide:  # once, so that the gradients of all readers add in float32
             self._wide.append(jax.lax.convert_element_type(self.x, dtype))
         return self._wide[0]
 
     def fits(self, dtype: Any) -> bool:
-        """Whether a dtype holds a constant, and does not make zero of it."""
+        """Whether a dtype represents a constant without overflow or underflow."""
         if self.extent is None:
             return True
         info = jnp.finfo(dtype)
@@ -256,7 +256,7 @@ def _is_f32(v: Any) -> bool:
 
 
 def _widened(cast: Cast, dtype: Any, shape: Sequence[int]) -> Any:
-    """An operand in a dtype; its gradient is added up in float32 where it has fewer elements."""
+    """An operand in a dtype; if it is broadcast, its gradient accumulates in float32."""
     has_fewer = 0 < np.prod(cast.x.shape) < np.prod(shape)
     if has_fewer and not cast.is_constant and dtype != _F32:
         return jax.lax.convert_element_type(jnp.broadcast_to(cast.to(_F32), shape), dtype)
@@ -267,7 +267,7 @@ class Casts:
     """Runs a program under a policy.
 
     Attributes:
-        used: Places of the policy's exceptions that some operation matched.
+        used: Indices of the policy's exceptions that some operation matched.
     """
 
     def __init__(self, policy: CastPolicy):
@@ -283,11 +283,11 @@ class Casts:
     def run(
         self, closed: ClosedJaxpr, arguments: Sequence[Cast], results: Sequence[bool], scope: str
     ) -> list[Cast]:
-        """The results of a program.
+        """Run a program.
 
         Args:
-            results: For each result whether it is to be float32.
-            scope: Names of the scopes around it.
+            results: For each result whether it must be float32.
+            scope: The name stack around the program.
         """
         jaxpr = closed.jaxpr
         wanted = wanted_in_float32(jaxpr, results)
@@ -302,11 +302,11 @@ class Casts:
         for eqn in jaxpr.eqns:
             here = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
             operands = [read(v) for v in eqn.invars]
-            found = self._equation(eqn, operands, [v in wanted for v in eqn.outvars], here)
-            env.update(zip(eqn.outvars, found, strict=True))
+            casts = self._equation(eqn, operands, [v in wanted for v in eqn.outvars], here)
+            env.update(zip(eqn.outvars, casts, strict=True))
         return [
-            Cast(c.to(_F32), MADE) if own and c.is_low and _is_f32(v) else c
-            for v, own in zip(jaxpr.outvars, results, strict=True)
+            Cast(c.to(_F32), MADE) if in_float32 and c.is_low and _is_f32(v) else c
+            for v, in_float32 in zip(jaxpr.outvars, results, strict=True)
             for c in [read(v)]
         ]
 
@@ -319,34 +319,34 @@ class Casts:
             if kind == "inlined" and inner is not None:
                 stack.enter_context(in_place_of(eqn))
                 return self.run(inner, operands, wanted, scope)
-            whole = {"custom": self._custom, "remat": self._remat, "scan": self._scan}.get(
+            run_whole = {"custom": self._custom, "remat": self._remat, "scan": self._scan}.get(
                 str(kind), {"cond": self._cond, "while": self._while}.get(name)
             )
-            if whole is not None:
+            if run_whole is not None:
                 stack.enter_context(in_place_of(eqn))
-                return whole(eqn, operands, wanted, scope)
+                return run_whole(eqn, operands, wanted, scope)
         if not any(map(_is_f32, (*eqn.invars, *eqn.outvars))):
             return self._as_traced(eqn, operands)
-        special = self._dtype_of(operands, scope)
-        low = special or self._low
+        exception = self._dtype_of(operands, scope)
+        low = exception or self._low
         op_class = class_of(eqn)
         if op_class == "view" or (op_class == "gathers" and not operands[0].is_low):
             return self._view(eqn, operands)
         if op_class == "low" and all(map(_is_f32, eqn.invars)):
             reads = any(c.path is not None for c in operands)
-            if self._is_float8 and special is None and reads and name == "dot_general":
+            if self._is_float8 and exception is None and reads and name == "dot_general":
                 return self._float8_product(eqn, operands)
             return self._product(eqn, operands, low)
         if op_class == "gathers":
-            [found] = self._as_traced(eqn, operands)
+            [gathered] = self._as_traced(eqn, operands)
             with in_place_of(eqn):
-                return [Cast(found.to(operands[0].x.dtype))]
+                return [Cast(gathered.to(operands[0].x.dtype))]
         if op_class in ("follows", "joins"):
             return self._following(eqn, operands, all(wanted), low)
         return self._as_traced(eqn, operands)
 
     def _dtype_of(self, operands: Sequence[Cast], scope: str) -> Any:
-        """What the first exception that matches says; None: none does."""
+        """The dtype of the first exception that matches, or None."""
         paths = [c.path for c in operands if c.path is not None]
         for i, (pattern, is_scope, dtype) in enumerate(self._exceptions):
             if any(pattern.search(text) for text in ([scope] if is_scope else paths)):
@@ -385,14 +385,14 @@ class Casts:
                 return [first]
             is_float = jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating)
             return [dataclasses.replace(self._as_traced(eqn, operands)[0], kind=2 * is_float)]
-        found = run_with(eqn, [c.x for c in operands])
+        arrays = run_with(eqn, [c.x for c in operands])
         grows = np.prod(out.aval.shape) > np.prod(eqn.invars[0].aval.shape)
-        several = len(found) == len(operands)
+        several = len(arrays) == len(operands)
         casts = []
-        for i, x in enumerate(found):
-            of = operands[i] if several else first
-            kind = STATISTIC if grows and of.kind == MADE else of.kind
-            casts.append(dataclasses.replace(of, x=x, kind=kind))
+        for i, x in enumerate(arrays):
+            source = operands[i] if several else first
+            kind = STATISTIC if grows and source.kind == MADE else source.kind
+            casts.append(dataclasses.replace(source, x=x, kind=kind))
         return casts
 
     def _following(
@@ -423,12 +423,12 @@ class Casts:
     def _body(
         self, closed: ClosedJaxpr, operands: Sequence[Cast], results: Sequence[bool], scope: str
     ) -> tuple[Callable[..., list[Any]], list[Cast]]:
-        """A program as a function of arrays, and what its results were when it was traced last."""
+        """A program as a function of arrays, and the casts of its latest results."""
         last: list[Cast] = []
 
         def run(*arrays: Any) -> list[Any]:
-            given = [dataclasses.replace(c, x=x) for c, x in zip(operands, arrays, strict=True)]
-            last[:] = self.run(closed, given, results, scope)
+            casts = [dataclasses.replace(c, x=x) for c, x in zip(operands, arrays, strict=True)]
+            last[:] = self.run(closed, casts, results, scope)
             return [c.x for c in last]
 
         return run, last
@@ -446,15 +446,15 @@ class Casts:
         inner = inner_jaxpr(eqn)
         assert inner is not None
         run, last = self._body(inner, operands, wanted, scope)
-        found = checkpoint_like(eqn, run)(*(c.x for c in operands))
-        return [dataclasses.replace(c, x=x) for c, x in zip(last, found, strict=True)]
+        arrays = checkpoint_like(eqn, run)(*(c.x for c in operands))
+        return [dataclasses.replace(c, x=x) for c, x in zip(last, arrays, strict=True)]
 
     def _scan(self, eqn: Any, operands: list[Cast], wanted: list[bool], scope: str) -> list[Cast]:
         inner = inner_jaxpr(eqn)
         assert inner is not None
         num_consts, num_carry = scan_counts(eqn)
         first = num_consts + num_carry
-        # What starts as a constant, as zeros, is added up to: in float32.
+        # A carry that starts as a constant, such as zeros, is a sum: in float32.
         is_low = [
             _is_f32(v) and not c.is_constant and c.kind != STATISTIC
             for v, c in zip(eqn.invars[num_consts:first], operands[num_consts:first], strict=True)
@@ -470,10 +470,12 @@ class Casts:
                     operands[num_consts:first], eqn.invars[num_consts:first], is_low, strict=True
                 )
             ]
-            given = [*operands[:num_consts], *carry, *slices]
+            body_operands = [*operands[:num_consts], *carry, *slices]
             results = [not low for low in is_low] + wanted[num_carry:]
-            run, last = self._body(inner, given, results, scope)
-            jax.eval_shape(run, *(jax.ShapeDtypeStruct(c.x.shape, c.x.dtype) for c in given))
+            run, last = self._body(inner, body_operands, results, scope)
+            jax.eval_shape(
+                run, *(jax.ShapeDtypeStruct(c.x.shape, c.x.dtype) for c in body_operands)
+            )
             stays = [low and c.is_low for low, c in zip(is_low, last, strict=False)]
             if stays == is_low:
                 break
@@ -514,12 +516,12 @@ class Casts:
             params["body_jaxpr"], [*operands[start:last], *carry], [True] * num, scope
         )
         arrays = [c.x for c in operands]
-        found = jax.lax.while_loop(
-            lambda own: test(*arrays[:start], *own)[0],
-            lambda own: body(*arrays[start:last], *own),
+        ends = jax.lax.while_loop(
+            lambda carried: test(*arrays[:start], *carried)[0],
+            lambda carried: body(*arrays[start:last], *carried),
             [c.x for c in carry],
         )
-        return [Cast(x, MADE) for x in found]
+        return [Cast(x, MADE) for x in ends]
 
     def _cond(self, eqn: Any, operands: list[Cast], wanted: list[bool], scope: str) -> list[Cast]:
         bodies = [
@@ -529,20 +531,20 @@ class Casts:
         for run, _ in bodies:
             jax.eval_shape(run, *shapes)
         like = [
-            max(own, key=lambda c: not c.is_low)
-            for own in zip(*(b[1] for b in bodies), strict=True)
+            max(casts, key=lambda c: not c.is_low)
+            for casts in zip(*(b[1] for b in bodies), strict=True)
         ]
         dtypes = [c.x.dtype for c in like]
 
         def branch(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-            return lambda *own: [
+            return lambda *operands: [
                 Cast(x).to(d) if jnp.issubdtype(d, jnp.floating) else x
-                for x, d in zip(run(*own), dtypes, strict=True)
+                for x, d in zip(run(*operands), dtypes, strict=True)
             ]
 
         arrays = [jnp.asarray(c.x) for c in operands[1:]]
-        found = jax.lax.switch(operands[0].x, [branch(run) for run, _ in bodies], *arrays)
-        return [Cast(x, min(c.kind, MADE)) for x, c in zip(found, like, strict=True)]
+        results = jax.lax.switch(operands[0].x, [branch(run) for run, _ in bodies], *arrays)
+        return [Cast(x, min(c.kind, MADE)) for x, c in zip(results, like, strict=True)]
 
 
 _Call = Callable[[PyTree, PyTree, jax.Array, PyTree], tuple[Any, PyTree]]
@@ -574,14 +576,14 @@ class PrecisionCalls:
         for i in range(num, num + num_aux):
             casts[i] = Cast(_rounded(arguments[i], self._policy.buffers))
         outs = closed.jaxpr.outvars
-        found = self._casts.run(closed, casts, [True] * len(outs), "")
+        results = self._casts.run(closed, casts, [True] * len(outs), "")
         arrays = [
             c.to(v.aval.dtype) if jnp.issubdtype(v.aval.dtype, jnp.floating) else c.x
-            for c, v in zip(found, outs, strict=True)
+            for c, v in zip(results, outs, strict=True)
         ]
         num_out = len(arrays) - num_aux
         arrays[:num_out] = [_rounded(x, self._policy.output) for x in arrays[:num_out]]
-        # What a call leaves as it is was rounded where it is read, and nowhere else.
+        # Variables that a call leaves unchanged were rounded only where they are read.
         known = dict(zip(closed.jaxpr.invars, arguments, strict=True))
         for i, source in enumerate(sources(closed)):
             if source is not None:
@@ -592,21 +594,21 @@ class PrecisionCalls:
         """Refuse exceptions that no operation of the calls so far matched.
 
         Raises:
-            ConfigError: With each of them, and what there is.
+            ConfigError: With each of them, and some parameter paths.
         """
         used = set() if self._casts is None else self._casts.used
-        idle = [str(e) for i, e in enumerate(self._policy.exceptions) if i not in used]
-        if idle:
+        unused = [str(e) for i, e in enumerate(self._policy.exceptions) if i not in used]
+        if unused:
             shown = ", ".join(self._names[:6]) + ", ..." * (len(self._names) > 6)
             raise ConfigError(
-                f"precision.exceptions: no operation matches {'; '.join(idle)}. A path must be "
-                f"found in that of a parameter ({shown}), a scope in the names of jax.named_scope, "
-                "TaskGraphs or Linen modules; leave out what is for another model"
+                f"precision.exceptions: no operation matches {'; '.join(unused)}. A path must "
+                f"occur in that of a parameter ({shown}), a scope in the names of jax.named_scope, "
+                "TaskGraphs or Linen modules; leave out exceptions for another model"
             )
 
 
 def _rounded(x: Any, dtype: str) -> Any:
-    """An array rounded to a dtype, in its own."""
+    """An array rounded to a dtype and cast back."""
     if dtype in ("model", "float32") or not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     if x.dtype.itemsize <= jnp.dtype(dtype).itemsize:

@@ -2,9 +2,9 @@
 
 A *factor* of an equation is one index of its loop nest, as an einsum's letters are: it names a
 dimension of each operand and result, or none. Cutting an equation along a factor lets every device
-do its part alone; an operand that lacks the factor is needed whole, and a result that lacks it is
-a partial sum which an all-reduce completes. A dense layer `btc,cf->btf` has four patterns: `b` and
-`t` (data), `f` (column parallel) and `c` (row parallel).
+compute its shard alone; an operand that lacks the factor is needed whole, and a result that lacks
+it is a partial sum, completed by an all-reduce. A dense layer `btc,cf->btf` has four patterns: `b`
+and `t` (data), `f` (column parallel) and `c` (row parallel).
 
 References:
     Whale, USENIX ATC 2022, section 3.2.2 (sharding patterns of a sharding unit).
@@ -47,8 +47,8 @@ Pattern = Callable[
 #: Primitives that carry a unit's parameters; in a `split` each of them must be cut.
 UNITS = frozenset({"dot_general", "conv_general_dilated", "gather", "ragged_dot_general"})
 
-# They keep their operand's shape and are not element-wise.
-_BY_SHAPE_NOT = frozenset(
+# Primitives that keep their operand's shape but are not element-wise.
+_NOT_ELEMENTWISE = frozenset(
     {
         *("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "fft"),
         *("cholesky", "qr", "lu", "svd", "eigh", "triangular_solve", "approx_top_k"),
@@ -115,13 +115,13 @@ class Patterns:
         """
         pattern = self._table.get(primitive)
         if pattern is None:
-            if primitive in _BY_SHAPE_NOT:
+            if primitive in _NOT_ELEMENTWISE:
                 return []
             pattern = _elementwise
-        found = pattern(operands, results, params)
-        for factor in found:
+        factors = pattern(operands, results, params)
+        for factor in factors:
             _check(primitive, factor, operands, results)
-        return found
+        return factors
 
 
 def _check(primitive: str, f: Factor, operands: Sequence[Shape], results: Sequence[Shape]) -> None:
@@ -149,10 +149,7 @@ def fits(
     """Whether every dimension that the factor cuts divides over the devices.
 
     Args:
-        factor: A way to cut an equation.
-        operands: The shapes of its operands.
-        results: The shapes of its results.
-        unlike: Whether their parts may be unlike: then there must be a unit for each.
+        unlike: Whether shards may differ in size; each device then needs at least one unit.
     """
     cut = [
         shape[dim]
@@ -191,31 +188,31 @@ def _dot_general(ins: Sequence[Shape], _outs: Sequence[Shape], params: dict) -> 
     free_l = [d for d in range(len(lhs)) if d not in (*contract_l, *batch_l)]
     free_r = [d for d in range(len(rhs)) if d not in (*contract_r, *batch_r)]
     out = 0
-    found = []
+    factors = []
     for a, b in zip(batch_l, batch_r, strict=True):
-        found.append(Factor("each", (a, b), (out,)))
+        factors.append(Factor("each", (a, b), (out,)))
         out += 1
     for a in free_l:
-        found.append(Factor("left", (a, None), (out,)))
+        factors.append(Factor("left", (a, None), (out,)))
         out += 1
     for b in free_r:
-        found.append(Factor("column", (None, b), (out,)))
+        factors.append(Factor("column", (None, b), (out,)))
         out += 1
     for a, b in zip(contract_l, contract_r, strict=True):
-        found.append(Factor("row", (a, b), (None,), partial=True))
-    return found
+        factors.append(Factor("row", (a, b), (None,), partial=True))
+    return factors
 
 
 def _conv(_ins: Sequence[Shape], _outs: Sequence[Shape], params: dict) -> list[Factor]:
     numbers = params["dimension_numbers"]
-    found = [
+    factors = [
         Factor("left", (numbers.lhs_spec[0], None), (numbers.out_spec[0],)),
         Factor("column", (None, numbers.rhs_spec[0]), (numbers.out_spec[1],)),
     ]
     if params["feature_group_count"] == 1 and params["batch_group_count"] == 1:
         pair = (numbers.lhs_spec[1], numbers.rhs_spec[1])
-        return [*found, Factor("row", pair, (None,), partial=True)]
-    return found[:1]
+        return [*factors, Factor("row", pair, (None,), partial=True)]
+    return factors[:1]
 
 
 def _gather(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
@@ -223,18 +220,18 @@ def _gather(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[F
     table = ins[0]
     batching = tuple(numbers.operand_batching_dims)
     kept = [d for d in range(len(table)) if d not in (*numbers.collapsed_slice_dims, *batching)]
-    found = [
+    factors = [
         Factor("column", (d, None), (out,))
         for d, out in zip(kept, numbers.offset_dims, strict=True)
         if sizes[d] == table[d]
     ]
     batch_out = [d for d in range(len(outs[0])) if d not in numbers.offset_dims]
     paired = dict(zip(numbers.start_indices_batching_dims, batching, strict=True))
-    found += [
+    factors += [
         Factor("left" if d not in paired else "each", (paired.get(d), d), (out,))
         for d, out in enumerate(batch_out)
     ]
-    return found + [
+    return factors + [
         Factor("vocabulary", (d, None), (None,), partial=True)
         for d in numbers.collapsed_slice_dims
         if d in numbers.start_index_map
@@ -244,7 +241,7 @@ def _gather(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[F
 def _dims_of_first(
     ins: Sequence[Shape], outs: Sequence[Shape], dims: Iterable[tuple[int | None, int]]
 ) -> list[Factor]:
-    """A dimension of the first operand becomes one of every result; other operands are whole."""
+    """Factors that cut the first operand and every result; other operands are whole."""
     rest = (None,) * (len(ins) - 1)
     return [Factor(f"d{o}", (d, *rest), (o,) * len(outs)) for d, o in dims]
 
@@ -258,7 +255,7 @@ def _broadcast_in_dim(ins: Sequence[Shape], outs: Sequence[Shape], params: dict)
 def _reshape(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
     if params.get("dimensions") is not None or 0 in ins[0]:
         return []
-    # Two dimensions begin alike where as many elements lie outside of them.
+    # Dimensions correspond where the product of the dimensions before them is equal.
     here, there = _by_outer_size(ins[0]), _by_outer_size(outs[0])
     return _dims_of_first(ins, outs, ((here[n], there[n]) for n in here if n in there))
 
@@ -273,8 +270,8 @@ def _transpose(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> lis
     return _dims_of_first(ins, outs, ((d, out) for out, d in enumerate(params["permutation"])))
 
 
-def _without(name: str) -> Pattern:
-    """The dimensions that a parameter names are gone; the others stay in order."""
+def _dropping(name: str) -> Pattern:
+    """The pattern of an equation that drops the dimensions in a param and keeps the others."""
 
     def pattern(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
         kept = [d for d in range(len(ins[0])) if d not in params[name]]
@@ -285,7 +282,7 @@ def _without(name: str) -> Pattern:
 
 def _reduce(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
     partial = [Factor("row", (d,), (None,), partial=True) for d in params["axes"]]
-    return [*_without("axes")(ins, outs, params), *partial]
+    return [*_dropping("axes")(ins, outs, params), *partial]
 
 
 def _full_slice(ins: Sequence[Shape], outs: Sequence[Shape], _params: dict) -> list[Factor]:
@@ -294,7 +291,7 @@ def _full_slice(ins: Sequence[Shape], outs: Sequence[Shape], _params: dict) -> l
 
 
 def _along_axis(name: str) -> Pattern:
-    """Every dimension but one that a parameter names, of all operands and results alike."""
+    """The pattern that cuts all operands and results along any dimension but the one in a param."""
 
     def pattern(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
         return [
@@ -328,12 +325,12 @@ def _window(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[F
     return _dims_of_first(ins, outs, ((d, d) for d, one in enumerate(windows) if one == (1, 1)))
 
 
-def _made(ins: Sequence[Shape], outs: Sequence[Shape], _params: dict) -> list[Factor]:
-    """Results made of nothing (iota, random bits): every device can make its own part."""
+def _generated(ins: Sequence[Shape], outs: Sequence[Shape], _params: dict) -> list[Factor]:
+    """Results without array operands (iota, random bits): every device makes its shard."""
     return [Factor(f"d{d}", (None,) * len(ins), (d,)) for d in range(len(outs[0]))]
 
 
-#: The patterns that hxla knows, the default of `Job.patterns`.
+#: The built-in patterns, the default of `Job.patterns`.
 PATTERNS = Patterns(
     {
         "dot_general": _dot_general,
@@ -342,15 +339,15 @@ PATTERNS = Patterns(
         "broadcast_in_dim": _broadcast_in_dim,
         "reshape": _reshape,
         "transpose": _transpose,
-        "squeeze": _without("dimensions"),
+        "squeeze": _dropping("dimensions"),
         "reduce_sum": _reduce,
         "reduce_max": _reduce,
         "reduce_min": _reduce,
         "reduce_and": _reduce,
         "reduce_or": _reduce,
-        "reduce_prod": _without("axes"),
-        "argmax": _without("axes"),
-        "argmin": _without("axes"),
+        "reduce_prod": _dropping("axes"),
+        "argmax": _dropping("axes"),
+        "argmin": _dropping("axes"),
         "concatenate": _along_axis("dimension"),
         "pad": _full_slice,
         "slice": _full_slice,
@@ -367,7 +364,7 @@ PATTERNS = Patterns(
         "reduce_window_max": _window,
         "reduce_window_sum": _window,
         "reduce_window_min": _window,
-        "iota": _made,
-        "random_bits": _made,
+        "iota": _generated,
+        "random_bits": _generated,
     }
 )

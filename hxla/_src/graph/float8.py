@@ -1,13 +1,13 @@
-"""Matrix products in float8, each operand scaled by a power of two of its own.
+"""Matrix products in float8, each operand scaled by a separate power of two.
 
-Activations and parameters are float8_e4m3fn, the gradients that come back float8_e5m2, and what is
-added up inside a product is float32. A scale puts an operand's largest element as high as its dtype
-allows. It is that of the very operand in the very microbatch, so there is no state of earlier steps
-and nothing that depends on which device ran what. A power of two is undone exactly.
+Activations and parameters are float8_e4m3fn, cotangents float8_e5m2, and products accumulate in
+float32. A scale puts an operand's largest element as high as its dtype allows. It depends on that
+operand in that microbatch alone: on no earlier step, and not on which device ran it. Dividing by a
+power of two is exact.
 
 References:
-    Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433): the two dtypes, and
-    which is for what.
+    Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433): the two dtypes and
+    their uses.
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ def quantized(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
     Returns:
         The array in `dtype`, and int32[], the exponent of its scale: `x` is about the array times
-        `2**-exponent`. The largest element that is finite in `dtype` is not exceeded; where an
-        element of `x` is not finite, neither is all of the result.
+        `2**-exponent`. Finite elements stay finite in `dtype`; an infinite or NaN element of `x`
+        leaves some element of the result not finite.
     """
     x = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), initial=0.0)
@@ -43,12 +43,12 @@ def quantized(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def float8_product(eqn: Any, operands: Sequence[jax.Array], dtype: Any) -> jax.Array:
-    """A product of two arrays in float8, and so are those of its gradients.
+    """Multiply two arrays in float8, in the backward too.
 
     Args:
-        eqn: A `dot_general` as traced.
-        operands: Its operands, float32 or lower.
-        dtype: Of the result. Each operand's gradient has that operand's dtype, rounded once.
+        eqn: A traced `dot_general`.
+        operands: Two arrays, float32 or lower.
+        dtype: The result's dtype. A gradient has its operand's dtype, rounded once.
     """
     dimensions = eqn.params["dimension_numbers"]
     shapes = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in operands]
@@ -59,15 +59,15 @@ def float8_product(eqn: Any, operands: Sequence[jax.Array], dtype: Any) -> jax.A
         return forward(x, y)[0]
 
     def forward(x: jax.Array, y: jax.Array) -> tuple[jax.Array, Any]:
-        kept = (own, of_x), (other, of_y) = quantized(x, FORWARD), quantized(y, FORWARD)
-        return _unscaled(_dot(dimensions, own, other), of_x, of_y).astype(dtype), kept
+        residuals = (lhs, lhs_exp), (rhs, rhs_exp) = quantized(x, FORWARD), quantized(y, FORWARD)
+        return _unscaled(_dot(dimensions, lhs, rhs), lhs_exp, rhs_exp).astype(dtype), residuals
 
-    def backward(kept: Any, cotangent: jax.Array) -> tuple[jax.Array, ...]:
-        back, of_back = quantized(cotangent, BACKWARD)
-        others = zip(operands, pulls, reversed(kept), strict=True)
+    def backward(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, ...]:
+        back, back_exp = quantized(cotangent, BACKWARD)
+        others = zip(operands, pulls, reversed(residuals), strict=True)
         return tuple(
-            _unscaled(_in_float8(pull, back, other), of_back, of_other).astype(own.dtype)
-            for own, pull, (other, of_other) in others
+            _unscaled(_in_float8(pull, back, other), back_exp, other_exp).astype(operand.dtype)
+            for operand, pull, (other, other_exp) in others
         )
 
     product.defvjp(forward, backward)
@@ -75,23 +75,23 @@ def float8_product(eqn: Any, operands: Sequence[jax.Array], dtype: Any) -> jax.A
 
 
 def _dot(dimensions: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    # The highest precision: else a GPU may add up in fewer bits than float32 has.
+    # The highest precision: else a GPU may accumulate in fewer bits than float32.
     precision = jax.lax.Precision.HIGHEST
     return jax.lax.dot_general(x, y, dimensions, precision, jnp.float32)
 
 
 def _unscaled(x: jax.Array, *exponents: jax.Array) -> jax.Array:
-    for exponent in exponents:  # one after the other: their sum may be no exponent of float32
+    for exponent in exponents:  # one after the other: their sum may exceed the exponents of float32
         x = times_power_of_two(x, -exponent)
     return x
 
 
 def _pull(dimensions: Any, shapes: Sequence[Any], place: int) -> Any:
-    """The program that makes an operand's gradient of the result's and the other operand."""
+    """The program from a cotangent and the other operand to an operand's gradient."""
 
     def pulled(cotangent: jax.Array, other: jax.Array) -> jax.Array:
-        def product(own: jax.Array) -> jax.Array:
-            return _dot(dimensions, *((own, other) if place == 0 else (other, own)))
+        def product(operand: jax.Array) -> jax.Array:
+            return _dot(dimensions, *((operand, other) if place == 0 else (other, operand)))
 
         return jax.linear_transpose(product, shapes[place])(cotangent)[0]  # type: ignore[no-any-return]
 
@@ -100,7 +100,7 @@ def _pull(dimensions: Any, shapes: Sequence[Any], place: int) -> Any:
 
 
 def _in_float8(program: Any, cotangent: jax.Array, other: jax.Array) -> jax.Array:
-    """The same program of operands in float8; its products are added up in float32."""
+    """Run the program on float8 operands; its products accumulate in float32."""
     env = dict(zip(program.invars, (cotangent, other), strict=True))
     for eqn in program.eqns:
         params = dict(eqn.params)

@@ -1,4 +1,4 @@
-"""A traced loss: its program, its operations, and the TaskGraphs they belong to."""
+"""A traced loss: its program, its operations and their TaskGraphs."""
 
 import dataclasses
 import os
@@ -24,30 +24,32 @@ class Graph:
         param_shapes: The shape of every parameter.
         param_logical: The logical names of every parameter's dimensions, where Flax's metadata has
             any.
-        metrics: The columns that the user's metrics have in the second result.
-        num_losses: The losses that a microbatch adds up; 1: the loss is a mean already.
+        metrics: The columns of the user's metrics in the second result.
+        num_losses: The number of losses that a microbatch sums; 1: the loss is a mean already.
         program: The program as jax traced it.
         ops: The program's operations.
-        values: Every array of the program; other fields refer to them by their place here.
-        param_values: The places of the values that are parameters; where scans are cut, of those
-            too that are some rows of one.
-        aux_values: The places of those that are other variables.
-        batch_values: The places of those that are the batch.
-        key_value: The place of the random key.
-        result_values: The results, places of values or literals.
-        consts: The arrays that the loss closes over, each with its place.
-        nested: For each TaskGraph the copies around it (`replicate(n)` around a `split`), or 1.
-        merges: For each other variable how microbatches' values of it merge: `same` (the loss does
-            not change it), `first` (all make one value), `mean`, `sum`, `max`, `min` or `last`.
-        averaged: The paths of those that are averaged though nobody says so.
+        values: Every array of the program; other fields refer to them by their index here.
+        param_values: The indices of the parameters; where scans are cut, also of row ranges of
+            stacked parameters.
+        aux_values: The indices of the other variables.
+        batch_values: The indices of the batch's arrays.
+        key_value: The index of the random key.
+        result_values: The results, indices of values or literals.
+        consts: The arrays that the loss closes over, each with its index.
+        nested: For each TaskGraph the number of replicas around it (`replicate(n)` around a
+            `split`), or 1.
+        merges: For each other variable how its values from the microbatches merge: `same` (the loss
+            does not change it), `first` (all values are equal), `mean`, `sum`, `max`, `min` or
+            `last`.
+        averaged: The paths of variables that are averaged without a rule from the user.
         bound_axes: The axis names that the loss's collectives use, such as a BatchNorm's
             `axis_name`; each has one member, the microbatch.
-        alike: Where scans are cut, for each value that came with it the one that it is a part of,
-            or is at another iteration: both lie alike on devices.
+        alike: Where scans are cut, for each added value the original value that it slices, or
+            repeats at another iteration. Both have the same sharding.
         mixes: The first operation by which the loss reads several examples at once, in words; empty
             where none is known.
         normalizes: Whether layers of Flax take statistics over a microbatch, as BatchNorm does.
-        precision: The policy under which it was traced; None: all is as the model has it.
+        precision: The policy of the trace; None: the model's dtypes.
     """
 
     task_graphs: tuple[TaskGraph, ...]
@@ -81,14 +83,14 @@ class Graph:
 
     @property
     def arithmetic(self) -> str:
-        """What its matrix products are computed in; `model` where that is the model's own."""
+        """The arithmetic of matrix products; `model` where the model decides it."""
         return "model" if self.precision is None else str(self.precision.arithmetic)
 
     def __str__(self) -> str:
         return table(self.task_graphs)
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """Write a picture of the TaskGraphs: their work, their bytes, what flows between them.
+        """Write a picture of the TaskGraphs: their work, their bytes and the bytes between them.
 
         Args:
             path: A `.png`, `.svg` or `.pdf` file; its folder is made.
@@ -99,24 +101,24 @@ class Graph:
 
 
 def shapes_of(graph: Graph, values: Iterable[int]) -> list[jax.ShapeDtypeStruct]:
-    """The shapes of some values of a graph, as jax has them."""
-    known = (graph.values[v] for v in values)
-    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in known]
+    """The shapes of some values of a graph."""
+    selected = (graph.values[v] for v in values)
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in selected]
 
 
 def params_of(graph: Graph) -> tuple[int, ...]:
-    """For each of `Graph.param_values` the parameter that it is, or is some rows of."""
-    found = tuple(graph.values[v].param for v in graph.param_values)
-    return tuple(p for p in found if p is not None)
+    """The parameter index of each of `Graph.param_values`, whole or a row range."""
+    params = tuple(graph.values[v].param for v in graph.param_values)
+    return tuple(p for p in params if p is not None)
 
 
 def rows_read(graph: Graph) -> dict[int, int]:
-    """Parameters that are only looked up by rows, with the rows that a microbatch reads at most.
+    """Parameters that are only looked up by rows, each with the most rows a microbatch reads.
 
-    An embedding that is also multiplied with (a tied output layer) is none of them: its gradient
-    has no row that is zero.
+    A tied embedding, which is also a factor of a product, is left out: its gradient has no zero
+    rows.
     """
-    found: dict[int, int] = {}
+    most_rows: dict[int, int] = {}
     others: set[int] = set()
     values = graph.values
     for op in leaves(graph.ops):
@@ -127,14 +129,14 @@ def rows_read(graph: Graph) -> dict[int, int]:
             if op.name == "gather" and k == 0 and _takes_rows(op, values[v].shape):
                 indices = op.inputs[1]
                 shape = values[indices].shape if isinstance(indices, int) else indices.val.shape
-                found[param] = found.get(param, 0) + op.times * int(np.prod(shape[:-1]))
+                most_rows[param] = most_rows.get(param, 0) + op.times * int(np.prod(shape[:-1]))
             elif not (op.name == "convert_element_type" and values[op.outputs[0]].param == param):
                 others.add(param)
-    return {p: rows for p, rows in found.items() if p not in others}
+    return {p: rows for p, rows in most_rows.items() if p not in others}
 
 
 def rows_touched(graph: Graph, num_microbatches: int) -> dict[int, int]:
-    """The parameters of `rows_read`, with the rows that so many microbatches touch at most."""
+    """The parameters of `rows_read`, each with the most rows that these microbatches touch."""
     return {
         p: min(rows * num_microbatches, graph.param_shapes[p][0])
         for p, rows in rows_read(graph).items()

@@ -22,12 +22,12 @@ def _as_they_are(_: Any, arrays: list[Any]) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArrayPlacement:
-    """Where arrays are to lie while operations run.
+    """Places arrays on devices while operations run.
 
     Attributes:
-        operands: Of an operation, placed as it wants them.
-        results: Of an operation, placed as it leaves them.
-        carry: Arrays that a scan carries, with their numbers inside its body.
+        operands: Places the operands of an operation.
+        results: Places the results of an operation.
+        carry: Places the carry of a scan, or other values, given by their numbers.
     """
 
     operands: Callable[[Op, list[Any]], list[Any]] = _as_they_are
@@ -35,7 +35,7 @@ class ArrayPlacement:
     carry: Callable[[Sequence[int], list[Any]], list[Any]] = _as_they_are
 
 
-#: As jax leaves them.
+#: Places nothing: jax decides.
 AS_THEY_ARE = ArrayPlacement()
 
 
@@ -63,17 +63,15 @@ def run_graph(
 def run_ops(
     ops: Sequence[Op], env: Env, place: ArrayPlacement = AS_THEY_ARE, prefix: str = ""
 ) -> None:
-    """Run operations, adding what they make to `env`.
+    """Run operations, adding their results to `env`.
 
     Args:
-        ops: In order.
-        env: Numbers of values to arrays, those that the operations read.
-        place: Where arrays are to lie.
-        prefix: Name stack around the caller, part of every operation's own.
+        env: Arrays by value number; it must have all that the operations read.
+        prefix: Name stack of the caller, a prefix of each operation's stack.
     """
     for op in ops:
         operands = place.operands(op, [read(env, v) for v in op.inputs])
-        # The equation brings its own names; those of an inlined jit around it are missing.
+        # The equation has its name stack, but not that of the inlined jit around it.
         stack = op.stack.removeprefix(prefix).removesuffix(str(op.eqn.source_info.name_stack))
         stack = stack.strip("/")
         with jax.named_scope(stack) if stack else contextlib.nullcontext():
@@ -87,10 +85,10 @@ def evaluate(op: Op, operands: list[Any], place: ArrayPlacement) -> list[Any]:
         return run_equation(op.eqn, operands)
 
     def body(*inputs: Any) -> list[Any]:
-        inside: Env = dict(op.body_consts)
-        inside.update(zip(op.body_inputs, inputs, strict=True))
-        run_ops(op.body, inside, place, op.stack)
-        return [read(inside, v) for v in op.body_outputs]
+        inner_env: Env = dict(op.body_consts)
+        inner_env.update(zip(op.body_inputs, inputs, strict=True))
+        run_ops(op.body, inner_env, place, op.stack)
+        return [read(inner_env, v) for v in op.body_outputs]
 
     if op.kind == "remat":
         return checkpoint_like(op.eqn, body)(*operands)
@@ -124,9 +122,9 @@ def evaluate(op: Op, operands: list[Any], place: ArrayPlacement) -> list[Any]:
 
 
 def _rows(op: Op, slices: list[Any], rest: list[Any]) -> tuple[Any, list[Any]]:
-    """The first row of a part of a scan, and of what is stacked the rows that it reads.
+    """The first row of a range of a scan, and its rows of the stacked operands.
 
-    The row is an array that goes from part to part, so that like parts are one program.
+    The row is an array that each range hands to the next, so that equal ranges share a program.
     """
     assert op.iterations is not None
     start, stop = op.iterations
@@ -134,14 +132,14 @@ def _rows(op: Op, slices: list[Any], rest: list[Any]) -> tuple[Any, list[Any]]:
     row = rest[-1] if start and rest else start
     if op.eqn.params["reverse"]:
         row = length - num - row
-    # Of a stacked parameter these rows are all there is.
+    # A sliced parameter has these rows only.
     return row, [
         x if x.shape[0] == num else jax.lax.dynamic_slice_in_dim(x, row, num) for x in slices
     ]
 
 
 def _stacked(op: Op, row: Any, ys: list[Any], rest: list[Any]) -> list[Any]:
-    """What the parts of a scan up to this one put out, and the row at which the next begins."""
+    """The stacked results of a scan up to this range, and the first row of the next range."""
     assert op.iterations is not None
     start, stop = op.iterations
     length = op.eqn.params["length"]

@@ -1,8 +1,7 @@
-"""An equation of a traced loss run on one device's own part, of its true size.
+"""An equation of a traced loss run on one device's shard, without padding.
 
-The equation was traced for whole arrays, so the sizes that it names are those of the whole. Where
-they are of a dimension that is cut, they become those of the part; positions count from where the
-part begins.
+The equation was traced for whole arrays, so its params hold global sizes. In a cut dimension they
+become the sizes of the shard, and indices count from the start of the shard.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,49 +15,50 @@ from ..jax.jaxpr import ClosedJaxpr, Literal, inner_jaxpr, kind_of, run_equation
 from .factors import PATTERNS, Factor
 
 Dims = Sequence[int | None]
-#: From the size of a whole dimension to the size of the part, and to where the part begins.
+#: From the global size of a dimension to the size and the start of the shard.
 PartOf = Callable[[int], tuple[int, Any]]
 
-#: Equations whose partial results over parts add up.
+#: Equations whose partial results are added over shards.
 SUMS = ("dot_general", "conv_general_dilated", "gather", "reduce_sum")
-#: Those whose partial results are the largest (or else the smallest) of each part.
+#: Equations whose partial results are maxima (True) or minima (False) over shards.
 EXTREMES = {"reduce_max": True, "reduce_or": True, "reduce_min": False, "reduce_and": False}
 
 
 def run_part(
     eqn: Any, operands: Sequence[Any], cut: Dims, results: Dims, part: PartOf
 ) -> list[Any]:
-    """The results of an equation for one part.
+    """Run an equation on one shard.
 
     Args:
-        operands: The parts, or whole arrays.
-        cut: The dimension of each operand that is cut, or None.
+        operands: Shards, or whole arrays.
+        cut: The cut dimension of each operand, or None.
+        results: The cut dimension of each result, or None.
 
     Raises:
-        PlanError: If hxla cannot tell what the equation is for a part.
+        PlanError: If hxla has no local form of the equation.
     """
     shapes = [_local(v.aval.shape, dim, part) for v, dim in zip(eqn.outvars, results, strict=True)]
     run = _BY_NAME.get(eqn.primitive.name)
     try:
         if run is None:
-            found = run_equation(eqn, operands)
+            arrays = run_equation(eqn, operands)
         else:
-            found = run(_Call(eqn, operands, cut, results, shapes, part))
+            arrays = run(_Call(eqn, operands, cut, results, shapes, part))
     except (TypeError, ValueError) as error:
         raise PlanError(f"{_cannot(eqn)}: {error}") from error
-    if [x.shape for x in found] != shapes:
+    if [x.shape for x in arrays] != shapes:
         raise PlanError(_cannot(eqn))
-    return found
+    return arrays
 
 
 class _Call(NamedTuple):
-    """An equation that is to run on one part.
+    """An equation to run on one shard.
 
     Attributes:
-        operands: The parts, or whole arrays.
-        cut: The dimension of each operand that is cut, or None.
-        results: The dimension of each result that is cut, or None.
-        shapes: Of the results of this part.
+        operands: Shards, or whole arrays.
+        cut: The cut dimension of each operand, or None.
+        results: The cut dimension of each result, or None.
+        shapes: The shapes of the results on this shard.
     """
 
     eqn: Any
@@ -81,7 +81,7 @@ def _local(shape: Sequence[int], dim: int | None, part: PartOf) -> tuple[int, ..
 
 
 def take(x: Any, dim: int, part: PartOf) -> Any:
-    """The part of a whole array."""
+    """The shard of a whole array."""
     size, start = part(x.shape[dim])
     return jax.lax.dynamic_slice_in_dim(x, start, size, dim)
 
@@ -97,14 +97,14 @@ def _broadcast(call: _Call) -> list[Any]:
 
 def _iota(call: _Call) -> list[Any]:
     dtype, along = call.eqn.params["dtype"], call.eqn.params["dimension"]
-    found = jax.lax.broadcasted_iota(dtype, call.shapes[0], along)
+    positions = jax.lax.broadcasted_iota(dtype, call.shapes[0], along)
     if call.results[0] == along:
-        found = found + call.part(call.eqn.outvars[0].aval.shape[along])[1].astype(dtype)
-    return [found]
+        positions = positions + call.part(call.eqn.outvars[0].aval.shape[along])[1].astype(dtype)
+    return [positions]
 
 
 def _random_bits(call: _Call) -> list[Any]:
-    # Those of the whole, for they are to be the same however it is cut.
+    # Drawn for the whole array, so that they do not depend on the sharding.
     [bits], dim = run_equation(call.eqn, call.operands), call.results[0]
     return [bits if dim is None else take(bits, dim, call.part)]
 
@@ -129,7 +129,7 @@ def _gather(call: _Call) -> list[Any]:
         if dim is not None and dim not in numbers.operand_batching_dims:
             sizes[dim] = table.shape[dim]
         return [_gathered(params, table, indices, sizes)]
-    # The rows that are not here are zero: another device has them.
+    # Rows of other devices are zero here.
     column = numbers.start_index_map.index(dim)
     num = call.eqn.invars[0].aval.shape[dim]
     size, start = call.part(num)
@@ -137,19 +137,19 @@ def _gather(call: _Call) -> list[Any]:
     is_outside = (at < 0) | (at >= num)
     if params["mode"] == jax.lax.GatherScatterMode.CLIP:
         at, is_outside = jnp.clip(at, 0, num - 1), jnp.zeros_like(is_outside)
-    own = at - start.astype(at.dtype)
-    is_own = (own >= 0) & (own < size)
-    here = indices.at[..., column].set(jnp.clip(own, 0, size - 1))
-    found = _gathered(params, table, here, sizes)
-    is_batch = [d for d in range(found.ndim) if d not in numbers.offset_dims]
+    local = at - start.astype(at.dtype)
+    is_local = (local >= 0) & (local < size)
+    local_indices = indices.at[..., column].set(jnp.clip(local, 0, size - 1))
+    rows = _gathered(params, table, local_indices, sizes)
+    is_batch = [d for d in range(rows.ndim) if d not in numbers.offset_dims]
 
     def spread(x: jax.Array) -> jax.Array:
-        return jax.lax.broadcast_in_dim(x, found.shape, is_batch)
+        return jax.lax.broadcast_in_dim(x, rows.shape, is_batch)
 
-    found = jnp.where(spread(is_own), found, jnp.zeros((), found.dtype))
-    if jnp.issubdtype(found.dtype, jnp.floating):
-        found = jnp.where(spread(is_outside), jnp.full((), jnp.nan, found.dtype), found)
-    return [found]
+    rows = jnp.where(spread(is_local), rows, jnp.zeros((), rows.dtype))
+    if jnp.issubdtype(rows.dtype, jnp.floating):
+        rows = jnp.where(spread(is_outside), jnp.full((), jnp.nan, rows.dtype), rows)
+    return [rows]
 
 
 def _gathered(params: Any, table: Any, indices: Any, sizes: Sequence[int]) -> jax.Array:
@@ -182,18 +182,18 @@ _BY_NAME: dict[str, Callable[[_Call], list[Any]]] = {
 def run_program(
     closed: ClosedJaxpr, operands: Sequence[Any], cut: Dims, part: PartOf
 ) -> tuple[list[Any], list[int | None]]:
-    """A program on one part of some operands, if no device needs another's.
+    """Run a program on one shard of some operands, without communication.
 
     Args:
-        closed: Traced for whole arrays.
-        operands: The parts, or whole arrays.
-        cut: The dimension of each operand that is cut, or None.
+        closed: A program traced for whole arrays.
+        operands: Shards, or whole arrays.
+        cut: The cut dimension of each operand, or None.
 
     Returns:
-        The results, and the dimension of each that is cut.
+        The results, and the cut dimension of each, or None.
 
     Raises:
-        PlanError: If a device would need what others have.
+        PlanError: If a device would need the shards of others.
     """
     env: dict[Any, tuple[Any, int | None]] = {}
     env.update(zip(closed.jaxpr.constvars, ((c, None) for c in closed.consts), strict=True))
@@ -207,28 +207,28 @@ def run_program(
         arrays, dims = [x for x, _ in pairs], [dim for _, dim in pairs]
         results: list[int | None]
         if all(dim is None for dim in dims):
-            found, results = run_equation(eqn, arrays), [None] * len(eqn.outvars)
+            outputs, results = run_equation(eqn, arrays), [None] * len(eqn.outvars)
         elif kind_of(eqn) == "inlined":
             inner = inner_jaxpr(eqn)
             assert inner is not None
-            found, results = run_program(inner, arrays, dims, part)
+            outputs, results = run_program(inner, arrays, dims, part)
         elif kind_of(eqn) == "custom":
-            found, results = run_custom(eqn, arrays, dims, part)
+            outputs, results = run_custom(eqn, arrays, dims, part)
         else:
-            factor = _following(eqn, dims)
-            given = [
+            factor = _factor_for(eqn, dims)
+            local = [
                 take(x, wanted, part) if dim is None and wanted is not None else x
                 for x, dim, wanted in zip(arrays, dims, factor.operands, strict=True)
             ]
             results = list(factor.results)
-            found = run_part(eqn, given, factor.operands, results, part)
-        env.update(zip(eqn.outvars, zip(found, results, strict=True), strict=True))
+            outputs = run_part(eqn, local, factor.operands, results, part)
+        env.update(zip(eqn.outvars, zip(outputs, results, strict=True), strict=True))
     ends = [read(v) for v in closed.jaxpr.outvars]
     return [x for x, _ in ends], [dim for _, dim in ends]
 
 
-def _following(eqn: Any, dims: Dims) -> Factor:
-    """The factor that keeps what is cut as it is."""
+def _factor_for(eqn: Any, dims: Dims) -> Factor:
+    """The factor under which the operands stay cut as they are."""
     ins, outs = ([v.aval.shape for v in side] for side in (eqn.invars, eqn.outvars))
     for factor in PATTERNS.factors(eqn.primitive.name, ins, outs, eqn.params):
         agrees = all(d is None or d == f for d, f in zip(dims, factor.operands, strict=True))
@@ -237,10 +237,12 @@ def _following(eqn: Any, dims: Dims) -> Factor:
     raise PlanError(_cannot(eqn))
 
 
-def _as(found: Sequence[Any], dims: Dims, wanted: Dims, eqn: Any, part: PartOf) -> list[Any]:
-    """Arrays cut as they are wanted: a whole one has every part."""
+def _resharded(
+    arrays: Sequence[Any], dims: Dims, wanted: Dims, eqn: Any, part: PartOf
+) -> list[Any]:
+    """Arrays with the wanted cut dimensions: shards are taken of whole arrays."""
     out = []
-    for x, dim, other in zip(found, dims, wanted, strict=True):
+    for x, dim, other in zip(arrays, dims, wanted, strict=True):
         if dim is not None and dim != other:
             raise PlanError(_cannot(eqn))
         out.append(take(x, other, part) if dim is None and other is not None else x)
@@ -250,61 +252,61 @@ def _as(found: Sequence[Any], dims: Dims, wanted: Dims, eqn: Any, part: PartOf) 
 def run_custom(
     eqn: Any, operands: Sequence[Any], cut: Dims, part: PartOf
 ) -> tuple[list[Any], list[int | None]]:
-    """An equation with gradient rules of its own, which it keeps.
+    """Run an equation with custom gradient rules on one shard, and its rules too.
 
     Args:
         eqn: A `custom_jvp_call` or `custom_vjp_call`.
-        operands: The parts, or whole arrays.
-        cut: The dimension of each operand that is cut, or None.
+        operands: Shards, or whole arrays.
+        cut: The cut dimension of each operand, or None.
     """
     closed = inner_jaxpr(eqn)
     assert closed is not None
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     is_float = [jnp.issubdtype(s.dtype, jnp.inexact) for s in shapes]
-    floats = [i for i, f in enumerate(is_float) if f]
+    float_places = [i for i, f in enumerate(is_float) if f]
     results: list[int | None] = []
 
     def primal(*arrays: Any) -> list[Any]:
-        found, dims = run_program(closed, arrays, cut, part)
+        outputs, dims = run_program(closed, arrays, cut, part)
         results[:] = dims
-        return found
+        return outputs
 
     def merged(arrays: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        own = dict(zip(floats, arrays, strict=True))
-        return [own.get(i, x) for i, x in enumerate(others)]
+        replaced = dict(zip(float_places, arrays, strict=True))
+        return [replaced.get(i, x) for i, x in enumerate(others)]
 
     rest = list(operands)
-    jax.eval_shape(primal, *rest)  # a rule of gradients may run alone
-    own = [rest[i] for i in floats]
+    jax.eval_shape(primal, *rest)  # a gradient rule may run without the primal
+    floats = [rest[i] for i in float_places]
     if eqn.primitive.name == "custom_jvp_call":
 
         def tangent(arrays: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
             def whole(*both: Any) -> Any:
-                given, moved = list(both[: len(shapes)]), both[len(shapes) :]
-                of = lambda *xs: run_equation(eqn, merged(xs, given))  # noqa: E731
-                return jax.jvp(of, tuple(given[i] for i in floats), moved)
+                primals, moved = list(both[: len(shapes)]), both[len(shapes) :]
+                call = lambda *xs: run_equation(eqn, merged(xs, primals))  # noqa: E731
+                return jax.jvp(call, tuple(primals[i] for i in float_places), moved)
 
-            traced = jax.make_jaxpr(whole)(*shapes, *[shapes[i] for i in floats])
-            dims = [*cut, *[cut[i] for i in floats]]
+            traced = jax.make_jaxpr(whole)(*shapes, *[shapes[i] for i in float_places])
+            dims = [*cut, *[cut[i] for i in float_places]]
             both, dims = run_program(traced, [*merged(arrays, rest), *tangents], dims, part)
-            both = _as(both, dims, results * 2, eqn, part)
+            both = _resharded(both, dims, results * 2, eqn, part)
             return both[: len(results)], both[len(results) :]
 
         run = jax.custom_jvp(lambda *xs: primal(*merged(xs, rest)))
         run.defjvp(tangent)
-        return run(*own), results
+        return run(*floats), results
 
     def backward(saved: Any, cotangents: Any) -> Any:
         def whole(*both: Any) -> Any:
-            given, back = list(both[: len(shapes)]), both[len(shapes) :]
-            of = lambda *xs: run_equation(eqn, merged(xs, given))  # noqa: E731
-            return jax.vjp(of, *[given[i] for i in floats])[1](list(back))
+            primals, back = list(both[: len(shapes)]), both[len(shapes) :]
+            call = lambda *xs: run_equation(eqn, merged(xs, primals))  # noqa: E731
+            return jax.vjp(call, *[primals[i] for i in float_places])[1](list(back))
 
         outs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
         traced = jax.make_jaxpr(whole)(*shapes, *outs)
-        found, dims = run_program(traced, [*saved, *cotangents], [*cut, *results], part)
-        return tuple(_as(found, dims, [cut[i] for i in floats], eqn, part))
+        grads, dims = run_program(traced, [*saved, *cotangents], [*cut, *results], part)
+        return tuple(_resharded(grads, dims, [cut[i] for i in float_places], eqn, part))
 
-    turned = jax.custom_vjp(lambda *xs: primal(*merged(xs, rest)))
-    turned.defvjp(lambda *xs: (primal(*merged(xs, rest)), merged(xs, rest)), backward)
-    return turned(*own), results
+    with_vjp = jax.custom_vjp(lambda *xs: primal(*merged(xs, rest)))
+    with_vjp.defvjp(lambda *xs: (primal(*merged(xs, rest)), merged(xs, rest)), backward)
+    return with_vjp(*floats), results

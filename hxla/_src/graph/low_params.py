@@ -1,6 +1,6 @@
-"""Parameters that some operations read in a low precision only: they may travel in it.
+"""Parameters that a segment reads in 16 bits only: they may be gathered in 16 bits.
 
-A cast rounds each element by itself, so it is the same before a parameter is gathered and after.
+A cast rounds element by element, so it gives the same bits before an all-gather and after.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from .graph import Graph, params_of
 from .operations import Op
 from .segments import Segment
 
-#: They move elements and keep all bits.
+#: Primitives that move elements and keep all bits.
 _VIEWS = frozenset(
     {"broadcast_in_dim", "copy", "dynamic_slice", "expand_dims", "reshape", "rev", "slice"}
     | {"split", "squeeze", "transpose", "unstack"}
@@ -21,10 +21,10 @@ _LOW = frozenset({"bfloat16", "float16"})
 
 
 def low_params(graph: Graph, segment: Segment) -> dict[int, str]:
-    """The float32 parameters of which a segment reads nothing but casts to one dtype of 16 bits.
+    """The float32 parameters that a segment reads only through casts to one 16-bit dtype.
 
     Returns:
-        For each such parameter, by its number, the dtype.
+        The dtype of each such parameter, by parameter index.
     """
     param_of = params_of(graph)
     read = {
@@ -34,26 +34,25 @@ def low_params(graph: Graph, segment: Segment) -> dict[int, str]:
     }
     dtypes: dict[int, set[str]] = {p: set() for p in read.values()}
     leaving = {v for v in (*segment.outputs, *graph.result_values) if isinstance(v, int)}
-    _read_by(segment.ops, read, leaving, dtypes)
-    found = {p: next(iter(own)) for p, own in dtypes.items() if len(own) == 1}
-    return {p: dtype for p, dtype in found.items() if dtype in _LOW}
+    _collect_dtypes(segment.ops, read, leaving, dtypes)
+    only = {p: next(iter(names)) for p, names in dtypes.items() if len(names) == 1}
+    return {p: dtype for p, dtype in only.items() if dtype in _LOW}
 
 
-def _read_by(
+def _collect_dtypes(
     ops: Sequence[Op], read: dict[int, int], leaving: Iterable[int], dtypes: dict[int, set[str]]
 ) -> None:
-    """Note the dtypes in which operations read parameters.
+    """Add the dtypes in which operations read parameters to `dtypes`.
 
     Args:
-        ops: In order.
-        read: Values that have a parameter's own elements, with its number.
-        leaving: Values that others read, who knows how.
-        dtypes: For each parameter what was found.
+        read: Values with the unrounded elements of a parameter, and the parameter's index.
+        leaving: Values that are read outside `ops`, in an unknown dtype.
+        dtypes: Dtype names by parameter index; changed in place.
     """
     read = dict(read)
     for op in ops:
         places = [k for k, v in enumerate(op.inputs) if isinstance(v, int) and v in read]
-        inside: dict[int, int] = {}
+        body_read: dict[int, int] = {}
         for k in places:
             param = read[op.inputs[k]]
             if op.name == "convert_element_type":
@@ -65,18 +64,18 @@ def _read_by(
             elif op.name in _VIEWS and k == 0:
                 read |= dict.fromkeys(op.outputs, param)
             elif op.kind == "remat" or (op.kind == "scan" and not _is_carried(op, k)):
-                inside[op.body_inputs[k]] = param
+                body_read[op.body_inputs[k]] = param
             else:
                 dtypes[param].add("float32")
-        if inside:
-            own = [v for v in op.body_outputs if isinstance(v, int)]
-            _read_by(op.body, inside, own, dtypes)
+        if body_read:
+            body_leaving = [v for v in op.body_outputs if isinstance(v, int)]
+            _collect_dtypes(op.body, body_read, body_leaving, dtypes)
     for v in leaving:
         if v in read:
             dtypes[read[v]].add("float32")
 
 
 def _is_carried(op: Op, k: int) -> bool:
-    """Whether an operand of a scan is what its first iteration changes."""
+    """Whether an operand of a scan is carried."""
     num_consts, num_carry = scan_counts(op.eqn)
     return num_consts <= k < num_consts + num_carry

@@ -1,12 +1,11 @@
-"""Whether a loss is a mean over examples, or an example's part of it reads the others.
+"""Whether a loss is a mean over independent examples, or mixes them.
 
-A microbatch contributes its part of a mean over the global batch. That is right for a sum of what
-each example has by itself. A contrastive loss, a maximum over the batch or a mean over as many
-tokens as a microbatch happens to have is another number for each microbatch size.
+A microbatch contributes its terms of a mean over the global batch. That is exact for a sum of
+per-example losses. A contrastive loss, a maximum over the batch or a mean over the tokens of a
+microbatch depends on the microbatch size.
 
-Every value is followed through the program as one of: the same for all examples; a row for each; a
-sum over all rows; mixed, where one example's row depends on another's; or not known, as after a
-sort or a loop, of which nothing is claimed.
+Each value of the program is the same for all examples, a row per example, a sum over rows, mixed
+(one example's row depends on another example), or unknown, as after a sort or a loop.
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ from .factors import Factor
 from .graph import Graph
 from .operations import Op
 
-#: They keep sums: f(a + b) = f(a) + f(b), where other operands depend on no example.
+#: Linear primitives, f(a + b) = f(a) + f(b), if the other operands depend on no example.
 _LINEAR = frozenset(
     {
         *("add", "add_any", "sub", "neg", "mul", "convert_element_type", "reduce_precision"),
@@ -27,14 +26,14 @@ _LINEAR = frozenset(
         *("select_n", "concatenate", "slice", "stack", "unstack", "split", "pad", "real"),
     }
 )
-#: Along the batch dimension they mix rows.
+#: Primitives that mix rows along the batch dimension.
 _ALONG = frozenset(
     {
         *("sort", "cumsum", "cumprod", "cummax", "cumlogsumexp", "top_k"),
         *("argmax", "argmin", "reduce_prod"),
     }
 )
-#: Which element depends on which is not followed through these.
+#: Primitives whose dependences between elements are not analysed.
 _OPAQUE = ("gather", "scatter", "dynamic_", "while", "cond", "sort", "top_k", "custom_", "reduce_w")
 _NORMALIZATION = ("flax/nnx/nn/normalization.py", "flax/linen/normalization.py")
 
@@ -43,9 +42,9 @@ _NORMALIZATION = ("flax/nnx/nn/normalization.py", "flax/linen/normalization.py")
 class _Tag:
     """How a value depends on the examples; by default not at all."""
 
-    row: int | None = None  # the dimension that runs over examples
+    row: int | None = None  # the batch dimension
     total: bool = False
-    mixed: str = ""  # by which operation
+    mixed: str = ""  # the operation that mixes examples
     unknown: bool = False
 
 
@@ -56,7 +55,7 @@ def mixing(graph: Graph) -> tuple[str, bool]:
     """Follow examples through a loss.
 
     Args:
-        graph: Of the loss, traced for a microbatch; of one example nothing is claimed.
+        graph: The loss traced for a microbatch; of a single example it shows no mixing.
 
     Returns:
         The first operation by which the loss reads several examples at once, in words, or nothing;
@@ -64,34 +63,34 @@ def mixing(graph: Graph) -> tuple[str, bool]:
     """
     walk = _Walk(dict.fromkeys(graph.batch_values, _Tag(row=0)))
     walk.run(graph.ops)
-    return walk.of(graph.result_values[0]).mixed, walk.normalizes
+    return walk.tag(graph.result_values[0]).mixed, walk.normalizes
 
 
 class _Walk:
-    """Goes through operations in order.
+    """Tags the values of operations in order.
 
     Args:
-        tags: Of the values that are given, by their numbers; the others are the same for all.
+        tags: Initial tags by value number; other values are the same for all examples.
     """
 
     def __init__(self, tags: dict[int, _Tag]):
         self._tags = tags
         self.normalizes = False
 
-    def of(self, v: int | Any) -> _Tag:
+    def tag(self, v: int | Any) -> _Tag:
         return self._tags.get(v, _SAME) if isinstance(v, int) else _SAME
 
     def run(self, ops: Sequence[Op]) -> None:
         for op in ops:
             if not op.body:
                 tags = zip(op.eqn.outvars, self._leaf(op), strict=False)
-                # What has no elements reads no example.
+                # An empty array reads no example.
                 made = [_SAME if 0 in getattr(x.aval, "shape", ()) else tag for x, tag in tags]
                 self._set(op.outputs, made)
             elif op.kind == "scan":
                 self._scan(op)
             else:
-                self._set(op.outputs, self._body(op, list(map(self.of, op.inputs))))
+                self._set(op.outputs, self._body(op, list(map(self.tag, op.inputs))))
 
     def _set(self, values: Sequence[int], tags: Sequence[_Tag]) -> None:
         self._tags.update(zip(values, tags, strict=False))
@@ -99,44 +98,44 @@ class _Walk:
     def _body(self, op: Op, tags: Sequence[_Tag]) -> list[_Tag]:
         self._set(op.body_inputs, tags)
         self.run(op.body)
-        return list(map(self.of, op.body_outputs))
+        return list(map(self.tag, op.body_outputs))
 
     def _scan(self, op: Op) -> None:
         num_consts, num_carry = scan_counts(op.eqn)
-        given = list(map(self.of, op.inputs))
-        consts, carry = given[:num_consts], given[num_consts : num_consts + num_carry]
-        slices = [_sliced(tag) for tag in given[num_consts + num_carry :]]
-        while True:  # tags only become more, of which there are few
-            found = self._body(op, [*consts, *carry, *slices])
-            after = [_join(a, b) for a, b in zip(carry, found, strict=False)]
+        operand_tags = list(map(self.tag, op.inputs))
+        consts, carry = operand_tags[:num_consts], operand_tags[num_consts : num_consts + num_carry]
+        slices = [_sliced(tag) for tag in operand_tags[num_consts + num_carry :]]
+        while True:  # the tags form a finite lattice and only rise
+            outputs = self._body(op, [*consts, *carry, *slices])
+            after = [_join(a, b) for a, b in zip(carry, outputs, strict=False)]
             if after == carry:
                 break
             carry = after
         stacked = [
             dataclasses.replace(tag, row=None if tag.row is None else tag.row + 1)
-            for tag in found[num_carry:]
+            for tag in outputs[num_carry:]
         ]
         self._set(op.outputs, [*carry, *stacked])
 
     def _leaf(self, op: Op) -> list[_Tag]:
-        tags = list(map(self.of, op.inputs))
+        tags = list(map(self.tag, op.inputs))
         if all(tag == _SAME for tag in tags):
             return [_SAME] * len(op.outputs)
         if mixed := [tag for tag in tags if tag.mixed]:
             return mixed[:1] * len(op.outputs)
         if any(tag.unknown for tag in tags):
             return [_UNKNOWN] * len(op.outputs)
-        found = self._rows(op, tags)
+        row_tags = self._rows(op, tags)
         if not any(tag.total for tag in tags):
-            return found
+            return row_tags
         if op.name.startswith(_OPAQUE):
             return [_UNKNOWN] * len(op.outputs)
         if not _keeps_sums(op, tags):
             return [self._mixed(op)] * len(op.outputs)
-        return [t if t.mixed or t.unknown else dataclasses.replace(t, total=True) for t in found]
+        return [t if t.mixed or t.unknown else dataclasses.replace(t, total=True) for t in row_tags]
 
     def _rows(self, op: Op, tags: Sequence[_Tag]) -> list[_Tag]:
-        """What becomes of rows, whatever sums there are besides."""
+        """The results' tags, from the batch dimensions of the operands alone."""
         rows = {k: tag.row for k, tag in enumerate(tags) if tag.row is not None}
         if not rows:
             return [_SAME] * len(op.outputs)
@@ -147,15 +146,15 @@ class _Walk:
         assert factor is not None
         if others:
             return [_UNKNOWN if op.name.startswith(_OPAQUE) else self._mixed(op)] * len(op.outputs)
-        found = []
+        result_tags = []
         for dim in factor.results:
             if dim is not None:
-                found.append(_Tag(row=dim))
+                result_tags.append(_Tag(row=dim))
             elif op.name in _LINEAR:
-                found.append(_SAME if self._is_normalization(op) else _TOTAL)
+                result_tags.append(_SAME if self._is_normalization(op) else _TOTAL)
             else:
-                found.append(_UNKNOWN if op.name.startswith(_OPAQUE) else self._mixed(op))
-        return found
+                result_tags.append(_UNKNOWN if op.name.startswith(_OPAQUE) else self._mixed(op))
+        return result_tags
 
     def _mixed(self, op: Op) -> _Tag:
         if self._is_normalization(op):
@@ -164,7 +163,7 @@ class _Walk:
         return _Tag(mixed=f"{op.name} ({where})" if where else op.name)
 
     def _is_normalization(self, op: Op) -> bool:
-        """Whether a layer of Flax makes statistics of a microbatch, as BatchNorm does."""
+        """Whether a normalisation layer of Flax, such as BatchNorm, takes batch statistics."""
         traceback = op.eqn.source_info.traceback
         frames = () if traceback is None else traceback.frames
         if not any(frame.file_name.endswith(_NORMALIZATION) for frame in frames):
@@ -178,7 +177,7 @@ def _factor_of(op: Op, operand: int, dim: int) -> Factor | None:
 
 
 def _keeps_sums(op: Op, tags: Sequence[_Tag]) -> bool:
-    """Whether a result is a sum over examples where operands are."""
+    """Whether a result is a sum over examples if an operand is."""
     sums = [tag for tag in tags if tag.total]
     if op.name == "div":
         return not (tags[1].total or (tags[1].row is not None and tags[0].row is None))
@@ -191,14 +190,14 @@ def _keeps_sums(op: Op, tags: Sequence[_Tag]) -> bool:
 
 
 def _sliced(tag: _Tag) -> _Tag:
-    """Of one of the slices along the first dimension."""
+    """The tag of a slice along the first dimension."""
     if tag.row is None:
         return tag
     return _UNKNOWN if tag.row == 0 else dataclasses.replace(tag, row=tag.row - 1)
 
 
 def _join(a: _Tag, b: _Tag) -> _Tag:
-    """Of a value that may be either."""
+    """The tag of a value that has either tag."""
     if a.mixed or b.mixed:
         return a if a.mixed else b
     if a.unknown or b.unknown or (None not in (a.row, b.row) and a.row != b.row):

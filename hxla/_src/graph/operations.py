@@ -1,7 +1,7 @@
 """The equations of a traced loss in one tree, with their floating-point operations.
 
-Values are numbered; `jit` is inlined, `checkpoint` and `scan` keep their bodies as operations
-inside an operation, so that the program can be run again as it was.
+Values are numbered. `jit` is inlined; `checkpoint` and `scan` keep their bodies as nested
+operations, so that the program can be run again as traced.
 """
 
 import dataclasses
@@ -20,8 +20,7 @@ from .factors import UNITS, Factor
 def equation_flops(eqn: Any) -> int:
     """Floating-point operations of one equation, as XLA's cost analysis counts them.
 
-    A multiplication and an addition are two; a transcendental function is counted apart by XLA and
-    not at all here.
+    A multiply-add counts two; transcendental functions, which XLA counts separately, count zero.
     """
     name = eqn.primitive.name
     shapes = [tuple(getattr(v.aval, "shape", ())) for v in eqn.invars]
@@ -60,11 +59,12 @@ class Value:
     Attributes:
         shape: The shape of the whole array.
         dtype: The dtype.
-        param: The index of the parameter it is or is only a view of (a cast, a reshape), or None.
+        param: The index of its parameter, if it is one or a view of one (a cast, a reshape), or
+            None.
         batch_dim: The dimension that runs over examples, or None.
         differentiable: Whether a gradient flows back through it.
-        rows: Of some rows of a stacked parameter the dimension, the first row and the one after the
-            last; None: it is whole.
+        rows: For a row range of a stacked parameter the dimension, the first row and the row after
+            the last; None: it is whole.
     """
 
     shape: tuple[int, ...]
@@ -85,7 +85,7 @@ class Value:
 
 
 def bytes_of(shape: tuple[int, ...], dtype: Any) -> int:
-    """The bytes of an array, which may be of random keys."""
+    """The bytes of an array, random keys included."""
     return math.prod(shape) * _itemsize(dtype)
 
 
@@ -101,24 +101,24 @@ class Op:
     """An equation of a traced loss.
 
     Attributes:
-        eqn: The jaxpr's own equation.
-        kind: The way it is run again: `leaf`; `custom` (a rule of its own for gradients: it runs as
-            a whole, and its body is for analysis only); `remat`; or `scan`.
-        inputs: The operands, places of values in `Graph.values` or literals.
-        outputs: The places of the results.
+        eqn: The equation of the jaxpr.
+        kind: The way it is run again: `leaf`; `custom` (it has custom gradient rules and runs as a
+            whole; its body is for analysis only); `remat`; or `scan`.
+        inputs: The operands, indices of `Graph.values` or literals.
+        outputs: The indices of the results.
         body: The operations inside a `custom`, `remat` or `scan`.
-        body_inputs: The values that stand for the operands inside the body.
+        body_inputs: The values of the operands inside the body.
         body_outputs: The values or literals that the body returns.
-        body_consts: The arrays that the body closes over, each with its place.
+        body_consts: The arrays that the body closes over, each with its index.
         task: The index of its TaskGraph.
         stack: The name stack: modules and scopes.
         times: The number of runs in a step.
         flops: The floating-point operations of one run of a leaf.
         factors: The ways to cut a leaf.
-        iterations: The first of the iterations that it runs of a scan that is cut, and the one
-            after the last; None: all.
-        caller: The equation of the user's code that it was inlined into, as one of `jnp.var` is;
-            None: it was not.
+        iterations: The first iteration that a range of a cut scan runs, and the one after the
+            last; None: all.
+        caller: The call in the user's code that it was inlined from, such as `jnp.var`; None: it
+            was not inlined.
     """
 
     eqn: Any
@@ -145,12 +145,12 @@ class Op:
     @property
     def source(self) -> str:
         """The file and line of the user's code, or an empty string."""
-        own = source_of(self.eqn)
-        return own if own or self.caller is None else source_of(self.caller)
+        location = source_of(self.eqn)
+        return location if location or self.caller is None else source_of(self.caller)
 
 
 def source_of(eqn: Any) -> str:
-    """File and line of the user's code that made an equation, or an empty string."""
+    """The file and line of the user's code of an equation, or an empty string."""
     traceback = eqn.source_info.traceback
     if traceback is None:
         return ""
@@ -171,19 +171,19 @@ def leaves(ops: tuple[Op, ...]) -> Iterator[Op]:
 
 
 def origins(ops: tuple[Op, ...]) -> Callable[[int], int]:
-    """From a value to the one it stands for, outside or inside bodies; else itself."""
-    same = _stand_ins(ops)
+    """Map a value to the value that it renames outside or inside bodies, or to itself."""
+    renamed = _renamed_values(ops)
 
     def origin(v: int) -> int:
-        while v in same:
-            v = same[v]
+        while v in renamed:
+            v = renamed[v]
         return v
 
     return origin
 
 
-def _stand_ins(ops: tuple[Op, ...]) -> dict[int, int]:
-    """Values that are others under a new number: operands of bodies, results of bodies."""
+def _renamed_values(ops: tuple[Op, ...]) -> dict[int, int]:
+    """Values that only rename another: operands inside bodies, results outside bodies."""
     out: dict[int, int] = {}
     for op in ops:
         for inner, outer in zip(op.body_inputs, op.inputs, strict=False):
@@ -192,7 +192,7 @@ def _stand_ins(ops: tuple[Op, ...]) -> dict[int, int]:
         for outer_value, inner_value in zip(op.outputs, op.body_outputs, strict=False):
             if isinstance(inner_value, int):
                 out[outer_value] = inner_value
-        out |= _stand_ins(op.body)
+        out |= _renamed_values(op.body)
     return out
 
 

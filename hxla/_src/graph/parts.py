@@ -20,9 +20,9 @@ class ChainPart:
     """Consecutive segments.
 
     Attributes:
-        inputs: Values that cross into it, in order; those that only pass through among them.
-        outputs: Values that cross to the next part; of the last part none.
-        is_last: Whether it makes the program's results.
+        inputs: Values that cross into the part, in order, also those that only pass through.
+        outputs: Values that cross to the next part; the last part has none.
+        is_last: Whether the part computes the program's results.
     """
 
     segment: Segment
@@ -32,56 +32,56 @@ class ChainPart:
 
 
 def values_by_shape(graph: Graph, part: ChainPart) -> dict[tuple[int, ...], list[int]]:
-    """The values that the equations of a part make, also inside bodies, by their shapes."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    """The results of a part's equations, also inside bodies, by shape."""
+    by_shape: dict[tuple[int, ...], list[int]] = {}
     for v in (v for op in leaves(part.segment.ops) for v in op.outputs):
-        found.setdefault(graph.values[v].shape, []).append(v)
-    return found
+        by_shape.setdefault(graph.values[v].shape, []).append(v)
+    return by_shape
 
 
 def parts_of(graph: Graph, points: Sequence[int]) -> tuple[ChainPart, ...]:
     """Cut a graph into parts.
 
     Args:
-        points: Cuts, see `_segments.cut_points`.
+        points: Cuts, see `segments.cut_points`.
 
     Returns:
         One part more than there are points.
     """
     chain = segments_at(graph, points)
     last = len(chain) - 1
-    until: dict[int, int] = {v: i for i, s in enumerate(chain) for v in s.inputs}
+    last_reader: dict[int, int] = {v: i for i, s in enumerate(chain) for v in s.inputs}
     made = {v: i for i, s in enumerate(chain) for op in s.ops for v in op.outputs}
-    until |= {v: last for v in graph.result_values if isinstance(v, int) and v in made}
+    last_reader |= {v: last for v in graph.result_values if isinstance(v, int) and v in made}
     out = []
     inputs: tuple[int, ...] = ()
     for i, segment in enumerate(chain):
         candidates = dict.fromkeys((*inputs, *segment.outputs))
-        outputs = tuple(v for v in candidates if until.get(v, -1) > i)
+        outputs = tuple(v for v in candidates if last_reader.get(v, -1) > i)
         out.append(ChainPart(segment=segment, inputs=inputs, outputs=outputs, is_last=i == last))
         inputs = outputs
     return tuple(out)
 
 
 def graph_of(graph: Graph, cut_by: str = "work") -> Graph:
-    """The graph as a chain is cut from it.
+    """The graph in the form that a chain is cut from.
 
     Args:
-        cut_by: `work`: in its order, each iteration of a scan over layers an equation;
+        cut_by: `work`: in traced order, each iteration of a scan over layers is an equation;
             `annotations`: see `in_task_order`.
     """
     return in_task_order(graph) if cut_by == "annotations" else opened(graph)
 
 
 def graph_at(graph: Graph, cut_by: str, points: Sequence[int]) -> tuple[Graph, tuple[int, ...]]:
-    """`graph_of` with the iterations that a part runs of a scan in one equation.
+    """`graph_of`, but each part runs its iterations of a scan in one equation.
 
     Args:
         cut_by: See `graph_of`.
         points: Cuts of `graph_of`.
 
     Returns:
-        The graph, and its cuts.
+        The graph, and the cuts of this graph.
     """
     if cut_by == "annotations":
         return in_task_order(graph), tuple(points)
@@ -91,7 +91,7 @@ def graph_at(graph: Graph, cut_by: str, points: Sequence[int]) -> tuple[Graph, t
 def run_part(
     graph: Graph, part: ChainPart, place: ArrayPlacement = AS_THEY_ARE
 ) -> Callable[[Sequence[Any], Sequence[Any], Env], list[Any]]:
-    """`(params, inputs, given) -> outputs`, of the last part the program's results.
+    """`(params, inputs, given) -> outputs`, for the last part the program's results.
 
     `params` are the arrays of `part.segment.params`, `inputs` those of `part.inputs`; `given` holds
     the batch, other variables and the random key by number. `place` is that of `run_ops`.
@@ -100,8 +100,8 @@ def run_part(
     def run(params: Sequence[Any], inputs: Sequence[Any], given: Env) -> list[Any]:
         env: Env = dict(graph.consts)
         numbers = [graph.param_values[p] for p in part.segment.params]
-        for own, arrays in ((given, given.values()), (part.inputs, inputs), (numbers, params)):
-            env.update(zip(own, place.carry(tuple(own), list(arrays)), strict=True))
+        for values, arrays in ((given, given.values()), (part.inputs, inputs), (numbers, params)):
+            env.update(zip(values, place.carry(tuple(values), list(arrays)), strict=True))
         run_ops(part.segment.ops, env, place)
         if part.is_last:
             return [read(env, v) for v in graph.result_values]

@@ -1,7 +1,7 @@
 """The dtype of an equation under a precision policy, and which values stay in float32.
 
-The lists follow PyTorch's autocast where it has an operation; `docs/precision.md` sets both side by
-side. What is in no list computes in the dtypes that it was traced with: nothing is guessed.
+The lists follow PyTorch's autocast where it has an operation; `docs/precision.md` compares both.
+An operation of no list computes in its traced dtypes.
 """
 
 import typing
@@ -10,10 +10,10 @@ from typing import Any
 
 from ..jax.jaxpr import Literal, inner_jaxpr, kind_of
 
-#: `low`: in the policy's dtype. `float32`: whatever its operands are. `follows`: low where an
-#: operand is, unless what float32 operations made of fewer elements says otherwise. `joins`: the
-#: same of operands of other shapes. `view`: moves elements. `gathers`: a view whose gradient adds
-#: many elements up. `compares`: in the widest dtype of its operands; the result is no float.
+#: `low`: in the policy's dtype. `float32`: in float32. `follows`: low if an operand is low and no
+#: operand is a float32 statistic. `joins`: the same, for operands of unlike shapes. `view`: moves
+#: elements. `gathers`: a view whose gradient is a sum. `compares`: in the widest dtype of its
+#: operands; the result is no float.
 OpClass = typing.Literal["low", "float32", "follows", "joins", "view", "gathers", "compares"]
 
 # fmt: off
@@ -52,7 +52,7 @@ _BY_NAME: dict[str, OpClass] = {name: c for c, names in _CLASSES.items() for nam
 
 
 def class_of(eqn: Any) -> OpClass | None:
-    """The class of an equation; None: it computes as it was traced."""
+    """The class of an equation; None: it computes in its traced dtypes."""
     name = eqn.primitive.name
     if name == "integer_pow" and eqn.params["y"] < 0:  # a reciprocal
         return "float32"
@@ -65,13 +65,13 @@ def members(op_class: OpClass) -> frozenset[str]:
 
 
 def wanted_in_float32(jaxpr: Any, results: Sequence[bool]) -> frozenset[Any]:
-    """Variables all of whose readers compute in float32 whatever they are given.
+    """Variables that are read only by operations in float32.
 
-    The difference in a squared error, the shifted logits of a softmax and the square in a variance
-    are such, and so is what only moves their elements.
+    Examples are the difference in a squared error, the shifted logits of a softmax, the square in a
+    variance, and views of these.
 
     Args:
-        results: For each of its results whether it is to be float32.
+        results: For each result of the jaxpr whether it must be float32.
     """
     wanted: set[Any] = set()
     refused: set[Any] = set()
@@ -80,15 +80,15 @@ def wanted_in_float32(jaxpr: Any, results: Sequence[bool]) -> frozenset[Any]:
         if not isinstance(v, Literal):
             (wanted if in_float32 else refused).add(v)
 
-    for v, own in zip(jaxpr.outvars, results, strict=True):
-        read(v, own)
+    for v, in_float32 in zip(jaxpr.outvars, results, strict=True):
+        read(v, in_float32)
     for eqn in reversed(jaxpr.eqns):
         outs = [v in wanted and v not in refused for v in eqn.outvars]
         inner = inner_jaxpr(eqn) if kind_of(eqn) in ("inlined", "custom", "remat") else None
         if inner is not None:
-            inside = wanted_in_float32(inner.jaxpr, outs)
-            for v, own in zip(eqn.invars, inner.jaxpr.invars, strict=False):
-                read(v, own in inside)
+            inner_wanted = wanted_in_float32(inner.jaxpr, outs)
+            for v, inner_v in zip(eqn.invars, inner.jaxpr.invars, strict=False):
+                read(v, inner_v in inner_wanted)
             continue
         op_class = class_of(eqn) if kind_of(eqn) == "leaf" else "low"
         if op_class == "compares":

@@ -1,4 +1,4 @@
-"""Where a traced loss repeats itself: cuts between equal layers, whose programs are the same."""
+"""Cuts between equal layers of a traced loss, which can share a program."""
 
 import itertools
 import re
@@ -12,27 +12,26 @@ from .operations import Op, leaves
 from .segments import chain_ops, crossing_bytes, cut_points
 
 _MOST_PERIODS = 4096  # lengths of a layer that are tried
-_LEAST_SHARE = 0.5  # of all work, that what repeats must hold
+_LEAST_SHARE = 0.5  # of all work, in the repeated layers
 
 
 def layer_points(graph: Graph, num: int | None = None) -> tuple[int, ...]:
     """Cuts between equal layers, as `segments_at` takes them.
 
-    The longest run of operations that repeats, by work, is cut into its repetitions, there where
-    the fewest bytes cross; what comes before it and after it are segments too. A loss of which less
-    than half repeats is cut by work.
+    The repeated run of operations with the most work is cut between its repetitions, where the
+    fewest bytes cross; the operations before and after it are segments too. If the repetitions have
+    less than half of the work, the loss is cut by work.
 
     Args:
-        graph: Traced; with its scans over layers opened, see `_parts.graph_of`, their iterations
-            are layers.
-        num: About how many segments are wanted: several layers make one, or parts of a layer, all
-            cut alike; None: a layer is one.
+        graph: A trace; after `parts.graph_of` iterations of scans over layers are layers.
+        num: The approximate number of segments, each several layers or an equal part of a layer;
+            None: a segment for each layer.
     """
     ops = chain_ops(graph)
-    found = _repetition(ops)
-    if found is None or (num is not None and num < 3):
+    repetition = _repetition(ops)
+    if repetition is None or (num is not None and num < 3):
         return cut_points(graph, num or 8)
-    first, period, repeats = found
+    first, period, repeats = repetition
     pieces = 1
     if num is not None:
         layers = max(1, round(repeats / max(num - 2, 1)))
@@ -41,43 +40,43 @@ def layer_points(graph: Graph, num: int | None = None) -> tuple[int, ...]:
     crossing = crossing_bytes(graph, ops)
     end = first + period * repeats
     spare = len(ops) - end
-    # Shifted cuts lose no layer where what follows is as the beginning of one more.
+    # A shift loses no layer if the operations behind the last look like the start of another.
     shifts = [s for s in range(period) if s == 0 or s < spare + period]
     cost = {s: _worst(crossing, first + s, period, repeats - (s > 0)) for s in shifts}
     shift = min(shifts, key=lambda s: (cost[s], s))
     num_whole = repeats - (shift > 0)
     start = first + shift
-    inside = _inside(crossing[start : start + period + 1], ops[start : start + period], pieces)
-    points = [start + i * period + k for i in range(num_whole) for k in (0, *inside)]
+    inner = _layer_cuts(crossing[start : start + period + 1], ops[start : start + period], pieces)
+    points = [start + i * period + k for i in range(num_whole) for k in (0, *inner)]
     points.append(start + num_whole * period)
     return tuple(p for p in points if 0 < p < len(ops))
 
 
-def _inside(crossing: np.ndarray, ops: Sequence[Op], num: int) -> tuple[int, ...]:
-    """Cuts of a layer into parts of about equal work, where the fewest bytes cross."""
+def _layer_cuts(crossing: np.ndarray, ops: Sequence[Op], num: int) -> tuple[int, ...]:
+    """Cuts of a layer into pieces of about equal work, where the fewest bytes cross."""
     done = np.cumsum([sum(leaf.flops * leaf.times for leaf in leaves((op,))) for op in ops])
-    found = set()
+    cuts = set()
     for k in range(1, num):
         distance = np.abs(done / done[-1] - k / num)
         near = [i + 1 for i in range(len(ops) - 1) if distance[i] <= 0.5 / num]
-        found |= {min(near, key=lambda i: (crossing[i], distance[i - 1]))} if near else set()
-    return tuple(sorted(found))
+        cuts |= {min(near, key=lambda i: (crossing[i], distance[i - 1]))} if near else set()
+    return tuple(sorted(cuts))
 
 
 def module_points(graph: Graph, patterns: Sequence[str]) -> tuple[int, ...]:
     """Cuts between modules, as `segments_at` takes them: what FSDP calls a wrap policy.
 
-    A module is what the paths of some parameters begin with. Between the last operation that reads
-    parameters of one and the first that reads those of the next, the cut is where the fewest bytes
+    A module is a common prefix of parameter paths. Between the last operation that reads parameters
+    of one module and the first that reads those of the next, the cut is where the fewest bytes
     cross.
 
     Args:
-        graph: Traced; see `layer_points`.
+        graph: See `layer_points`.
         patterns: Regular expressions, each for the whole path of a module, such as
             `blocks/[0-9]+`.
 
     Raises:
-        PlanError: If a pattern matches no module, with some that there are.
+        PlanError: If a pattern matches no module; the message names some modules.
     """
     modules = {_module(name, patterns): None for name in graph.param_names}
     for pattern in patterns:
@@ -92,8 +91,8 @@ def module_points(graph: Graph, patterns: Sequence[str]) -> tuple[int, ...]:
     reads: list[tuple[int, str]] = []
     for i, op in enumerate(ops):
         params = [graph.values[v].param for v in op.inputs if isinstance(v, int)]
-        own = {_module(graph.param_names[p], patterns) for p in params if p is not None}
-        reads += [(i, module) for module in sorted(m for m in own if m is not None)]
+        matched = {_module(graph.param_names[p], patterns) for p in params if p is not None}
+        reads += [(i, module) for module in sorted(m for m in matched if m is not None)]
     points = []
     for (i, one), (j, other) in itertools.pairwise(reads):
         if one != other and i < j:
@@ -102,19 +101,20 @@ def module_points(graph: Graph, patterns: Sequence[str]) -> tuple[int, ...]:
 
 
 def _module(name: str, patterns: Sequence[str]) -> str | None:
-    """The shortest beginning of a parameter's path that a pattern matches."""
+    """The shortest prefix of a parameter's path that a pattern matches."""
     parts = name.split("/")
     starts = ("/".join(parts[:n]) for n in range(1, len(parts)))
     return next((s for s in starts if any(re.fullmatch(p, s) for p in patterns)), None)
 
 
 def _worst(crossing: np.ndarray, first: int, period: int, repeats: int) -> int:
+    """The most bytes that cross at one of the cuts."""
     places = [first + i * period for i in range(repeats + 1)]
     return int(max(crossing[p] for p in places if p < len(crossing)))
 
 
 def _repetition(ops: Sequence[Op]) -> tuple[int, int, int] | None:
-    """The first operation, the length and the number of the repetitions that hold the most work."""
+    """The first operation, length and number of the repetitions with the most work."""
     known: dict[str, int] = {}
     kinds = np.array([known.setdefault(_kind(op), len(known)) for op in ops])
     work = np.array([0.0, *(sum(leaf.flops * leaf.times for leaf in leaves((op,))) for op in ops)])
@@ -127,14 +127,14 @@ def _repetition(ops: Sequence[Op]) -> tuple[int, int, int] | None:
             repeats = (stop - start) // period + 1
             if repeats < 2:
                 continue
-            held = float(work[start + period * repeats] - work[start])
-            if held > 0 and (best is None or held > best[0] * 1.001):
-                best = held, int(start), period, int(repeats)
+            repeated = float(work[start + period * repeats] - work[start])
+            if repeated > 0 and (best is None or repeated > best[0] * 1.001):
+                best = repeated, int(start), period, int(repeats)
     return None if best is None or best[0] < _LEAST_SHARE * work[-1] else best[1:]
 
 
 def _kind(op: Op) -> str:
-    """Text that is equal for operations which do the same to arrays of equal shapes."""
+    """A text that is equal for equal operations on arrays of equal shapes."""
     eqn = op.eqn
     avals = [getattr(v, "aval", None) for v in (*eqn.invars, *eqn.outvars)]
     return f"{op.name}{avals}{op.iterations is None}"

@@ -1,8 +1,8 @@
-"""A forward and its backward as one program, put together from those of its equations.
+"""Residuals of a forward, estimated from the gradients of its equations.
 
-What is asked of such a program before anything runs is only what it keeps. Most equations of a deep
-model are like another: each kind is differentiated once, and its gradient's equations are repeated
-under other names, which takes a fraction of the time of differentiating the whole.
+The planner needs only the size of the residuals. A deep model repeats few kinds of equations. Each
+kind is differentiated once and its gradient repeated under new names, which takes a fraction of the
+time of differentiating the whole program.
 """
 
 import dataclasses
@@ -29,13 +29,12 @@ class Variable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Composed:
-    """A program with the attributes of a jaxpr that cuts are found by.
+    """A forward and its backward, with the attributes of a jaxpr that a minimum cut reads.
 
     Attributes:
-        arguments: By value, of the forward.
-        coming: By value, the gradients of results.
-        eqns: In order.
-        gradients: Of arguments, those that are not zero.
+        arguments: The forward's arguments, by value number.
+        coming: The cotangents of results, by value number.
+        gradients: The nonzero gradients of arguments.
     """
 
     constvars: tuple[Variable, ...]
@@ -47,12 +46,12 @@ class Composed:
 
     @property
     def invars(self) -> tuple[Variable, ...]:
-        """All arguments."""
+        """Arguments of the forward, then cotangents."""
         return *self.arguments.values(), *self.coming.values()
 
     @property
     def outvars(self) -> tuple[Any, ...]:
-        """All results."""
+        """Results of the forward, then gradients."""
         return *self.results, *self.gradients
 
     def kept(
@@ -62,12 +61,12 @@ class Composed:
         *,
         is_last: bool = False,
     ) -> set[Variable]:
-        """What the backward keeps of the forward: the fewest bytes, see `kept_between`.
+        """The residuals with the fewest bytes, see `kept_between`.
 
         Args:
-            gone: Arguments that the forward alone has.
+            gone: Arguments that the backward cannot read.
             repeats: Whether the backward may run an equation of the forward again.
-            is_last: Whether the gradients that come are known: that of a loss is 1.
+            is_last: Whether the cotangents are constants, as the 1 of a loss.
         """
         early = [self.arguments[v] for v in gone]
         late = () if is_last else self.coming.values()
@@ -76,15 +75,15 @@ class Composed:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Gradient:
-    """One kind of equation: from operands and gradients of results to results and gradients.
+    """The forward and backward of one kind of equation.
 
     Attributes:
-        consts: Variables that its program closes over.
-        operands: Variables of those that are no literals.
+        consts: Variables that the program closes over.
+        operands: Variables of the operands that are no literals.
         results: Variables or literals.
-        wanted: Results that a gradient comes from, and their variables.
-        backward: The equations that read them.
-        flowing: Operands with their gradients, but those that are zero.
+        wanted: Indices of results with a cotangent, and the cotangents' variables.
+        backward: The equations that depend on cotangents.
+        flowing: Indices of operands with a nonzero gradient, and the gradients.
     """
 
     consts: tuple[Any, ...]
@@ -97,7 +96,7 @@ class _Gradient:
 
     @classmethod
     def of(cls, program: Any, floats: Sequence[int], wanted: Sequence[int]) -> "_Gradient":
-        """From a program of all operands and of gradients of the results that are wanted."""
+        """Split a program of the operands and the cotangents into forward and backward."""
         num_operands = len(program.invars) - len(wanted)
         num_results = len(program.outvars) - len(floats)
         grads = program.invars[num_operands:]
@@ -120,7 +119,7 @@ class _Gradient:
 
 
 class ResidualEstimator:
-    """Programs of a graph's equations, of which like ones are differentiated once."""
+    """Composes programs of a graph's equations; each kind is differentiated once."""
 
     def __init__(self, graph: Graph):
         self._graph = graph
@@ -135,13 +134,12 @@ class ResidualEstimator:
         given_back: Sequence[int],
         wanted: Sequence[int],
     ) -> Composed:
-        """Of some operations.
+        """The forward and backward of some operations.
 
         Args:
-            ops: In order.
-            results: Values that are wanted, made by them or read.
-            given_back: Those of the results whose gradients are arguments too.
-            wanted: Those of the arguments whose gradients are wanted.
+            results: Values that the forward returns.
+            given_back: Results whose cotangents are arguments of the backward.
+            wanted: Arguments whose gradients the backward returns.
         """
         kinds = self._gradients(ops, wanted, given_back)
         consts = self._variables(v for v, _ in self._graph.consts)
@@ -149,21 +147,25 @@ class ResidualEstimator:
         coming, closed_over = {**grads}, [*consts.values()]
         names: dict[int, Any] = consts | read
         equations: list[Any] = []
-        inside: list[dict[Any, Any]] = []  # names of each operation's own variables
+        names_of_ops: list[
+            dict[Any, Any]
+        ] = []  # new names of the variables of each operation's kind
         for op, kind in zip(ops, kinds, strict=True):
             operands = [names[v] for v in op.inputs if isinstance(v, int)]
-            own = dict(zip(kind.operands, operands, strict=True))
-            own |= {v: Variable(v.aval) for v in kind.consts}
-            closed_over += [own[v] for v in kind.consts]
-            equations += _with_names(kind.forward, own)
-            made = [v if isinstance(v, Literal) else own[v] for v in kind.results]
-            names.update(zip(op.outputs, made, strict=True))
-            inside.append(own)
-        for op, kind, own in zip(reversed(ops), reversed(kinds), reversed(inside), strict=True):
-            own |= {v: grads[op.outputs[i]] for i, v in kind.wanted}
-            equations += _with_names(kind.backward, own)
+            op_names = dict(zip(kind.operands, operands, strict=True))
+            op_names |= {v: Variable(v.aval) for v in kind.consts}
+            closed_over += [op_names[v] for v in kind.consts]
+            equations += _renamed(kind.forward, op_names)
+            op_results = [v if isinstance(v, Literal) else op_names[v] for v in kind.results]
+            names.update(zip(op.outputs, op_results, strict=True))
+            names_of_ops.append(op_names)
+        for op, kind, op_names in zip(
+            reversed(ops), reversed(kinds), reversed(names_of_ops), strict=True
+        ):
+            op_names |= {v: grads[op.outputs[i]] for i, v in kind.wanted}
+            equations += _renamed(kind.backward, op_names)
             for i, v in kind.flowing:
-                operand, total = op.inputs[i], own[v]
+                operand, total = op.inputs[i], op_names[v]
                 if operand in grads:
                     total, eqn = self._sum(grads[operand], total)
                     equations.append(eqn)
@@ -180,43 +182,41 @@ class ResidualEstimator:
     def _gradients(
         self, ops: Sequence[Op], wanted: Collection[int], given_back: Collection[int]
     ) -> list[_Gradient]:
-        """Of each operation."""
+        """The gradient of each operation."""
         values = self._graph.values
         active = set(wanted)
         for op in ops:
             if not active.isdisjoint(v for v in op.inputs if isinstance(v, int)):
                 active.update(v for v in op.outputs if values[v].differentiable)
-        coming, found = set(given_back), []
+        coming, gradients = set(given_back), []
         for op in reversed(ops):
             back = [i for i, v in enumerate(op.outputs) if v in coming and v in active]
             floats = [i for i, v in enumerate(op.inputs) if isinstance(v, int) and v in active]
             kind = self._gradient(op, tuple(floats) if back else (), tuple(back))
             coming.update(op.inputs[i] for i, _ in kind.flowing)
-            found.append(kind)
-        return found[::-1]
+            gradients.append(kind)
+        return gradients[::-1]
 
     def _gradient(self, op: Op, floats: tuple[int, ...], wanted: tuple[int, ...]) -> _Gradient:
         key = op_kind(self._graph, op), floats, wanted
         if key not in self._known:
-            self._known[key] = self._differentiated(op, floats, wanted)
+            self._known[key] = self._differentiate(op, floats, wanted)
         return self._known[key]
 
-    def _differentiated(
-        self, op: Op, floats: tuple[int, ...], wanted: tuple[int, ...]
-    ) -> _Gradient:
+    def _differentiate(self, op: Op, floats: tuple[int, ...], wanted: tuple[int, ...]) -> _Gradient:
         def run(operands: Sequence[Any], grads: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             read = iter(operands)
-            every = [next(read) if isinstance(v, int) else v.val for v in op.inputs]
+            all_operands = [next(read) if isinstance(v, int) else v.val for v in op.inputs]
 
-            def made(own: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-                changed = dict(zip(floats, own, strict=True))
-                arrays = [changed.get(i, x) for i, x in enumerate(every)]
+            def call(float_operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+                changed = dict(zip(floats, float_operands, strict=True))
+                arrays = [changed.get(i, x) for i, x in enumerate(all_operands)]
                 results = evaluate(op, arrays, AS_THEY_ARE)
                 return [results[i] for i in wanted], results
 
             if not wanted:
-                return made([])[1], []
-            _, back, results = jax.vjp(made, [every[i] for i in floats], has_aux=True)
+                return call([])[1], []
+            _, back, results = jax.vjp(call, [all_operands[i] for i in floats], has_aux=True)
             return results, *back(list(grads))
 
         shapes = shapes_of(self._graph, [v for v in op.inputs if isinstance(v, int)])
@@ -225,11 +225,13 @@ class ResidualEstimator:
         return _Gradient.of(program, floats, wanted)
 
     def _variables(self, values: Iterable[int]) -> dict[int, Variable]:
-        own = dict.fromkeys(values)
-        return {v: Variable(x) for v, x in zip(own, shapes_of(self._graph, own), strict=True)}
+        distinct = dict.fromkeys(values)
+        return {
+            v: Variable(x) for v, x in zip(distinct, shapes_of(self._graph, distinct), strict=True)
+        }
 
     def _sum(self, one: Any, other: Any) -> tuple[Variable, Any]:
-        """Of two gradients, and its equation."""
+        """The sum of two gradients, and the equation that adds them."""
         aval = one.aval
         key = aval.shape, aval.dtype
         if key not in self._sums:
@@ -239,8 +241,8 @@ class ResidualEstimator:
         return total, self._sums[key].replace(invars=[one, other], outvars=[total])
 
 
-def _with_names(equations: Sequence[Any], names: dict[Any, Any]) -> list[Any]:
-    """Equations with other variables; what they make is added to the names."""
+def _renamed(equations: Sequence[Any], names: dict[Any, Any]) -> list[Any]:
+    """Equations with new variables; the variables of their results are added to `names`."""
     out = []
     for eqn in equations:
         names.update({v: Variable(v.aval) for v in eqn.outvars})
@@ -249,7 +251,7 @@ def _with_names(equations: Sequence[Any], names: dict[Any, Any]) -> list[Any]:
 
 
 def _is_zero(gradient: Any, makers: Mapping[Any, Any]) -> bool:
-    """Whether it is zero, or that in every place: what jax has for no gradient."""
+    """Whether a gradient is a literal zero, or a broadcast of one."""
     if not isinstance(gradient, Literal):
         eqn = makers.get(gradient)
         if eqn is None or eqn.primitive.name != "broadcast_in_dim":

@@ -1,8 +1,8 @@
 """A traced loss as a chain of segments, cut where little crosses.
 
-What the planner places and the profiler measures is a chain. A program is a list of equations with
-any pattern of use between them; between two equations the arrays that were made before and are
-read after *cross*. A cut is good where few bytes cross: after a residual block, not inside one.
+The planner places a chain and the profiler measures one. An array *crosses* a cut between two
+equations if it is made before the cut and read after it. A cut is good where few bytes cross: after
+a residual block, not inside one.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ class Segment:
     """Consecutive equations.
 
     Attributes:
-        name: First and last module or source line in it.
-        ops: Its operations, those that only cast or reshape parameters repeated where needed.
-        params: Indices of the parameters that it reads.
-        given: Values that the whole program is given (batch, other variables, random key).
-        inputs: Values that earlier segments made, differentiable ones and others.
-        outputs: Values that later segments, or the loss, read.
+        name: Its first and last module or source line.
+        ops: Its operations; casts and reshapes of parameters are repeated where needed.
+        params: Places of the parameters that it reads in `Graph.param_values`.
+        given: Arguments of the program that it reads (batch, other variables, random key).
+        inputs: Results of earlier segments that it reads, differentiable or not.
+        outputs: Values that later segments or the loss read.
         flops: Forward operations of one microbatch.
     """
 
@@ -45,7 +45,7 @@ class Segment:
     output_bytes: int
 
     def stashed(self, graph: Graph) -> tuple[int, ...]:
-        """Every array in it that a gradient flows through, parameters and their casts left out."""
+        """Every differentiable result, parameters and their casts left out."""
         return tuple(
             v
             for op in leaves(self.ops)
@@ -61,9 +61,9 @@ def segments(graph: Graph, num: int) -> tuple[Segment, ...]:
     cross. A program with few such places, such as a scan over time, gives fewer segments.
 
     Args:
-        graph: From `hxla.trace`; with its scans over layers opened, see `_parts.graph_of`, it is
-            cut between their iterations too.
-        num: Most segments, at least 1.
+        graph: A result of `hxla.trace`; after `parts.graph_of` scans over layers are cut between
+            iterations too.
+        num: The most segments, at least 1.
 
     Returns:
         At least one segment; their equations in order are the graph's.
@@ -75,7 +75,7 @@ def segments(graph: Graph, num: int) -> tuple[Segment, ...]:
 
 
 def cut_points(graph: Graph, num: int) -> tuple[int, ...]:
-    """Where `segments` cuts: numbers of operations, those that only recast parameters left out.
+    """The cuts of `segments`, as indices of `chain_ops`.
 
     Raises:
         PlanError: If `num` is below 1.
@@ -86,12 +86,12 @@ def cut_points(graph: Graph, num: int) -> tuple[int, ...]:
 
 
 def chain_ops(graph: Graph) -> list[Op]:
-    """The operations that are counted in cuts."""
+    """The operations that cuts count: all but casts and reshapes of parameters."""
     return _parameter_views(graph)[1]
 
 
 def task_points(graph: Graph) -> tuple[int, ...]:
-    """Where one TaskGraph ends and the next begins, as `segments_at` takes it."""
+    """Cuts between TaskGraphs, as `segments_at` takes them."""
     ops = _parameter_views(graph)[1]
     return tuple(i for i in range(1, len(ops)) if ops[i].task != ops[i - 1].task)
 
@@ -99,11 +99,11 @@ def task_points(graph: Graph) -> tuple[int, ...]:
 def in_task_order(graph: Graph) -> Graph:
     """The graph with the operations of each TaskGraph together, in the order of the TaskGraphs.
 
-    What no annotation covers (the loss, its weights, metrics) follows the last TaskGraph that it
-    reads.
+    Operations without an annotation (the loss, its weights, metrics) join the last TaskGraph that
+    they read.
 
     Raises:
-        PlanError: If a TaskGraph reads what a later one makes.
+        PlanError: If a TaskGraph reads a result of a later one.
     """
     views, _ = _parameter_views(graph)
     made_in: dict[int, int] = {}
@@ -118,7 +118,7 @@ def in_task_order(graph: Graph) -> Graph:
             raise PlanError(
                 f"TaskGraph {early.index} ({early.label}, {early.source}) reads what TaskGraph "
                 f"{late.index} ({late.label}, {late.source}) makes: stages of a pipeline follow "
-                "one another, so annotate the later equations as a stage of their own"
+                "one another, so annotate the later equations as another stage"
             )
         made_in.update({v: here for v in op.outputs if v not in views})
         ordered[here].append(dataclasses.replace(op, task=here))
@@ -126,7 +126,7 @@ def in_task_order(graph: Graph) -> Graph:
 
 
 def segments_at(graph: Graph, points: Sequence[int]) -> tuple[Segment, ...]:
-    """The chain with the given cuts: see `cut_points`."""
+    """The chain with these cuts, see `cut_points`."""
     views, ops = _parameter_views(graph)
     cuts = [0, *points, len(ops)]
     made_in: dict[int, int] = {}
@@ -144,7 +144,7 @@ def segments_at(graph: Graph, points: Sequence[int]) -> tuple[Segment, ...]:
 def run_segment(graph: Graph, segment: Segment) -> Callable[[Sequence[Any], Env, Env], list[Any]]:
     """`(params, inputs, given) -> outputs` of one segment.
 
-    `params` are the arrays of `segment.params`, `inputs` and `given` go by number.
+    `params` are the arrays of `segment.params`; `inputs` and `given` are arrays by value number.
     """
 
     def run(params: Sequence[Any], inputs: Env, given: Env) -> list[Any]:
@@ -158,7 +158,7 @@ def run_segment(graph: Graph, segment: Segment) -> Callable[[Sequence[Any], Env,
 
 
 def _parameter_views(graph: Graph) -> tuple[dict[int, Op], list[Op]]:
-    """Operations that only recast parameters, by what they make; and all others."""
+    """Operations that only cast or reshape parameters, by result; and all others."""
     views: dict[int, Op] = {}
     rest = []
     for op in graph.ops:
@@ -174,7 +174,7 @@ def _reads(op: Op) -> list[int]:
 
 
 def _last_use(graph: Graph, ops: Sequence[Op]) -> dict[int, int]:
-    """The last operation that reads a value; the results are read after all."""
+    """The last operation that reads each value; results are read after the last."""
     last = {v: i for i, op in enumerate(ops) for v in _reads(op)}
     return last | {v: len(ops) for v in graph.result_values if isinstance(v, int)}
 
@@ -200,7 +200,7 @@ def _cuts(graph: Graph, num: int) -> list[int]:
     crossing = crossing_bytes(graph, ops)
     work = np.concatenate([[0.0], np.cumsum([_flops(op) for op in ops])])
     share = work[-1] / num
-    found: list[int] = []
+    cuts: list[int] = []
     for target in (share * k for k in range(1, num)):
         near = [
             p
@@ -209,9 +209,9 @@ def _cuts(graph: Graph, num: int) -> list[int]:
         ]
         if near:
             best = min(near, key=lambda p: (crossing[p], abs(work[p] - target), p))
-            if not found or best > found[-1]:
-                found.append(best)
-    return found
+            if not cuts or best > cuts[-1]:
+                cuts.append(best)
+    return cuts
 
 
 def _segment(
@@ -224,24 +224,24 @@ def _segment(
     end: int,
 ) -> Segment:
     values = graph.values
-    own_views: dict[int, Op] = {}
+    segment_views: dict[int, Op] = {}
 
-    def needed(v: int) -> None:
-        if v in views and id(views[v]) not in own_views:
+    def add_views(v: int) -> None:
+        if v in views and id(views[v]) not in segment_views:
             for inner in _reads(views[v]):
-                needed(inner)
-            own_views[id(views[v])] = views[v]
+                add_views(inner)
+            segment_views[id(views[v])] = views[v]
 
-    # A result may be a parameter as it is, so the end reads the results too.
+    # A result may be an unchanged parameter, so the last segment reads the results too.
     is_last = index == max(made_in.values(), default=0)
     results = [v for v in graph.result_values if isinstance(v, int)] if is_last else []
     read = dict.fromkeys([*(v for op in chunk for v in _reads(op)), *results])
     for v in read:
-        needed(v)
-    ops = (*own_views.values(), *chunk)
-    made = {v for op in ops for v in op.outputs}
-    read_inside = [*(v for op in ops for v in _reads(op)), *results]
-    outside = dict.fromkeys(v for v in read_inside if v not in made)
+        add_views(v)
+    ops = (*segment_views.values(), *chunk)
+    segment_values = {v for op in ops for v in op.outputs}
+    all_read = [*(v for op in ops for v in _reads(op)), *results]
+    outside = dict.fromkeys(v for v in all_read if v not in segment_values)
     of_param = {v: p for p, v in enumerate(graph.param_values)}
     consts = {v for v, _ in graph.consts}
     params = tuple(of_param[v] for v in outside if v in of_param)
@@ -265,77 +265,77 @@ def _segment(
 
 
 def _label(graph: Graph, op: Op, place: str) -> str:
-    """Of a part of a scan the path that its stacked parameters share, and its iterations."""
+    """`place`, or for a range of a scan its parameters' common path and its iterations."""
     if op.iterations is None:
         return place
     start, stop = op.iterations
     values = [graph.values[v] for v in op.inputs[sum(scan_counts(op.eqn)) :] if isinstance(v, int)]
     paths = [graph.param_names[v.param].split("/")[:-1] for v in values if v.param is not None]
     levels = map(set, zip(*paths, strict=False))
-    shared = [level.pop() for level in itertools.takewhile(lambda own: len(own) == 1, levels)]
-    of = str(start) if stop == start + 1 else f"{start}:{stop}"
-    return f"{'/'.join(shared) or place}[{of}]"
+    shared = [level.pop() for level in itertools.takewhile(lambda names: len(names) == 1, levels)]
+    iterations = str(start) if stop == start + 1 else f"{start}:{stop}"
+    return f"{'/'.join(shared) or place}[{iterations}]"
 
 
 def trained_params(graph: Graph, segment: Segment, trained: Collection[int] | None) -> list[int]:
-    """Places among a segment's parameters of those that have a gradient.
+    """Indices of a segment's parameters that have a gradient.
 
     Args:
-        trained: Places of the model's parameters that are trained; None: all.
+        trained: Indices of the trained parameters of the model; None: all.
     """
-    of = params_of(graph)
+    param_of = params_of(graph)
     return [
         i
         for i, p in enumerate(segment.params)
         if graph.values[graph.param_values[p]].differentiable
-        and (trained is None or of[p] in trained)
+        and (trained is None or param_of[p] in trained)
     ]
 
 
 def segment_kind(graph: Graph, segment: Segment, trained: Collection[int] | None) -> Any:
-    """Equal for segments which compute the same from arrays of the same shapes.
+    """A value that is equal for segments with equal programs on equal shapes.
 
     Args:
-        trained: Places of the model's parameters that are trained; None: all.
+        trained: Indices of the trained parameters of the model; None: all.
     """
     number: dict[int, int] = {}
-    places = functools.partial(_places, graph, number)
+    signatures = functools.partial(_signatures, graph, number)
     return (
-        tuple(_of(op, places) for op in segment.ops),
-        places(segment.inputs),
-        places(segment.outputs),
+        tuple(_op_signature(op, signatures) for op in segment.ops),
+        signatures(segment.inputs),
+        signatures(segment.outputs),
         tuple(trained_params(graph, segment, trained)),
     )
 
 
 def op_kind(graph: Graph, op: Op) -> Any:
-    """Likewise of one operation."""
-    return _of(op, functools.partial(_places, graph, {}))
+    """A value that is equal for operations with equal programs on equal shapes."""
+    return _op_signature(op, functools.partial(_signatures, graph, {}))
 
 
-def _places(graph: Graph, number: dict[int, int], inputs: Iterable[Input]) -> tuple[Any, ...]:
-    """What values are, each with a number by which it is known again; literals are themselves."""
+def _signatures(graph: Graph, number: dict[int, int], inputs: Iterable[Input]) -> tuple[Any, ...]:
+    """Shape and dtype of values, each with the number of its first use; literals as text."""
     out: list[Any] = []
     for v in inputs:
         if not isinstance(v, int):
             out.append(str(v))
             continue
         value = graph.values[v]
-        own = number.setdefault(v, len(number))
-        out.append((own, value.shape, str(value.dtype), value.differentiable))
+        index = number.setdefault(v, len(number))
+        out.append((index, value.shape, str(value.dtype), value.differentiable))
     return tuple(out)
 
 
-def _of(op: Op, places: Callable[[Iterable[Input]], tuple[Any, ...]]) -> Any:
-    # Rules of a user's own for gradients are not in the body: their place in the code is.
+def _op_signature(op: Op, signatures: Callable[[Iterable[Input]], tuple[Any, ...]]) -> Any:
+    # Custom gradient rules are not in the body, so the source line stands for them.
     others = op.source if op.kind == "custom" else ""
     if not op.body:
         others = str(sorted(op.eqn.params.items()))
     return (
         *(op.name, others, op.iterations and op.iterations[1] - op.iterations[0]),
-        places(op.inputs),
-        places(op.body_inputs),
-        tuple(_of(own, places) for own in op.body),
-        places(op.body_outputs),
-        places(op.outputs),
+        signatures(op.inputs),
+        signatures(op.body_inputs),
+        tuple(_op_signature(inner, signatures) for inner in op.body),
+        signatures(op.body_outputs),
+        signatures(op.outputs),
     )

@@ -1,8 +1,8 @@
 """How each variable that is no parameter merges over the microbatches of a step.
 
-What a loss makes of a variable is right for the global batch if it is what one call with all of
-the batch would make. That is sure of three kinds: what the loss does not change; what depends on
-neither batch, key nor batch size; and averages. Anything else is what the user says, or refused.
+A merged value is right if one call with the whole batch would make the same. That is certain for
+three kinds: variables that the loss does not change, variables that depend on neither batch, key
+nor batch size, and averages. Any other variable needs a rule from the user, or is refused.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from ..jax.result_sources import needed_for, passed_through, routes
 from ..model.merge import RULES
 from .graph import Graph
 
-_FIRST_RESULT = 2  # of the other variables: the loss and the sums of a microbatch come first
+_FIRST_RESULT = 2  # of the other variables: the loss and the sums come first
 _WEIGHS = frozenset({"mul", "div"})
 _KEEPS = frozenset(
     {
@@ -30,11 +30,11 @@ _KEEPS = frozenset(
 
 
 def by_dtype(graph: Graph) -> tuple[str, ...]:
-    """The rules where one call sees all of the batch, or where nothing is known of the batch."""
-    kept = passed_through(graph.program)[_FIRST_RESULT:]
+    """The rules by dtype, for a step of one microbatch or before the batch is known."""
+    passed = passed_through(graph.program)[_FIRST_RESULT:]
     rules = []
     for i, v in enumerate(graph.aux_values):
-        is_same = i < len(kept) and kept[i] == len(graph.param_values) + i
+        is_same = i < len(passed) and passed[i] == len(graph.param_values) + i
         is_float = jnp.issubdtype(graph.values[v].dtype, jnp.inexact)
         rules.append("same" if is_same else "mean" if is_float else "first")
     return tuple(rules)
@@ -51,31 +51,33 @@ def with_rules(
     """The graph with the rule of each other variable.
 
     Args:
-        asked: For each the rule that the user gives it, or None.
-        statistics: For each whether Flax calls it a statistic of batches.
+        asked: The user's rule for each variable, or None.
+        statistics: Whether each variable is a batch statistic of Flax.
         whole: Traces the loss for the global batch.
 
     Raises:
-        ConfigError: With every variable whose merge is not known, or whose rule is not for its
+        ConfigError: With every variable whose merge is unknown, or whose rule does not fit its
             dtype.
     """
     rules, averaged = list(graph.merges), []
     wrong, unknown = [], []
-    made = _Made(graph, whole)
-    for i, (name, own) in enumerate(zip(names, asked, strict=True)):
+    new_values = _NewValues(graph, whole)
+    for i, (name, user_rule) in enumerate(zip(names, asked, strict=True)):
         dtype = graph.values[graph.aux_values[i]].dtype
-        said = None if own is None else _unfit(own, dtype)
-        if said is not None:
-            wrong.append(f"  {name}: {dtype}, {own!r}: {said}")
-        if rules[i] == "same" or said is not None:
+        misfit = None if user_rule is None else _misfit(user_rule, dtype)
+        if misfit is not None:
+            wrong.append(f"  {name}: {dtype}, {user_rule!r}: {misfit}")
+        if rules[i] == "same" or misfit is not None:
             continue
-        if own is not None and own != "refuse":
-            rules[i] = own
+        if user_rule is not None and user_rule != "refuse":
+            rules[i] = user_rule
             continue
-        is_average = jnp.issubdtype(dtype, jnp.inexact) and own is None and made.is_average(i)
+        is_average = (
+            jnp.issubdtype(dtype, jnp.inexact) and user_rule is None and new_values.is_average(i)
+        )
         if num_microbatches == 1 or (is_average and statistics[i]):
             continue
-        reason = made.depends_on(i)
+        reason = new_values.depends_on(i)
         if reason is None:
             rules[i] = "first"
         elif is_average:
@@ -83,12 +85,10 @@ def with_rules(
         else:
             unknown.append(f"  {name}: {dtype}, depends on {reason}")
     if wrong:
-        raise ConfigError(
-            "merge gives rules that are not for these variables:\n" + "\n".join(wrong)
-        )
+        raise ConfigError("merge gives rules that do not fit these variables:\n" + "\n".join(wrong))
     if unknown:
         raise ConfigError(
-            f"a step has {num_microbatches} microbatches, and each makes a value of its own of "
+            f"a step has {num_microbatches} microbatches, and each makes another value of "
             "these variables; how they merge is not known:\n" + "\n".join(unknown) + "\nsay it, "
             f"merge={{{unknown[0].split(':')[0].strip()!r}: 'sum'}}, where a rule is one of "
             + "; ".join(f"{rule!r} ({what})" for rule, what in RULES.items() if rule != "refuse")
@@ -97,32 +97,32 @@ def with_rules(
     return dataclasses.replace(graph, merges=tuple(rules), averaged=tuple(averaged))
 
 
-class _Made:
-    """What a loss makes of its other variables."""
+class _NewValues:
+    """Facts of the new values of other variables, from the traced loss."""
 
     def __init__(self, graph: Graph, whole: Callable[[], Graph]):
         self._graph, self._trace_whole = graph, whole
 
     @functools.cached_property
     def _whole(self) -> ClosedJaxpr | None:
-        """The loss for the global batch; None: it cannot be called with that."""
+        """The loss traced for the global batch; None: that fails."""
         try:
             return self._trace_whole().program
         except Exception:
             return None
 
     def is_average(self, i: int) -> bool:
-        """Whether the mean of a variable's changes may be what the global batch changes.
+        """Whether the mean of a variable's changes may be its change for the global batch.
 
-        It cannot be where elements are placed or compared, or where the variable as it was is
-        only added to: a sum, a maximum, a queue.
+        It cannot be where elements are placed or compared, or where the old value is only added to:
+        a sum, a maximum, a queue.
         """
         old = len(self._graph.param_values) + i
-        on_the_way = routes(self._graph.program, _FIRST_RESULT + i).get(old)
-        return on_the_way is None or (on_the_way <= _KEEPS and bool(on_the_way & _WEIGHS))
+        primitives = routes(self._graph.program, _FIRST_RESULT + i).get(old)
+        return primitives is None or (primitives <= _KEEPS and bool(primitives & _WEIGHS))
 
     def depends_on(self, i: int) -> str | None:
-        """What else than state the new value depends on; None: microbatches make it alike."""
+        """What the new value depends on besides state; None: it is equal in all microbatches."""
         graph, result = self._graph, _FIRST_RESULT + i
         needed = needed_for(graph.program, result)
         start = len(graph.param_values) + len(graph.aux_values)
@@ -131,14 +131,14 @@ class _Made:
         if any(place > start for place in needed.arguments):
             return "the batch"
         if self._whole is None:
-            return "what is not known, for the loss cannot be traced for the whole batch"
+            return "an unknown cause, for the loss cannot be traced for the whole batch"
         if needed.text != needed_for(self._whole, result).text:
             return "the number of examples"
         return None
 
 
-def _unfit(rule: str, dtype: Any) -> str | None:
-    """Why a rule is not for variables of a dtype; None: it is."""
+def _misfit(rule: str, dtype: Any) -> str | None:
+    """Why a rule does not fit a dtype; None: it fits."""
     is_float, is_complex = (
         jnp.issubdtype(dtype, kind) for kind in (jnp.inexact, jnp.complexfloating)
     )

@@ -1,4 +1,4 @@
-"""TaskGraphs: consecutive operations of one strategy, with what they read, make and cost."""
+"""TaskGraphs: consecutive operations of one strategy, with their inputs, outputs and costs."""
 
 import dataclasses
 import os
@@ -15,7 +15,7 @@ from .operations import Input, Op, Value, leaves, origins
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskGraph:
-    """Consecutive operations of one strategy: what Whale places and splits.
+    """Consecutive operations of one strategy, the unit that Whale places and splits.
 
     Attributes:
         index: The place in the order of execution, from 0.
@@ -25,14 +25,14 @@ class TaskGraph:
         source: The file and line of the first operation.
         num_equations: The number of equations.
         params: The paths of the parameters it reads.
-        shared_params: The paths of those that other TaskGraphs read too.
-        inputs: The values that come from other TaskGraphs or the batch, as `float32[8,128]`.
-        outputs: The values that others read, or the loss.
+        shared_params: The paths of its parameters that other TaskGraphs read too.
+        inputs: The values from other TaskGraphs or the batch, as `float32[8,128]`.
+        outputs: The values that other TaskGraphs read, or the loss.
         flops: The floating-point operations of a forward pass over the traced batch.
         param_bytes: The bytes of its parameters.
         input_bytes: The bytes of `inputs`.
         output_bytes: The bytes of `outputs`.
-        activation_bytes: The bytes of every result that its equations make from the batch.
+        activation_bytes: The bytes of all differentiable results of its equations.
 
     References:
         Jia et al., "Whale", USENIX ATC 2022, section 3.1.2 (TaskGraphs).
@@ -68,18 +68,16 @@ def make_task_graphs(
     results: tuple[Input, ...],
     names: tuple[str, ...],
 ) -> tuple[TaskGraph, ...]:
-    """Put the operations of each TaskGraph together.
+    """Group operations by TaskGraph.
 
     Args:
-        ops: The program, each operation with its TaskGraph.
-        values: Every array of the program.
-        params: Numbers of the values that are parameters.
+        params: Value numbers of the parameters.
         results: Values that the program returns.
     """
     num = len(scopes)
     read: list[set[int]] = [set() for _ in range(num)]
     made: list[set[int]] = [set() for _ in range(num)]
-    own_params: list[set[int]] = [set() for _ in range(num)]
+    task_params: list[set[int]] = [set() for _ in range(num)]
     maker: dict[int, int] = {}
     all_ops = [list[Op]() for _ in range(num)]
     for op in leaves(ops):
@@ -95,14 +93,14 @@ def make_task_graphs(
             source = origin(v)
             param = values[source].param
             if param is not None and source in params:
-                own_params[op.task].add(param)
+                task_params[op.task].add(param)
             elif maker.get(source) != op.task:
                 read[op.task].add(source)
     wanted = {origin(v) for v in results if isinstance(v, int)}
     for task in range(num):
         wanted |= read[task]
     shared = {
-        p for p in range(len(params)) if sum(p in own_params[task] for task in range(num)) > 1
+        p for p in range(len(params)) if sum(p in task_params[task] for task in range(num)) > 1
     }
     out = []
     for task, scope in enumerate(scopes):
@@ -117,12 +115,12 @@ def make_task_graphs(
                 scope="(default)" if scope.entry < 0 else scope.name,
                 source=next((op.source for op in group if op.source), ""),
                 num_equations=len(group),
-                params=tuple(names[p] for p in sorted(own_params[task])),
-                shared_params=tuple(names[p] for p in sorted(own_params[task] & shared)),
+                params=tuple(names[p] for p in sorted(task_params[task])),
+                shared_params=tuple(names[p] for p in sorted(task_params[task] & shared)),
                 inputs=tuple(str(values[v]) for v in inputs),
                 outputs=tuple(str(values[v]) for v in outputs),
                 flops=sum(op.flops for op in group),
-                param_bytes=sum(values[params[p]].num_bytes for p in own_params[task]),
+                param_bytes=sum(values[params[p]].num_bytes for p in task_params[task]),
                 input_bytes=sum(values[v].num_bytes for v in inputs),
                 output_bytes=sum(values[v].num_bytes for v in outputs),
                 activation_bytes=sum(

@@ -49,9 +49,8 @@ class Tracer:
     """Reads a program into a `Graph`.
 
     Args:
-        counts: How many of its arguments are parameters, other variables, keys and the batch.
-        default: Annotation of what no scope covers.
-        patterns: Which dimensions can be cut together.
+        counts: Numbers of arguments that are parameters, other variables, keys and batch arrays.
+        default: Annotation of equations outside all scopes.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class Tracer:
         return len(self._values) - 1
 
     def graph(self) -> Graph:
-        """The graph.
+        """Read the program.
 
         Raises:
             AnnotationError: If scopes overlap, or an equation runs programs in a way hxla does not
@@ -167,18 +166,18 @@ class Tracer:
             if kind is None:
                 raise AnnotationError(
                     f"the loss uses {eqn.primitive.name!r} ({source_of(eqn)}), which runs programs "
-                    "in a way that hxla does not know: it is of a newer jax, or of a library's "
-                    "own; call what it wraps without it"
+                    "in a way that hxla does not know: it comes from a newer jax or from another "
+                    "library; call the function that it wraps directly"
                 )
             if kind == "inlined":
                 assert inner is not None
-                inside = dict(zip(inner.jaxpr.invars, inputs, strict=True))
-                self._add_consts(inner, inside)
-                # Equations of a function that jax has traced before do not know who calls it.
+                inner_env = dict(zip(inner.jaxpr.invars, inputs, strict=True))
+                self._add_consts(inner, inner_env)
+                # Equations from jax's cache of traced functions do not record their caller.
                 caller, self._caller = self._caller, eqn if source_of(eqn) else self._caller
-                ops += self._walk(inner.jaxpr, inside, here, times)
+                ops += self._walk(inner.jaxpr, inner_env, here, times)
                 self._caller = caller
-                outs = [self._read(inside, v) for v in inner.jaxpr.outvars]
+                outs = [self._read(inner_env, v) for v in inner.jaxpr.outvars]
                 for var, value in zip(eqn.outvars, outs, strict=True):
                     env[var] = value
                 continue
@@ -203,23 +202,23 @@ class Tracer:
     ) -> Op:
         num_consts, num_carry = scan_counts(eqn) if kind == "scan" else (0, 0)
         first_slice = num_consts + num_carry if kind == "scan" else None
-        numbers = []
+        body_inputs = []
         flows = any(self._values[v].differentiable for v in inputs if isinstance(v, int))
         for i, (var, outer) in enumerate(zip(inner.jaxpr.invars, inputs, strict=True)):
             sliced = first_slice is not None and i >= first_slice
-            # What starts as zeros is something else in the next iteration.
+            # A carry of zeros depends on parameters from the second iteration on.
             carried = num_consts <= i < num_consts + num_carry and flows
-            numbers.append(self._stand_in(var.aval, outer, sliced=sliced, flows=carried))
-        inside: dict[Any, Input] = dict(zip(inner.jaxpr.invars, numbers, strict=True))
+            body_inputs.append(self._stand_in(var.aval, outer, sliced=sliced, flows=carried))
+        inner_env: dict[Any, Input] = dict(zip(inner.jaxpr.invars, body_inputs, strict=True))
         start = len(self._consts)
-        self._add_consts(inner, inside)
-        own_consts = tuple(self._consts[start:])
+        self._add_consts(inner, inner_env)
+        body_consts = tuple(self._consts[start:])
         del self._consts[start:]
         length = eqn.params["length"] if kind == "scan" else 1
-        body = self._walk(inner.jaxpr, inside, stack, times * length)
-        results = tuple(self._read(inside, v) for v in inner.jaxpr.outvars)
+        body = self._walk(inner.jaxpr, inner_env, stack, times * length)
+        body_outputs = tuple(self._read(inner_env, v) for v in inner.jaxpr.outvars)
         outputs = []
-        for i, (var, value) in enumerate(zip(eqn.outvars, results, strict=True)):
+        for i, (var, value) in enumerate(zip(eqn.outvars, body_outputs, strict=True)):
             stacked = kind == "scan" and i >= num_carry
             outputs.append(self._stand_in(var.aval, value, stacked=stacked))
             env[var] = outputs[-1]
@@ -230,9 +229,9 @@ class Tracer:
             inputs=inputs,
             outputs=tuple(outputs),
             body=body,
-            body_inputs=tuple(numbers),
-            body_outputs=results,
-            body_consts=own_consts,
+            body_inputs=tuple(body_inputs),
+            body_outputs=body_outputs,
+            body_consts=body_consts,
             task=-1 if task is None else task,
             stack=stack,
             times=times,
@@ -241,16 +240,16 @@ class Tracer:
     def _stand_in(
         self,
         aval: Any,
-        of: Input,
+        original: Input,
         *,
         sliced: bool = False,
         stacked: bool = False,
         flows: bool = False,
     ) -> int:
-        """The same array under another number: inside and outside a body."""
-        if not isinstance(of, int):
+        """Number an array again: it has one value outside a body and one inside."""
+        if not isinstance(original, int):
             return self._new(aval, differentiable=flows)
-        value = self._values[of]
+        value = self._values[original]
         dim = value.batch_dim
         if dim is not None:
             dim += stacked - sliced
@@ -259,9 +258,9 @@ class Tracer:
             param=value.param,
             batch_dim=dim if dim is None or dim >= 0 else None,
             differentiable=flows or value.differentiable,
-            task=self._task_of[of],
+            task=self._task_of[original],
         )
-        if of in self._closed_over:
+        if original in self._closed_over:
             self._closed_over.add(number)
         return number
 
@@ -333,19 +332,19 @@ class Tracer:
             where = stack.split("hxla.")[0].strip("/") or "the loss"
             raise AnnotationError(
                 f"{shown}, in {where}: scopes do not nest, except a split inside one replicate "
-                "(copies of a split); leave one of them out, or close the outer scope first"
+                "(replicas of a split); leave one of them out, or close the outer scope first"
             )
         if len(scopes) == 2 and scopes[0].device_count is None:
             inner = written("split", scopes[1].device_count)
             raise AnnotationError(
-                f"hxla.{inner} inside hxla.replicate() without a count: say how many copies "
+                f"hxla.{inner} inside hxla.replicate() without a count: say how many replicas "
                 "of the split there are, hxla.replicate(2), or leave the outer scope out to get as "
                 "many as the devices allow"
             )
         return self._tasks.setdefault(scopes, len(self._tasks))
 
     def _resolve(self, ops: tuple[Op, ...]) -> tuple[Op, ...]:
-        """Operations before any annotated one join the TaskGraph that reads them first."""
+        """Assign operations without a TaskGraph to the first TaskGraph that reads them."""
         reader: dict[int, int] = {}
 
         def visit(ops: tuple[Op, ...]) -> tuple[Op, ...]:
@@ -374,7 +373,7 @@ def _inexact(aval: Any) -> bool:
 
 
 def _outer(key: tuple[Scope, ...]) -> tuple[int, Scope]:
-    """Copies around a TaskGraph, and its own scope."""
+    """The number of replicas around a TaskGraph, and its innermost scope."""
     if not key:
         return 1, _DEFAULT
     if len(key) == 2:
@@ -415,9 +414,9 @@ def trace(
         variables: The variables of a Linen module, arrays or shapes; None: those of its
             initialisation.
         seed: The seed of that initialisation.
-        default: The annotation, `hxla.replicate(...)` or `hxla.split(...)`, of what no scope
-            covers. None: what applies parameters is replicated over all devices, and anything else
-            joins the TaskGraph that made its inputs.
+        default: The annotation, `hxla.replicate(...)` or `hxla.split(...)`, of equations outside
+            all scopes. None: equations that apply parameters are replicated over all devices, and
+            all others join the TaskGraph that made their inputs.
         patterns: The ways in which equations can be cut; add your own with
             `hxla.PATTERNS.with_pattern`.
 
@@ -428,7 +427,7 @@ def trace(
         AnnotationError: If scopes overlap, `default` is no annotation, or an equation runs programs
             in a way hxla does not know.
         ConfigError: If `model` is no Flax module, or the loss cannot be called as `Job` does.
-        LossError: If the loss returns something else than `Job` takes, depends on no parameter, or
+        LossError: If the loss returns a value that `Job` does not take, depends on no parameter, or
             closes over a random key.
 
     Example:
@@ -456,11 +455,11 @@ def trace_functional(
     default: Strategy | None = None,
     patterns: Patterns = PATTERNS,
 ) -> Graph:
-    """`trace` for a model that is functional already.
+    """`trace` for a `Functional`.
 
     Raises:
-        LossError: If the loss changes which variables the model has, or returns something else
-            than documented.
+        LossError: If the loss changes which variables the model has, or returns a value of no
+            documented form.
     """
     num_examples = jax.tree.leaves(batch)[0].shape[0]
     metrics: list[MetricColumns] = []
@@ -481,8 +480,8 @@ def trace_functional(
 
     def checked(closed: ClosedJaxpr) -> ClosedJaxpr:
         num = len(written)
-        own = sources(closed)[len(closed.jaxpr.outvars) - 2 * num :]
-        pairs = zip(written, own[:num], own[num:], strict=True)
+        param_sources = sources(closed)[len(closed.jaxpr.outvars) - 2 * num :]
+        pairs = zip(written, param_sources[:num], param_sources[num:], strict=True)
         refuse_writes(*(f"the parameter {name}" for name, a, b in pairs if a is None or a is not b))
         return with_results(closed, len(closed.jaxpr.outvars) - 2 * num)
 
@@ -512,16 +511,16 @@ def trace_functional(
 
 
 def loss_digest(graph: Graph) -> str:
-    """A digest of a traced loss: of its sums and the new values of variables, not of its metrics.
+    """A digest of a traced loss: its sums and the new values of variables, without metrics.
 
     Args:
-        graph: As `trace_functional` made it.
+        graph: A result of `trace_functional`.
     """
     jaxpr = graph.program.jaxpr
     loss, sums, *aux = jaxpr.outvars
     made_of = {v: eqn.invars for eqn in jaxpr.eqns for v in eqn.outvars}
     if sums.aval.shape != (2,) and made_of[sums][0].aval.shape == (2,):
-        sums = made_of[sums][0]  # before metrics are joined to it
+        sums = made_of[sums][0]  # before metrics are concatenated to it
     return joined([loss, sums, *aux], digests(graph.program))
 
 
@@ -529,9 +528,11 @@ def _check_aux(before: PyTree, after: PyTree) -> None:
     if str(jax.tree.structure(before)) == str(jax.tree.structure(after)):
         return
     old, new = leaf_names(before), leaf_names(after)
-    made, gone = [sorted(set(a) - set(b)) for a, b in ((new, old), (old, new))]
+    added, removed = [sorted(set(a) - set(b)) for a, b in ((new, old), (old, new))]
     lines = [
-        f"  {what} {name}" for what, names in (("new:", made), ("gone:", gone)) for name in names
+        f"  {what} {name}"
+        for what, names in (("new:", added), ("gone:", removed))
+        for name in names
     ]
     remedy = "create every variable when the model is made"
     if isinstance(after, nnx.State):
@@ -546,8 +547,8 @@ def _check_depends(graph: Graph) -> None:
     if not isinstance(loss, int) or not graph.values[loss].differentiable:
         raise LossError(
             "the loss does not depend on any parameter of the model that it is given, so nothing "
-            "would be trained: call the model that is its first argument, and neither another one "
-            "from outside nor what was computed before"
+            "would be trained: call the model that is its first argument, not another model from "
+            "outside, and use no result computed before the loss"
         )
 
 
@@ -565,12 +566,10 @@ def trace_sums(
     """Trace `run(params, aux, key, batch)`, whose first result is differentiated.
 
     Args:
-        params: Arrays or shapes that gradients are taken for.
-        batch: Examples in the leading dimension.
-        logical: Names of each parameter's dimensions.
-        default: Annotation of what no scope covers.
-        patterns: Which dimensions can be cut together.
-        checked: Checks the program, and leaves out what is only for that.
+        params: Arrays or shapes, the arguments of the gradient.
+        batch: Arrays or shapes with examples in the leading dimension.
+        logical: For each parameter the logical axes of its dimensions, or None.
+        checked: Checks the program and removes results that only the check needs.
     """
     if default is not None and not isinstance(default, Strategy):
         raise AnnotationError(
