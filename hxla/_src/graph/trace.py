@@ -30,7 +30,7 @@ from ..jax.result_sources import sources
 from ..model.annotations import Scope, Strategy, scopes_of, written
 from ..model.functional import Functional, functional, leaf_names
 from ..model.loss import MetricColumns, as_sums
-from ..model.loss_call import Loss, own_key_message
+from ..model.loss_call import Loss, closed_over_key_message
 from ..model.loss_scale import scaled_loss
 from ..model.plain_arrays import root_key
 from ..model.writes import CallWrites, refuse_writes
@@ -148,7 +148,7 @@ class Tracer:
     def _add_consts(self, closed: ClosedJaxpr, env: dict[Any, Input]) -> None:
         for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True):
             if jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key):
-                raise LossError(own_key_message(None, "a random key"))
+                raise LossError(closed_over_key_message(None, "a random key"))
             number = self._new(var.aval)
             self._closed_over.add(number)
             env[var] = number
@@ -275,7 +275,7 @@ class Tracer:
     ) -> Op:
         numbers = [v for v in inputs if isinstance(v, int)]
         if eqn.primitive.name == "random_wrap" and self._closed_over.issuperset(numbers):
-            raise LossError(own_key_message(None, "the data of a random key"))
+            raise LossError(closed_over_key_message(None, "the data of a random key"))
         operands = [self._values[v] for v in numbers]
         if (
             task is None

@@ -25,7 +25,7 @@ from ..core.errors import AnnotationError
 
 Kind = Literal["replicate", "split"]
 
-_entries = itertools.count()  # tells entries of one scope apart; its values carry no meaning
+_entries = itertools.count()  # distinguishes entries of one scope; its values carry no meaning
 _SCOPE = re.compile(r"hxla\.(replicate|split)\[(\d+|all)\]\.(\d+)")
 
 
@@ -38,7 +38,7 @@ class Scope(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the named scope. XLA ends an operation's name at `@`, so it holds none."""
+        """The name of the named scope, without `@`, at which XLA ends an operation's name."""
         return f"hxla.{self.kind}[{self.device_count or 'all'}].{self.entry}"
 
 
@@ -56,8 +56,8 @@ def scopes_of(name_stack: str) -> list[Scope]:
 
 
 def uncounted(name_stack: str) -> str:
-    """A name stack whose annotations are the same in every trace."""
-    return _SCOPE.sub(lambda found: f"hxla.{found[1]}[{found[2]}]", name_stack)
+    """A name stack without the numbers of entries, which differ between traces."""
+    return _SCOPE.sub(lambda match: f"hxla.{match[1]}[{match[2]}]", name_stack)
 
 
 def _count(text: str) -> int | None:
@@ -94,7 +94,7 @@ class Strategy:
         return f"hxla.{written(self.kind, self.device_count)}"
 
     def scope(self) -> Any:
-        """Enter the annotation once more: a `jax.named_scope` with a number of its own."""
+        """A `jax.named_scope` for one entry of the annotation, with a fresh number."""
         return jax.named_scope(Scope(self.kind, self.device_count, next(_entries)).name)
 
     def __enter__(self) -> "Strategy":
@@ -141,14 +141,14 @@ class Strategy:
         return annotated
 
     def _annotate_instance(self, module: Any) -> None:
-        # A subclass of the same name: pickles and graph definitions of the user's class are left
-        # alone, and Python looks __call__ up on the class.
+        # A subclass of the same name: Python looks __call__ up on the class, and pickles and graph
+        # definitions of the user's class stay unchanged.
         cls = type(module)
         call = self._wrap(_call_of(cls, self))
         namespace: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
         if isinstance(module, nn.Module):
             namespace["__annotations__"] = {}
-        # Flax wraps what a class body defines, so the call is set after the class is made.
+        # Flax wraps the methods of a class body, so the call is set after the class is made.
         metaclass: Any = type(cls)
         subclass = metaclass(cls.__name__, (cls,), namespace)
         _set_call(subclass, call)
@@ -156,7 +156,7 @@ class Strategy:
 
 
 def _call_of(cls: type, strategy: Strategy) -> Callable[..., Any]:
-    # A class without __call__ would answer with its metaclass's.
+    # A class without __call__ would return that of its metaclass.
     bodies = [vars(c) for c in cls.__mro__ if c not in (nn.Module, nnx.Module)]
     call = next((body["__call__"] for body in bodies if "__call__" in body), None)
     if call is None:
@@ -172,7 +172,7 @@ def _set_call(cls: type, call: Callable[..., Any]) -> None:
 
 
 def _module_being_built(frame: FrameType | None) -> Any:
-    """The `self` of an NNX `__init__` or Linen `setup` that a `with` statement stands in."""
+    """The `self` of the NNX `__init__` or Linen `setup` around a `with` statement, or None."""
     if frame is None or frame.f_code.co_name not in ("__init__", "setup"):
         return None
     module = frame.f_locals.get("self")
@@ -194,10 +194,10 @@ def _modules_in(value: Any) -> Iterator[Any]:
 
 
 def replicate(device_count: int | None = None) -> Strategy:
-    """Annotate operations that run as copies, each on its part of the batch.
+    """Annotate operations that run as replicas, each on a shard of the batch.
 
     Args:
-        device_count: The copies of this TaskGraph, each on one device; None means all devices.
+        device_count: The replicas of this TaskGraph, each on one device; None means all devices.
 
     Returns:
         A context manager and decorator, see `Strategy`.
@@ -230,9 +230,9 @@ def replicate(device_count: int | None = None) -> Strategy:
 
 
 def split(device_count: int | None = None) -> Strategy:
-    """Annotate operations whose parameters and work are cut over devices.
+    """Annotate operations whose parameters and work are sharded over devices.
 
-    Which dimension of each parameter is cut follows from the rules, or else from an integer program
+    The sharded dimension of each parameter follows from the rules, or else from an integer program
     that sends the fewest bytes.
 
     Args:
@@ -267,7 +267,7 @@ def split(device_count: int | None = None) -> Strategy:
 
 
 def stage() -> Strategy:
-    """Annotate operations that are one stage of a pipeline: `replicate(1)` by its own name.
+    """Annotate operations that are one stage of a pipeline: another name of `replicate(1)`.
 
     TaskGraphs on different devices are the stages of a pipeline, in the order of execution.
 

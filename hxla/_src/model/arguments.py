@@ -1,4 +1,4 @@
-"""What is given as the model and as the optimizer: taken if it is one, else told what to write."""
+"""Checks of the user's model and optimizer, whose errors say what to write instead."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -18,10 +18,10 @@ _TAKES = "pass an nnx.Module instance, a function that makes one, or an unbound 
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is no model and makes none.
+    """Refuse an object that is no model and makes none.
 
     Raises:
-        ConfigError: With what to write instead, where the kind of object is known.
+        ConfigError: With a remedy, if the type of the object is known.
     """
     if isinstance(model, nn.Module):
         if model.scope is not None:
@@ -33,19 +33,21 @@ def check_model(model: Any) -> None:
     if isinstance(model, nnx.Module):
         return
     if isinstance(model, type):
-        raise ConfigError(f"model is the class {model.__name__}, not a Flax module: {_made(model)}")
-    if told := _instead(model):
-        raise ConfigError(f"model is {told}")
+        raise ConfigError(
+            f"model is the class {model.__name__}, not a Flax module: {_how_to_make(model)}"
+        )
+    if remedy := _remedy(model):
+        raise ConfigError(f"model is {remedy}")
     if not callable(model):
         raise ConfigError(f"model is {type(model).__name__}, not a Flax module: {_TAKES}")
 
 
 def given_bytes(model: Any, variables: PyTree, device: jax.Device) -> int:
-    """Bytes in a device's memory of the arrays that come with a model: they stay while it trains.
+    """Bytes in a device's memory of the model's initial arrays, which stay while it trains.
 
     Args:
-        model: See `check_model`; a function makes nothing before it is called.
-        variables: Those given with a Linen module, or None.
+        model: See `check_model`; a function has no arrays before it is called.
+        variables: The variables of a Linen module, or None.
     """
     state = nnx.state(model) if isinstance(model, nnx.Module) else None
     memory, total = device.default_memory().kind, 0
@@ -56,8 +58,8 @@ def given_bytes(model: Any, variables: PyTree, device: jax.Device) -> int:
     return total
 
 
-def _made(model: type) -> str:
-    """How an instance of a class is had."""
+def _how_to_make(model: type) -> str:
+    """How to make an instance of a class, in words."""
     name = model.__name__
     if issubclass(model, nnx.Module):
         return f"call it, {name}(..., rngs=nnx.Rngs(0)), or pass lambda: {name}(...)"
@@ -66,8 +68,8 @@ def _made(model: type) -> str:
     return _TAKES
 
 
-def _instead(model: Any) -> str | None:
-    """What an object of another library's or of another part of Flax is, and what to write."""
+def _remedy(model: Any) -> str | None:
+    """The type of an object of Flax or another library, and what to write, in words; or None."""
     module = getattr(model, "module", None)
     if isinstance(module, nn.Module):  # Hugging Face's FlaxPreTrainedModel
         return (
@@ -102,10 +104,10 @@ def _instead(model: Any) -> str | None:
 
 
 def as_module(model: Any) -> tuple[nnx.Module, Callable[[], nnx.Module] | None]:
-    """An NNX module, its arrays shapes if it is yet to be made, and what makes it.
+    """An NNX module, and the function that makes it if its arrays are only shapes.
 
     Args:
-        model: A module, or a function without arguments that returns one; `check_model` passed it.
+        model: A module, or a function without arguments that returns one; see `check_model`.
 
     Raises:
         ConfigError: If the function takes arguments or returns something else.
@@ -148,32 +150,32 @@ def as_module(model: Any) -> tuple[nnx.Module, Callable[[], nnx.Module] | None]:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuse what is no optax transformation.
+    """Refuse an object that is no optax transformation.
 
     Raises:
-        ConfigError: With what to write instead, where the kind of object is known.
+        ConfigError: With a remedy, if the type of the object is known.
     """
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
         return
     takes = "pass an optax transformation, such as optax.adam(1e-3)"
     name = getattr(optimizer, "__name__", None)
     if isinstance(optimizer, nnx.Optimizer):
-        told = "an nnx.Optimizer, which holds a model and a state of its own: pass optimizer.tx"
+        remedy = "an nnx.Optimizer, which holds a model and its state: pass optimizer.tx"
     elif isinstance(optimizer, str):
-        told = f"the name {optimizer!r}: {takes}"
+        remedy = f"the name {optimizer!r}: {takes}"
     elif name and getattr(optax, name, None) is optimizer:
-        told = f"the function optax.{name}, not called: call it, optax.{name}(learning_rate)"
+        remedy = f"the function optax.{name}, not called: call it, optax.{name}(learning_rate)"
     elif hasattr(optimizer, "apply_fn") and hasattr(optimizer, "tx"):
-        told = "a TrainState: pass state.tx"
+        remedy = "a TrainState: pass state.tx"
     elif isinstance(optimizer, int | float | jax.Array):
-        told = f"the number {optimizer}: {takes}"
+        remedy = f"the number {optimizer}: {takes}"
     elif isinstance(optimizer, list | tuple):
-        told = f"a {type(optimizer).__name__}: make one of them, optax.chain(...)"
+        remedy = f"a {type(optimizer).__name__}: make one of them, optax.chain(...)"
     elif callable(optimizer):
-        told = (
+        remedy = (
             f"a function, {name or type(optimizer).__name__}: {takes}; a schedule of learning "
             "rates goes into one, optax.adam(schedule)"
         )
     else:
-        told = f"{type(optimizer).__name__}: {takes}"
-    raise ConfigError(f"optimizer is {told}")
+        remedy = f"{type(optimizer).__name__}: {takes}"
+    raise ConfigError(f"optimizer is {remedy}")

@@ -1,8 +1,8 @@
 """A Flax model, NNX or Linen, as pure functions over flat lists of arrays.
 
 Both kinds become one `Functional`: parameters, auxiliary state (BatchNorm statistics and other
-mutable collections), and a call that runs the user's loss with random keys derived from the
-microbatch's own key and from nothing else.
+mutable collections), and a call of the user's loss. All its random keys derive from the key of the
+microbatch.
 """
 
 import dataclasses
@@ -46,32 +46,32 @@ from .writes import (
     with_writes,
 )
 
-# How jax reaches the array in an NNX variable.
-_OF_VARIABLES = tuple(map(jax.tree_util.GetAttrKey, ("value", "raw_value")))
+# The last path keys of an array in an NNX variable.
+_VARIABLE_KEYS = tuple(map(jax.tree_util.GetAttrKey, ("value", "raw_value")))
 
-_LARGE_BYTES = 1 << 20  # of arrays that are made by a program of their own
+_LARGE_BYTES = 1 << 20  # of arrays that are initialised by a separate program
 
-#: Random streams that a Linen module is given if nothing else is said.
+#: Random streams of a Linen module by default.
 RNGS = ("params", "dropout")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Functional:
-    """A model without objects.
+    """A model as pure functions.
 
     Attributes:
-        params: Parameters, or their shapes, in the user's own tree.
-        aux: Other arrays that the loss may change, or their shapes, in the user's own tree.
-        logical: For each parameter the logical names of its dimensions in Flax's metadata.
+        params: Parameters, or their shapes, in the user's tree.
+        aux: Other arrays that the loss may change, or their shapes, in the user's tree.
+        logical: For each parameter the logical axes of its dimensions in Flax's metadata, or None.
         train: `(params, aux, key, batch) -> (output of the loss, aux)`.
         evaluate: The same with the model in evaluation mode.
         finish: `(params, aux) -> (model, state)` as `hxla.train` returns them.
         initialise: Makes the arrays of `params` and `aux` from `init_arguments`; None where they
-            are arrays, or where nothing is known but shapes.
-        init_arguments: One microbatch, of which arrays are needed to run it.
+            are arrays, or where only shapes are known.
+        init_arguments: One microbatch, as arrays.
         frozen: Paths of the parameters that are not trained.
-        merges: For each array of `aux` the rule that the user gives it, or None; see `merges_of`.
-        statistics: For each whether Flax calls it a statistic of batches.
+        merges: The user's rule for each array of `aux`, or None; see `merges_of`.
+        statistics: Whether each array of `aux` is a batch statistic of Flax.
     """
 
     params: PyTree
@@ -88,15 +88,15 @@ class Functional:
 
     @property
     def can_start(self) -> bool:
-        """Whether there are arrays to begin with: a shape alone can be planned and resumed."""
+        """Whether training can begin: a model of shapes can only be planned or resumed."""
         leaves = jax.tree.leaves((self.params, self.aux))
         return self.initialise is not None or not any(map(is_abstract, leaves))
 
     def made_apart(self, wanted: Sequence[int]) -> list[ResultGroup]:
-        """What makes the arrays of `initialise`: large ones apart, so that few are whole at a time.
+        """Split `initialise`, large arrays apart, so that few whole arrays exist at a time.
 
         Args:
-            wanted: Numbers of the arrays of `params` and `aux` that are made.
+            wanted: Indices of the arrays of `params` and `aux` to make.
         """
         assert self.initialise is not None
         closed = jax.make_jaxpr(self.initialise)(*self.init_arguments)
@@ -104,7 +104,7 @@ class Functional:
 
     @property
     def trained(self) -> PyTree:
-        """The parameters that are trained, in the user's own tree: the optimizer sees this."""
+        """The trained parameters, in the user's tree: the optimizer sees this."""
         return trained_tree(self.params, self.frozen)
 
     @property
@@ -114,8 +114,8 @@ class Functional:
 
     @property
     def trained_places(self) -> tuple[int, ...]:
-        """The places of the parameters that are trained."""
-        return tuple(i for i, own in enumerate(self.is_trained) if own)
+        """The indices of the trained parameters."""
+        return tuple(i for i, trained in enumerate(self.is_trained) if trained)
 
 
 def is_abstract(x: Any) -> bool:
@@ -126,19 +126,19 @@ def is_abstract(x: Any) -> bool:
 def plain_leaves(tree: PyTree) -> dict[str, Any]:
     """Leaves by their path in the user's tree, as nested names joined by dots.
 
-    A dot or slash within a name, which would separate, is written as in an address, `%2E` and
-    `%2F`; so no two paths have one name.
+    A dot or slash within a name is escaped as in a URL, `%2E` and `%2F`, so different paths have
+    different names.
 
     Raises:
-        ConfigError: If two leaves have one path, as by the keys 0 and "0".
+        ConfigError: If two leaves have the same path, as with the keys 0 and "0".
     """
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = ".".join(_escaped(jax.tree_util.keystr((key,), simple=True)) for key in path)
-        if name in found:
+        if name in by_name:
             raise ConfigError(f"two arrays of the state are called {name}: rename one of them")
-        found[name] = leaf
-    return found
+        by_name[name] = leaf
+    return by_name
 
 
 def _escaped(name: str) -> str:
@@ -155,10 +155,10 @@ def tree_bytes(tree: PyTree) -> int:
 def leaf_names(tree: PyTree) -> tuple[str, ...]:
     """The path of every leaf, as `block/attn/kernel`.
 
-    Where two would be alike, a slash within a name is written as `%2F`.
+    If two paths would be equal, a slash within a name is escaped as `%2F`.
     """
     paths = [
-        [jax.tree_util.keystr((key,), simple=True) for key in path if key not in _OF_VARIABLES]
+        [jax.tree_util.keystr((key,), simple=True) for key in path if key not in _VARIABLE_KEYS]
         for path, _ in jax.tree_util.tree_leaves_with_path(tree)
     ]
     names = ["/".join(path) for path in paths]
@@ -170,7 +170,7 @@ def leaf_names(tree: PyTree) -> tuple[str, ...]:
 
 
 def _logical(specs: PyTree) -> tuple[tuple[str | None, ...] | None, ...]:
-    """Names of each parameter's dimensions; None where the model gives none."""
+    """The logical axes of each parameter; None where the model names none."""
     is_spec = lambda x: x is None or isinstance(x, PartitionSpec)  # noqa: E731
     leaves = jax.tree.leaves(specs, is_leaf=is_spec)
     return tuple(tuple(s) if s is not None and any(s) else None for s in leaves)
@@ -182,14 +182,16 @@ def _check_params(model: Functional) -> None:
         raise ConfigError("model has no trainable parameters: nothing to train")
     wrong = [
         f"  {name}: {leaf.dtype}{list(leaf.shape)}"
-        for name, leaf, own in zip(leaf_names(model.params), leaves, model.is_trained, strict=True)
-        if own and not jnp.issubdtype(leaf.dtype, jnp.inexact)
+        for name, leaf, trained in zip(
+            leaf_names(model.params), leaves, model.is_trained, strict=True
+        )
+        if trained and not jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
     if wrong:
         raise ConfigError(
             "these parameters are no real or complex floats and have no gradient:\n"
             + "\n".join(wrong)
-            + "\nleave them out of what is trained, trainable=..., or keep them in another "
+            + "\nleave them out of the trained parameters, trainable=..., or keep them in another "
             "variable type (NNX) or collection (Linen)"
         )
 
@@ -221,11 +223,11 @@ def from_nnx(
     """Make an NNX module functional.
 
     Args:
-        model: Left as it is until `finish`, which updates it in place. Its arrays may be shapes.
-        loss: Called on the model in the mode in which it is given.
+        model: Unchanged until `finish`, which updates it in place. Its arrays may be shapes.
+        loss: Called on the model in its present mode.
         eval_loss: Called on the model in evaluation mode.
-        make: Makes the module; None: its arrays are those it has.
-        seed: Of the random streams of a module that was shapes only.
+        make: Makes the module; None: `model` has its arrays.
+        seed: Seed of the random streams of a module of shapes.
 
     Returns:
         Params are all `nnx.Param` variables; aux is every other variable except random streams
@@ -246,34 +248,34 @@ def from_nnx(
 
     def call(graphdef: Any, loss: CalledLoss, *, checks: bool) -> Any:
         def run_once(graphdef: Any, params: PyTree, aux: PyTree, key: Any, batch: PyTree) -> Any:
-            before = jax.tree.leaves(params)  # now, for a call writes into variables
+            before = jax.tree.leaves(params)  # read now, for a call writes into variables
             module = nnx.merge(graphdef, params, _reseed(rngs, key), aux)
             attributes = attributes_of(module)
             out = loss(module, batch, key)
-            told = changed_attributes(attributes, attributes_of(module))
+            changed = changed_attributes(attributes, attributes_of(module))
             nnx.pop(module, nnx.Intermediate)
             parts: Any = nnx.split(module, *filters)
-            return (out, before, parts[1], parts[4]), parts[0], told
+            return (out, before, parts[1], parts[4]), parts[0], changed
 
         def run(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
-            own: list[Any] = [jax.tree.map(lambda x: x, tree) for tree in (params, aux)]
-            results, left, told = run_once(graphdef, own[0], own[1], key, batch)
+            fresh: list[Any] = [jax.tree.map(lambda x: x, tree) for tree in (params, aux)]
+            results, graphdef_after, changed = run_once(graphdef, fresh[0], fresh[1], key, batch)
             out, before, after, new_aux = results
 
             def again() -> tuple[str, str, bool]:
                 texts, changes = [], []
-                for own in (graphdef, left):
+                for definition in (graphdef, graphdef_after):
 
-                    def traced(*arguments: Any, own: Any = own) -> Any:
-                        results, _, told = run_once(own, *arguments)
-                        changes.append(bool(told))
+                    def traced(*arguments: Any, definition: Any = definition) -> Any:
+                        results, _, changed = run_once(definition, *arguments)
+                        changes.append(bool(changed))
                         return jax.tree.leaves(results)
 
                     texts.append(program_text(jax.make_jaxpr(traced)(params, aux, key, batch)))
                 return texts[0], texts[1], changes[1]
 
             if checks:
-                refuse_attributes(told, again)
+                refuse_attributes(changed, again)
                 out = with_writes(out, leaf_names(params), before, after)
             return out, new_aux
 
@@ -302,7 +304,7 @@ def from_nnx(
 
 
 def _reseed(rngs: PyTree, key: jax.Array) -> PyTree:
-    """Every random stream starts anew from `key`; its position in the model tells it apart."""
+    """Restart every random stream from `key`, folded with its position in the model."""
     leaves, treedef = jax.tree.flatten(rngs)
     fresh = []
     for i, leaf in enumerate(leaves):
@@ -310,7 +312,7 @@ def _reseed(rngs: PyTree, key: jax.Array) -> PyTree:
             stream = jax.random.fold_in(key, i)
             if key_impl(leaf) == jax.random.key_impl(key):
                 fresh.append(jax.random.split(stream, leaf.shape) if leaf.shape else stream)
-            else:  # the model's own generator, whose keys may have another size
+            else:  # another generator, whose keys may have another size
                 size = jax.eval_shape(jax.random.key_data, leaf).shape
                 data = jax.random.bits(stream, size, jnp.uint32)
                 fresh.append(jax.random.wrap_key_data(data, impl=key_impl(leaf)))
@@ -334,14 +336,14 @@ def from_linen(
     Args:
         module: Unbound module. The loss gets it bound, so `model(batch["x"])`,
             `model.method(...)` and `model.variables` work as inside `nn.apply`.
-        eval_loss: The same, used for evaluation.
+        eval_loss: The same, for evaluation.
         variables: Initial variables, or None to initialise them by running the loss once.
         example: One microbatch, arrays or shapes, for the shapes of the initialisation.
-        rngs: Names of the random streams that the module asks for.
+        rngs: Names of the module's random streams.
 
     Returns:
-        Params are the collection `params`; aux is every other collection but those that `sow`
-        fills, which begin empty in each call.
+        Params are the collection `params`; aux is every other collection except those of `sow`,
+        which begin empty in each call.
     """
 
     def initialised(example: PyTree) -> dict[str, PyTree]:
@@ -362,7 +364,7 @@ def from_linen(
 
         return run
 
-    def left(variables: PyTree, mutable: Any) -> PyTree:
+    def collections_after(variables: PyTree, mutable: Any) -> PyTree:
         axes: list[str] = []
 
         def silent(*arguments: Any) -> None:
@@ -376,8 +378,8 @@ def from_linen(
 
     def call(loss: CalledLoss) -> Any:
         def run(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
-            out, left = applied(loss)({"params": params, **aux}, key, batch)
-            return out, {name: left[name] for name in aux}
+            out, collections = applied(loss)({"params": params, **aux}, key, batch)
+            return out, {name: collections[name] for name in aux}
 
         return run
 
@@ -391,7 +393,7 @@ def from_linen(
             "module.init returned"
         )
     params = variables["params"]
-    kept = kept_collections(left, variables, is_whole=is_made)
+    kept = kept_collections(collections_after, variables, is_whole=is_made)
 
     def initialise(example: PyTree) -> tuple[PyTree, PyTree]:
         made = initialised(example)
@@ -423,12 +425,12 @@ def functional(
 ) -> Functional:
     """Make any Flax model functional: see `from_nnx`, `from_linen`, `frozen_names`, `merges_of`.
 
-    A function without arguments that returns an NNX module is not called for real: its arrays are
-    made where they are to lie.
+    A function without arguments that returns an NNX module is only traced: its arrays are made on
+    the devices that store them.
 
     Raises:
         ConfigError: If `model` is no Flax module, its parameters cannot be trained, or
-            `trainable` or `merge` names nothing of it.
+            `trainable` or `merge` matches none of its variables.
     """
     check_model(model)
     loss, eval_loss = called(loss), called(eval_loss, "eval_loss")
@@ -439,12 +441,12 @@ def functional(
         return _completed(made, trainable, merge)
     model, make = as_module(model)
     if variables is not None:
-        raise ConfigError("variables is for Linen modules: an NNX model holds its own")
+        raise ConfigError("variables is for Linen modules: an NNX model has its variables")
     return _completed(from_nnx(model, loss, eval_loss, make=make, seed=seed), trainable, merge)
 
 
 def _completed(model: Functional, trainable: Trainable, merge: Merge) -> Functional:
-    """What both kinds of model have in common: what is trained, and that all arrays are plain."""
+    """Add trained parameters and merge rules, and make all arrays plain, for both kinds."""
     model = dataclasses.replace(
         model,
         frozen=frozen_names(model.params, trainable),
@@ -453,7 +455,7 @@ def _completed(model: Functional, trainable: Trainable, merge: Merge) -> Functio
     )
     _check_params(model)
     _refuse_overwritten(model.aux)
-    given, initialise = (model.params, model.aux), model.initialise
+    original, initialise = (model.params, model.aux), model.initialise
     if is_plain(model.params, in_parts=True) and is_plain(model.aux):
         return model
 
@@ -462,12 +464,14 @@ def _completed(model: Functional, trainable: Trainable, merge: Merge) -> Functio
 
     def call(run: Any) -> Any:
         def with_plain(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
-            old = from_plain(aux, given[1])
-            before = jax.tree.leaves(old)  # now, for a call writes into the variables of a tree
-            out, new = run(from_plain(params, given[0]), old, key, batch)
+            old = from_plain(aux, original[1])
+            before = jax.tree.leaves(
+                old
+            )  # read now, for a call writes into the variables of a tree
+            out, new = run(from_plain(params, original[0]), old, key, batch)
             if str(jax.tree.structure(old)) != str(jax.tree.structure(new)):
-                return out, new  # refused by whoever traces it
-            # What is not changed stays the array that it is.
+                return out, new  # the tracing refuses it
+            # An unchanged variable stays the same array.
             each = zip(
                 jax.tree.leaves(aux),
                 before,
@@ -479,10 +483,10 @@ def _completed(model: Functional, trainable: Trainable, merge: Merge) -> Functio
 
         return with_plain
 
-    params, aux = plain(*given)
+    params, aux = plain(*original)
     logical = [
         None if names is None else (*names, *[None] * is_complex(x))
-        for names, x in zip(model.logical, jax.tree.leaves(given[0]), strict=True)
+        for names, x in zip(model.logical, jax.tree.leaves(original[0]), strict=True)
     ]
     return dataclasses.replace(
         model,
@@ -491,6 +495,6 @@ def _completed(model: Functional, trainable: Trainable, merge: Merge) -> Functio
         logical=tuple(logical),
         train=call(model.train),
         evaluate=call(model.evaluate),
-        finish=lambda *trained: model.finish(*map(from_plain, trained, given)),
+        finish=lambda *trained: model.finish(*map(from_plain, trained, original)),
         initialise=None if initialise is None else lambda *xs: plain(*initialise(*xs)),
     )

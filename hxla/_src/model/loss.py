@@ -1,7 +1,7 @@
-"""What a loss may return, brought to sums over one microbatch.
+"""The result of a loss as sums over one microbatch.
 
 The gradient is that of the mean over the *global* batch, so a microbatch contributes a sum and a
-weight, never a mean of its own.
+weight, never its mean.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class MetricColumns:
         name: The user's name of the metric.
         how: The rule by which it is merged, see `metric`.
         over: The microbatches that count, see `metric`.
-        width: The number of columns; a mean is multiplied by the microbatch's weight already.
+        width: The number of columns. The column of a mean is weighted by the microbatch's weight.
     """
 
     name: str
@@ -51,9 +51,9 @@ class MicrobatchSums:
     Attributes:
         loss: float32 scalar, sum of weighted losses.
         weight: float32 scalar, sum of weights.
-        columns: For each metric float32[width], what this microbatch adds.
-        metrics: What the columns are, by name.
-        num_losses: Losses that are added up; 1: the loss is a mean already.
+        columns: For each metric float32[width], the microbatch's contribution.
+        metrics: The metric of each entry of `columns`.
+        num_losses: The number of losses in the sum; 1: the loss is a mean already.
     """
 
     loss: jax.Array
@@ -71,10 +71,10 @@ class MicrobatchSums:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KnownGradient:
-    """A microbatch's part of a loss whose gradient is known already.
+    """A microbatch's part of a loss with a known gradient.
 
     Attributes:
-        out: What a loss returns, which depends on no parameter.
+        out: The result of a loss, independent of the parameters.
         zeros: float32[microbatch], zeros whose gradient is that of the sum of weighted losses.
     """
 
@@ -144,18 +144,18 @@ def metric(
 
 
 def num_columns(metrics: Sequence[MetricColumns]) -> int:
-    """Of a row of sums: loss, weight and metrics."""
+    """The columns of a row of sums: loss, weight and metrics."""
     return 2 + sum(metric.width for metric in metrics)
 
 
 def means(
-    rows_MS: np.ndarray, metrics: Sequence[MetricColumns], own: Sequence[int]
+    rows_MS: np.ndarray, metrics: Sequence[MetricColumns], local: Sequence[int]
 ) -> tuple[float, float, dict[str, float | tuple[float, ...]]]:
     """Loss, weight and metrics of a batch from those of its microbatches, added in order.
 
     Args:
         rows_MS: float32, the `row` of each microbatch.
-        own: Microbatches of the local replica.
+        local: Microbatches of the local replica.
     """
     losses_M, weights_M = rows_MS[:, 0], rows_MS[:, 1]
     weight = math.fsum(weights_M) if np.isfinite(weights_M).all() else math.nan
@@ -164,16 +164,16 @@ def means(
     start = 2
     for metric in metrics:
         columns = rows_MS[:, start : start + metric.width]
-        merged[metric.name] = _merge(metric, columns, weights_M, own)
+        merged[metric.name] = _merge(metric, columns, weights_M, local)
         start += metric.width
     return loss / weight if weight else math.nan, weight, merged
 
 
 def _merge(
-    metric: MetricColumns, rows_MK: np.ndarray, weights_M: np.ndarray, own: Sequence[int]
+    metric: MetricColumns, rows_MK: np.ndarray, weights_M: np.ndarray, local: Sequence[int]
 ) -> float | tuple[float, ...]:
     if metric.over == "local":
-        rows_MK, weights_M = rows_MK[list(own)], weights_M[list(own)]
+        rows_MK, weights_M = rows_MK[list(local)], weights_M[list(local)]
     if not len(rows_MK):
         return () if metric.how == "concat" else math.nan
     if metric.how == "concat":
@@ -209,8 +209,8 @@ def as_sums(
 
     Args:
         out: See the message of the error.
-        mean_weight: Weight of a microbatch whose loss is a mean already: 1 where all have the same
-            size, else its number of examples.
+        mean_weight: Weight of a microbatch whose loss is a mean: 1 if all microbatches have the
+            same size, else its number of examples.
         padded_size: Length that a `concat` is padded to with NaN; None: `num_examples`.
 
     Returns:
@@ -237,15 +237,14 @@ def as_sums(
     if unnamed := [name for name in metrics if not isinstance(name, str)]:
         raise _wrong(out, f"{', '.join(map(repr, unnamed))} names a metric: names are texts")
     missing = (padded_size or num_examples) - num_examples
-    found = [
-        _columns(out, name, given, weights, weight, missing)
-        for name, given in sorted(metrics.items())
+    pairs = [
+        _columns(out, name, x, weights, weight, missing) for name, x in sorted(metrics.items())
     ]
     return MicrobatchSums(
         loss=loss,
         weight=weight,
-        columns=tuple(columns for columns, _ in found),
-        metrics=tuple(metric for _, metric in found),
+        columns=tuple(columns for columns, _ in pairs),
+        metrics=tuple(metric for _, metric in pairs),
         num_losses=max(values.size, 1),
     )
 
@@ -255,17 +254,21 @@ def _wrong(out: Any, why: str) -> LossError:
 
 
 def _weighted(
-    out: Any, values: jax.Array, given: tuple[Any, ...], num_examples: int, mean_weight: float
+    out: Any,
+    values: jax.Array,
+    user_weights: tuple[Any, ...],
+    num_examples: int,
+    mean_weight: float,
 ) -> tuple[jax.Array, jax.Array]:
     """The sum of a microbatch's losses, and their weights.
 
     Args:
-        given: The user's weights, or nothing.
+        user_weights: Empty, or one array.
     """
     if not jnp.issubdtype(values.dtype, jnp.floating):
         raise _wrong(out, f"a loss must be real and floating, not {values.dtype}")
     if values.ndim == 0:
-        if given:
+        if user_weights:
             raise _wrong(
                 out,
                 "a scalar loss is a mean already and takes no weights. If this is (loss, aux), as "
@@ -282,11 +285,13 @@ def _weighted(
                 f"per-example losses need a leading dimension of {num_examples} "
                 "(the microbatch), or a scalar",
             )
-        weights = jnp.asarray(given[0]) if given else jnp.ones(values.shape, jnp.float32)
+        weights = (
+            jnp.asarray(user_weights[0]) if user_weights else jnp.ones(values.shape, jnp.float32)
+        )
         if weights.shape != values.shape:
             raise _wrong(out, "weights need the shape of the values")
         weights = weights.astype(jnp.float32)
-        # A masked value may be anything, infinite too: it must not reach the sum or its gradient.
+        # A masked value may be infinite or NaN: it must not reach the sum or its gradient.
         safe = jnp.where(weights != 0, values.astype(jnp.float32), 0)
         loss = jnp.sum(safe * weights)
         weights = jax.lax.stop_gradient(weights)
@@ -294,16 +299,16 @@ def _weighted(
 
 
 def _columns(
-    out: Any, name: str, given: Any, weights: jax.Array, weight: jax.Array, missing: int
+    out: Any, name: str, user_value: Any, weights: jax.Array, weight: jax.Array, missing: int
 ) -> tuple[jax.Array, MetricColumns]:
-    """A metric of a microbatch, and where it stands.
+    """The columns of a metric, and their description.
 
     Args:
-        weights: Of the losses.
+        weights: The losses' weights.
         weight: Their sum.
-        missing: Examples by which a `concat` is padded.
+        missing: The number of examples by which a `concat` is padded.
     """
-    asked = given if isinstance(given, Metric) else Metric(given)
+    asked = user_value if isinstance(user_value, Metric) else Metric(user_value)
     if not _is_array(asked.value):
         raise _wrong(
             out,

@@ -1,7 +1,7 @@
-"""How the user's loss is called: with a model, a batch and, if it asks for one, a random key.
+"""How the user's loss is called: with a model, a batch and, if it names one, a random key.
 
-A loss that brings a key of its own is refused: it would draw the same numbers in every step and
-for every microbatch.
+A loss that closes over a key is refused: it would draw the same numbers in every step and for every
+microbatch.
 """
 
 import dis
@@ -21,13 +21,13 @@ from ..jax.jaxpr import unbound_axis
 from .over_batch import OverBatch
 from .writes import NEEDED
 
-#: A loss of a model and a batch, `loss(model, batch)`, or of a random key too,
-#: `loss(model, batch, key)`, as `hxla.Job` says it may return.
+#: A loss of a model and a batch, `loss(model, batch)`, or also of a random key,
+#: `loss(model, batch, key)`, with a result that `hxla.Job` accepts.
 Loss = Callable[..., Any]
 
 CalledLoss = Callable[[Any, Any, jax.Array], Any]
 
-_FOLD = 0x6C6F7373  # "loss": apart from the numbers of a model's own streams
+_FOLD = 0x6C6F7373  # "loss": differs from the indices of the model's streams
 _TAKES = "hxla calls loss(model, batch), or loss(model, batch, key) where it names a key"
 _OF_PARAMS = ("params", "parameters", "variables", "weights", "graphdef")
 _OF_STATE = ("state", "train_state", "ts")
@@ -37,44 +37,44 @@ _OF_BATCH = ("batch", "data", "inputs", "x", "examples")
 
 
 def called(loss: Loss, argument: str = "loss") -> CalledLoss:
-    """A loss as hxla calls it, with three arguments whatever it takes.
+    """A loss as hxla calls it, always with three arguments.
 
     Args:
-        argument: Its name in a message.
+        argument: The argument's name in messages.
 
     Raises:
-        ConfigError: If it is none, or cannot be called with these arguments.
+        ConfigError: If it is no loss, or cannot be called with these arguments.
         LossError: If it closes over a random key.
     """
     if isinstance(loss, OverBatch):
-        for name, what in _own_keys(loss.contrast):
+        for name, what in _closed_over_keys(loss.contrast):
             raise LossError(
                 f"contrast closes over {name!r}, {what}: it would draw the same numbers in every "
                 "step; draw in embed(model, batch, key), whose key is another one for each "
-                "microbatch of each step, and return what is drawn with the embeddings"
+                "microbatch of each step, and return the random numbers with the embeddings"
             )
         return loss.by_passes(called(loss.embed, "embed"))
     takes_key = _takes_key(loss, argument)
-    for name, what in _own_keys(loss):
-        raise LossError(own_key_message(name, what, argument))
+    for name, what in _closed_over_keys(loss):
+        raise LossError(closed_over_key_message(name, what, argument))
 
     def run(model: Any, batch: Any, key: jax.Array) -> Any:
-        own = {"key": jax.random.fold_in(key, _FOLD)} if takes_key else {}
+        keywords = {"key": jax.random.fold_in(key, _FOLD)} if takes_key else {}
         try:
-            return loss(model, batch, **own)
+            return loss(model, batch, **keywords)
         except HxlaError:
             raise
         except Exception as error:
-            told = _explained(loss, argument, model, batch, error)
-            if told is None:
+            message = _explanation(loss, argument, model, batch, error)
+            if message is None:
                 raise
-            raise LossError(told) from error
+            raise LossError(message) from error
 
     return run
 
 
 def refuse_model_outside(loss: Any, model: Any) -> None:
-    """Refuse a loss over the batch whose `contrast` reads the model, which has its first arrays.
+    """Refuse a loss over the batch whose `contrast` reads the model, with its initial arrays.
 
     Raises:
         LossError: If it closes over the model.
@@ -85,8 +85,8 @@ def refuse_model_outside(loss: Any, model: Any) -> None:
         if value is model:
             raise LossError(
                 f"contrast closes over {name!r}, the model itself: it would read the parameters of "
-                "the start, and train none; return what it needs of them from embed, such as a "
-                "temperature as a factor of the embeddings"
+                "the start, and train none; return the values that it needs from embed, such as "
+                "a temperature as a factor of the embeddings"
             )
 
 
@@ -124,11 +124,11 @@ def _globals_of(code: CodeType) -> Iterator[str]:
             yield from _globals_of(inner)
 
 
-def own_key_message(name: str | None, what: str, argument: str = "loss") -> str:
-    """Why a loss may not bring a random key.
+def closed_over_key_message(name: str | None, what: str, argument: str = "loss") -> str:
+    """Why a loss may not close over a random key.
 
     Args:
-        name: Of the variable, where it is known.
+        name: The variable's name; None: unknown.
     """
     who, shown = f"the {argument}", f"{name!r}, {what}"
     if name is None:
@@ -141,8 +141,8 @@ def own_key_message(name: str | None, what: str, argument: str = "loss") -> str:
     )
 
 
-def _own_keys(loss: Loss) -> Iterator[tuple[str, str]]:
-    """The random keys that a loss closes over: names, and kinds in words."""
+def _closed_over_keys(loss: Loss) -> Iterator[tuple[str, str]]:
+    """The random keys that a loss closes over: names, and types in words."""
     for name, value in closed_over(loss):
         if isinstance(value, nnx.Rngs | nnx.RngStream):
             yield name, f"an nnx.{type(value).__name__}"
@@ -165,7 +165,7 @@ def _takes_key(loss: Any, argument: str) -> bool:
         )
     try:
         parameters = inspect.signature(loss).parameters
-    except (TypeError, ValueError):  # of a function that is not Python's
+    except (TypeError, ValueError):  # a function that is not written in Python
         return False
     positional = [
         p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
@@ -190,19 +190,19 @@ def _takes_key(loss: Any, argument: str) -> bool:
             "comes from data is taken from the batch, as in x, y = batch; anything else is given "
             f"beforehand, as in functools.partial(loss, {unknown[0]}=...)"
         )
-    # Another default is a setting of the user's own that happens to be called key.
+    # A parameter with another default is a setting of the user that is called key.
     return key is not None and (key.default is key.empty or key.default is None)
 
 
-def _explained(loss: Any, argument: str, model: Any, batch: Any, error: Exception) -> str | None:
-    """What to write instead, where an error is known to come of another way to write a loss."""
+def _explanation(loss: Any, argument: str, model: Any, batch: Any, error: Exception) -> str | None:
+    """What to write instead, if an error is typical of a loss for another API; else None."""
     if isinstance(error, flax_errors.TraceContextError):
         return (
             f"the {argument} changes an object that was made outside it ({error}): it may change "
             "the model that it is given and what it makes itself; an nnx.Rngs is made in it from "
             "a third argument, loss(model, batch, key), and metrics and optimizers stay outside"
         )
-    if unbound_axis(error) or isinstance(error, NEEDED):  # hxla itself finds out about these
+    if unbound_axis(error) or isinstance(error, NEEDED):  # hxla handles these itself
         return None
     try:
         names = list(inspect.signature(loss).parameters)

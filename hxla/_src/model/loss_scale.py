@@ -1,8 +1,8 @@
 """A loss that is scaled by a power of two before it is differentiated, as float16 needs.
 
-The exponent lies beside the model's other variables, so that every form of a microbatch's programs
-has it as an argument. Gradients come out scaled; whoever adds them up takes the exponent off their
-own, which rounds nothing.
+The exponent is stored beside the model's other variables, so every program of a microbatch has it
+as an argument. Gradients come out scaled; the exact sums subtract the exponent from theirs, without
+rounding.
 
 References:
     Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2 (loss scaling).
@@ -24,10 +24,10 @@ Exponent = TypeVar("Exponent", int, jax.Array)
 
 @dataclasses.dataclass(frozen=True)
 class ScaleState:
-    """Where dynamic loss scaling stands.
+    """The state of dynamic loss scaling.
 
     Attributes:
-        exponent: The scale of a microbatch's mean loss is two to this power.
+        exponent: The scale of a microbatch's mean loss is 2**exponent.
         good_steps: The steps since it changed, or since an overflow.
     """
 
@@ -36,7 +36,7 @@ class ScaleState:
 
     @property
     def scale(self) -> float:
-        """The scale itself."""
+        """The factor of the loss."""
         return 2.0**self.exponent
 
     def after(self, *, overflowed: bool, growth_steps: int, most: int) -> "ScaleState":
@@ -73,32 +73,32 @@ class ScaledAux:
 
     @classmethod
     def tree_unflatten(cls, _: None, children: Any) -> "ScaledAux":
-        """From both, in their order."""
+        """Inverse of `tree_flatten_with_keys`."""
         return cls(*children)
 
 
 def own_variables(aux: PyTree) -> PyTree:
-    """Other variables as the model has them."""
+    """Other variables without the loss scale."""
     return aux.variables if isinstance(aux, ScaledAux) else aux
 
 
 def initial_scale(aux: PyTree) -> ScaleState | None:
-    """Where the scaling of a model's loss begins; None: it is not scaled."""
+    """The initial state of loss scaling; None: the loss is not scaled."""
     return ScaleState(int(aux.exponent)) if isinstance(aux, ScaledAux) else None
 
 
 def saved_scale(state: ScaleState | None) -> dict[str, np.ndarray]:
-    """What a checkpoint holds of the scaling beside the arrays."""
+    """The state of loss scaling as arrays of a checkpoint."""
     return {} if state is None else {"loss_scale": np.array(dataclasses.astuple(state), np.int32)}
 
 
 def restored_scale(tree: Mapping[str, Any]) -> ScaleState | None:
-    """From what `saved_scale` put into a tree."""
+    """Inverse of `saved_scale`."""
     return ScaleState(*np.asarray(tree["loss_scale"]).tolist()) if "loss_scale" in tree else None
 
 
 def scaled_loss(loss: jax.Array, num_losses: int, aux: PyTree) -> jax.Array:
-    """What is differentiated of a loss.
+    """The scaled loss, which is differentiated.
 
     Args:
         loss: A microbatch's sum of losses.
@@ -110,19 +110,19 @@ def scaled_loss(loss: jax.Array, num_losses: int, aux: PyTree) -> jax.Array:
 
 
 def sum_exponent(exponent: Exponent, num_losses: int) -> Exponent:
-    """The exponent by which a sum of losses is scaled, where their mean is by the given one.
+    """The exponent of the scale of a sum of losses, from that of their mean.
 
-    The number is rounded down to a power of two, so that scaling rounds nothing.
+    The number of losses is rounded down to a power of two, so that scaling is exact.
 
     Args:
-        num_losses: How many losses a microbatch adds up, masked ones included: it is known before
-            anything runs, and the same for all microbatches.
+        num_losses: The losses of a microbatch, masked ones included: known when traced, and the
+            same for all microbatches.
     """
     return exponent - (num_losses.bit_length() - 1)
 
 
 def with_loss_scale(model: Functional, exponent: int) -> Functional:
-    """A model whose other variables hold the exponent of a loss scale; `finish` takes its own."""
+    """A model whose other variables include a loss scale; `finish` takes them without it."""
 
     def call(run: Any) -> Any:
         def scaled(params: PyTree, aux: Any, key: jax.Array, batch: PyTree) -> Any:

@@ -1,4 +1,4 @@
-"""How a variable that is no parameter merges over the microbatches of a step, as the user says."""
+"""The user's rules for merging variables that are no parameters over microbatches."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,10 +10,10 @@ from ..core.errors import ConfigError
 from ..core.types import PyTree
 from .trainable import chooses, entries_of, nearest
 
-#: What an argument `merge` may be: from a pattern of paths or an NNX filter to a rule.
+#: The argument `merge`: a rule for each pattern of paths or NNX filter.
 Merge = Mapping[Any, str] | None
 
-#: The rules by name, with what each makes of a variable.
+#: The rules by name, with the merged value in words.
 RULES = {
     "mean": "what it was and the mean of the changes",
     "sum": "what it was and the sum of the changes",
@@ -25,14 +25,14 @@ RULES = {
 
 
 def merges_of(aux: PyTree, merge: Merge) -> tuple[str | None, ...]:
-    """For each array of the other variables the rule that the user gives it, or None.
+    """The user's rule for each array of the other variables, or None.
 
     Args:
-        aux: Arrays or shapes, in the user's own tree.
-        merge: By pattern of paths or NNX filter; the first that fits decides.
+        aux: Arrays or shapes, in the user's tree.
+        merge: Rules by pattern of paths or NNX filter; the first match decides.
 
     Raises:
-        ConfigError: If a rule or what it is for is unknown: all faults at once.
+        ConfigError: If rules are unknown or match no variable: all faults at once.
     """
     if merge is None:
         return (None,) * len(jax.tree.leaves(aux))
@@ -47,11 +47,11 @@ def merges_of(aux: PyTree, merge: Merge) -> tuple[str | None, ...]:
             problems.append(f"  {one!r}: {rule!r} is no rule: use {', '.join(RULES)}")
             continue
         fits = chooses(one, "merge")
-        found = [name for path, name, value in entries if fits(path, name, value)]
-        if not found:
+        matches = [name for path, name, value in entries if fits(path, name, value)]
+        if not matches:
             near = nearest(one, [name for _, name, _ in entries])
             problems.append(f"  {one!r} is no variable that the model keeps{near}")
-        for name in found:
+        for name in matches:
             rules.setdefault(name, rule)
     if problems:
         raise ConfigError("merge:\n" + "\n".join(problems))
@@ -62,7 +62,7 @@ def merges_of(aux: PyTree, merge: Merge) -> tuple[str | None, ...]:
 
 
 def statistics_of(aux: PyTree) -> tuple[bool, ...]:
-    """For each array of the other variables whether Flax calls it a statistic of batches."""
+    """Whether each array of the other variables is a batch statistic of Flax."""
     each: list[bool] = []
     for path, _, value in entries_of(aux):
         is_statistic = isinstance(value, nnx.BatchStat) or path[0] == "batch_stats"

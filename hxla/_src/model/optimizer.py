@@ -1,8 +1,7 @@
-"""The user's optimizer as updates run it: with all that is known of a step, and plain arrays.
+"""The user's optimizer as updates run it: with extra arguments and plain arrays.
 
-An optax transformation may ask for more than gradients. The value of the loss and the gradient
-itself are known when an update runs; the loss as a function is not, for an update sees sums and no
-examples.
+An optax transformation may ask for more than gradients. An update can pass the value of the loss
+and the gradient, but not the loss function, for it has sums and no examples.
 """
 
 import dataclasses
@@ -19,32 +18,34 @@ from ..jax.jaxpr import backward_slice, inlined, variables
 from .functional import leaf_names
 from .plain_arrays import as_plain, from_plain
 
-_GIVEN = "an update gets the gradient, the state, the parameters, and by name `value` and `grad`"
+_ARGUMENTS = (
+    "an update gets the gradient, the state, the parameters, and by name `value` and `grad`"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """An optax transformation whose state has the data of random keys in their place.
+    """An optax transformation whose state stores random keys as their bits.
 
     Attributes:
-        given: The user's own: a transformation, or an `optax.MultiSteps`.
+        user: The user's transformation, or an `optax.MultiSteps`.
     """
 
-    given: Any
+    user: Any
 
     @property
     def _transformation(self) -> optax.GradientTransformationExtraArgs:
-        given = self.given
-        if isinstance(given, optax.MultiSteps):
-            given = given.gradient_transformation()
-        return optax.with_extra_args_support(given)
+        transformation = self.user
+        if isinstance(transformation, optax.MultiSteps):
+            transformation = transformation.gradient_transformation()
+        return optax.with_extra_args_support(transformation)
 
     def init(self, params: PyTree) -> PyTree:
-        """The state to begin with."""
+        """The initial state."""
         return as_plain(self._transformation.init(params))
 
     def reads(self, params: PyTree) -> frozenset[int]:
-        """Parameters of whose values the initial state is made; of most only the shapes matter."""
+        """Parameters whose values, not only shapes, enter the initial state."""
         jaxpr = inlined(jax.make_jaxpr(self.init)(params)).jaxpr
         equations = backward_slice(jaxpr.eqns, jaxpr.outvars)
         sides = (*(eqn.invars for eqn in equations), jaxpr.outvars)
@@ -54,12 +55,12 @@ class Optimizer:
     def update(
         self, grads: PyTree, state: PyTree, params: PyTree, *, value: jax.Array
     ) -> tuple[PyTree, PyTree]:
-        """What is added to the parameters, and the next state.
+        """The changes of the parameters, and the next state.
 
         Args:
             grads: The gradient of the global batch.
-            state: As `init` or `update` gave it.
-            value: float32 scalar, the loss whose gradient it is.
+            state: A result of `init` or `update`.
+            value: float32 scalar, the loss.
 
         Raises:
             ConfigError: If the optimizer evaluates the loss itself.
@@ -70,7 +71,7 @@ class Optimizer:
         takes = inspect.signature(transformation.update).parameters.values()
         if all(parameter.kind != parameter.VAR_KEYWORD for parameter in takes):
             names = {parameter.name for parameter in takes}
-            extra = {name: known for name, known in extra.items() if name in names}
+            extra = {name: x for name, x in extra.items() if name in names}
         updates, state = transformation.update(grads, from_plain(state, like), params, **extra)
         return updates, as_plain(state)
 
@@ -89,7 +90,7 @@ class Optimizer:
         }
 
     def restored(self, state: PyTree, params: PyTree) -> PyTree:
-        """The state with its keys, as optax makes it."""
+        """The state with random keys, as optax makes it."""
         return from_plain(state, jax.eval_shape(self._transformation.init, params))
 
     def check(self, params: PyTree) -> None:
@@ -99,8 +100,8 @@ class Optimizer:
             params: The parameters or their shapes.
 
         Raises:
-            ConfigError: If the optimizer asks for what no update has, or its state changes its
-                shapes.
+            ConfigError: If the optimizer needs an argument that updates lack, or its state changes
+                shape.
         """
         shapes = jax.eval_shape(lambda tree: tree, params)
         state = jax.eval_shape(self.init, shapes)
@@ -114,7 +115,7 @@ class Optimizer:
         except Exception as error:  # whatever the user's transformation raises
             raise ConfigError(
                 f"the optimizer cannot update these parameters: {type(error).__name__}: {error}\n"
-                f"{_GIVEN}; a transformation that needs more (value_fn, obj_fn, grad_fn, a "
+                f"{_ARGUMENTS}; a transformation that needs more (value_fn, obj_fn, grad_fn, a "
                 "Hessian) has to be replaced by one that does not"
             ) from error
         _check_state(state, after)
@@ -144,6 +145,6 @@ def _check_state(before: PyTree, after: PyTree) -> None:
 def _no_value_fn(*_: Any, **__: Any) -> Any:
     raise ConfigError(
         "the optimizer calls `value_fn`: a line search evaluates the loss of the whole global "
-        f"batch several times in one update, and an update has no examples ({_GIVEN}). Use "
+        f"batch several times in one update, and an update has no examples ({_ARGUMENTS}). Use "
         "optax.lbfgs(learning_rate, linesearch=None), or an optimizer without a line search"
     )

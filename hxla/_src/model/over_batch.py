@@ -1,8 +1,8 @@
 """A loss of the whole batch in two passes: embeddings first, then their gradients.
 
-The first pass embeds each microbatch and keeps nothing else. The whole batch's embeddings give its
-losses and the gradient by each embedding. The second pass runs each microbatch again, with its rows
-of both, and a chain rule of its own: it is an ordinary loss whose value and gradient are known.
+The first pass embeds each microbatch and keeps only the embeddings. From those of the whole batch
+follow the losses and the gradient of each embedding. The second pass runs each microbatch again and
+applies the chain rule to its rows of both: an ordinary loss with a known value and gradient.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ _DTYPES = ("float32", "bfloat16", "float64")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ToEmbed:
-    """Asks a loss over the batch for the embeddings of a microbatch."""
+    """A microbatch of the first pass: the loss returns its embeddings."""
 
     batch: PyTree
 
@@ -41,8 +41,8 @@ class WithGradients:
     """A microbatch of the second pass.
 
     Attributes:
-        out: Its rows of what `contrast` returned, see `OverBatch.outputs`.
-        gradients: The gradient of the batch's sum of losses by each of its embeddings.
+        out: Its rows of the results of `contrast`, see `OverBatch.outputs`.
+        gradients: The gradient of the batch's sum of losses for each of its embeddings.
     """
 
     batch: PyTree
@@ -52,7 +52,7 @@ class WithGradients:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OverBatch:
-    """See `over_batch`. Called like a loss, it is that of one batch that is whole."""
+    """See `over_batch`. Called like a loss, it takes a whole batch."""
 
     embed: Callable[..., Any]
     contrast: Callable[[Any, Any], Any]
@@ -61,7 +61,7 @@ class OverBatch:
         return self.contrast(self.embed(model, batch, **key), batch)
 
     def by_passes(self, embed: Callable[[Any, Any, jax.Array], Any]) -> Callable[..., Any]:
-        """The loss as the programs call it: what it returns depends on what it is asked.
+        """The loss as the programs call it; its result depends on the type of the batch.
 
         Args:
             embed: `self.embed` as hxla calls it.
@@ -72,17 +72,17 @@ class OverBatch:
                 return _checked(embed(model, batch.batch, key), batch.batch)
             if not isinstance(batch, WithGradients):
                 return self.contrast(embed(model, batch, key), batch)
-            found = _checked(embed(model, batch.batch, key), batch.batch)
-            each = jax.tree.map(_zero, batch.gradients, found)
+            embeddings = _checked(embed(model, batch.batch, key), batch.batch)
+            each = jax.tree.map(_zero, batch.gradients, embeddings)
             return KnownGradient(batch.out, sum(jax.tree.leaves(each)))
 
         return run
 
     def outputs(self, embeddings: PyTree, batch: PyTree) -> PyTree:
-        """What `contrast` returns for the whole batch, as rows of its examples.
+        """The results of `contrast` for the whole batch, with a row for each example.
 
         Raises:
-            LossError: If it returns something else than a loss does.
+            LossError: If it returns a value of no form of a loss.
         """
         num = len(jax.tree.leaves(embeddings)[0])
         out = self.contrast(embeddings, batch)
@@ -101,23 +101,23 @@ def over_batch(
 ) -> Callable[..., Any]:
     """Make a loss in which examples of the whole batch read each other, whatever the microbatch.
 
-    A contrastive loss, statistics of the batch or a maximum over it are those of the global batch,
-    for every size of microbatch. Each step has two passes. The first one embeds all microbatches
-    and keeps the embeddings only; `contrast` turns those of the whole batch into losses, on each
-    process, and gives the gradient by every embedding. The second pass embeds each microbatch
-    again, with the same random numbers, and carries these gradients on to the parameters. So a step
-    costs one forward more, and needs the memory of one microbatch besides that of `contrast`.
+    A contrastive loss, statistics of the batch or a maximum over it then refer to the global batch,
+    for every microbatch size. Each step has two passes. The first embeds all microbatches and keeps
+    only the embeddings; `contrast` turns those of the whole batch into losses, on each process, and
+    gives the gradient for every embedding. The second pass embeds each microbatch again, with the
+    same random numbers, and propagates these gradients to the parameters. So a step costs one more
+    forward, and needs the memory of one microbatch besides that of `contrast`.
 
     Args:
         embed: A function `embed(model, batch)`, or `embed(model, batch, key)` as for `Loss`, from a
             microbatch to its embeddings: a tree of float arrays of shape `[microbatch, ...]`. An
-            example's row may not depend on the others. All that `contrast` needs of the model is in
-            it, a learned temperature as a factor or as a row for each example.
+            example's row may not depend on the others. The embeddings contain all that `contrast`
+            needs from the model, such as a learned temperature as a factor or a row per example.
         contrast: A function `contrast(embeddings, batch)` of the embeddings and the examples of the
-            whole batch, `[batch, ...]`, in their order. It returns what a loss does: losses of the
-            examples, `float32[batch]`, the losses with weights, or a scalar, their mean; each with
-            a dictionary of metrics if you like. It computes in the dtypes that it is written in,
-            under a precision policy too, and reads nothing of the model.
+            whole batch, `[batch, ...]`, in order. It returns a loss: losses of the examples,
+            `float32[batch]`, the losses with weights, or a scalar, their mean; each optionally with
+            a dictionary of metrics. It computes in its written dtypes, under a precision policy
+            too, and reads nothing of the model.
 
     Returns:
         The loss, for `Job` and its `eval_loss`. Evaluation takes consecutive batches of
@@ -155,14 +155,14 @@ def over_batch(
             f"contrast={contrast!r} is no function of two arguments ({error}): it is called as "
             "contrast(embeddings, batch)"
         ) from error
-    except ValueError:  # of a function that is not Python's
+    except ValueError:  # a function that is not written in Python
         pass
     return OverBatch(embed, contrast)
 
 
 @jax.custom_jvp
 def _zero(gradient: jax.Array, x: jax.Array) -> jax.Array:
-    """Zero for each row, with a given gradient by x; the sum of a product would be NaN for some."""
+    """Zero for each row, with `gradient` as its gradient; a sum of products could be NaN."""
     gradient, x = gradient.astype(jnp.float32), x.astype(jnp.float32)
     finite = jnp.where(jnp.isfinite(gradient) & jnp.isfinite(x), x, 0)
     return jnp.sum(finite * 0, axis=range(1, x.ndim))
@@ -174,11 +174,11 @@ def _zero_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     return _zero(*primals), jnp.sum(gradient * change, axis=range(1, change.ndim))
 
 
-def _checked(found: Any, batch: PyTree) -> Any:
-    """What `embed` returned, if it is what it may return."""
+def _checked(embeddings: Any, batch: PyTree) -> Any:
+    """The result of `embed`, if it is a tree of valid embeddings."""
     num = jax.tree.leaves(batch)[0].shape[0]
     wrong = []
-    for path, x in jax.tree_util.tree_leaves_with_path(found):
+    for path, x in jax.tree_util.tree_leaves_with_path(embeddings):
         name = f"embeddings{jax.tree_util.keystr(path)}"
         if not hasattr(x, "dtype"):
             wrong.append(f"{name} is {type(x).__name__}, no array")
@@ -187,18 +187,18 @@ def _checked(found: Any, batch: PyTree) -> Any:
             wrong.append(f"{name} is {x.dtype}, not one of {', '.join(_DTYPES)}{cast}")
         elif not x.shape or x.shape[0] != num:
             wrong.append(f"{name} has shape {list(x.shape)}, not [{num}, ...]")
-    if not jax.tree.leaves(found):
+    if not jax.tree.leaves(embeddings):
         wrong.append("there are none")
     if wrong:
         raise LossError(
             "embed of hxla.over_batch returns a tree of float arrays with a row for each example "
             "of its microbatch; labels are read from contrast's batch:\n  " + "\n  ".join(wrong)
         )
-    return found
+    return embeddings
 
 
 def _as_rows(out: Any, num: int) -> Any:
-    """What a loss returned, with a row for each of so many examples instead of scalars."""
+    """The result of a loss, with a row for each of `num` examples instead of scalars."""
     metrics: Mapping[str, Any] = {}
     parts = out if isinstance(out, tuple) else (out,)
     if len(parts) > 1 and isinstance(parts[-1], Mapping):
@@ -207,23 +207,24 @@ def _as_rows(out: Any, num: int) -> Any:
     if not values.ndim:
         values = jnp.broadcast_to(values, (num,))
 
-    def rows(given: Any) -> Metric:
-        asked = given if isinstance(given, Metric) else Metric(given)
+    def rows(metric: Any) -> Metric:
+        asked = metric if isinstance(metric, Metric) else Metric(metric)
         value = jnp.asarray(asked.value)
         if not value.ndim and asked.how == "sum":
             value = jnp.zeros(values.shape, value.dtype).at[(0,) * values.ndim].set(value)
         return Metric(jnp.broadcast_to(value, values.shape), asked.how, asked.over)
 
-    return (values, *weights, {name: rows(given) for name, given in metrics.items()})
+    return (values, *weights, {name: rows(x) for name, x in metrics.items()})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TracedOverBatch:
-    """A loss over the batch, and the shapes of what it is given and makes.
+    """A loss over the batch, and the shapes of its batch and embeddings.
 
     Attributes:
         batch_size: Examples of a global batch.
         batch: The shapes of a microbatch.
+        embeddings: The shapes of its embeddings.
     """
 
     loss: OverBatch
@@ -238,10 +239,10 @@ class TracedOverBatch:
 
     @functools.cached_property
     def program(self) -> Any:
-        """What `contrast` computes for the whole batch, traced."""
+        """`OverBatch.outputs` traced for the whole batch, and the shapes of its results."""
         num = self.batch_size
-        given = _of_size(self.embeddings, num), _of_size(self.batch, num)
-        return jax.make_jaxpr(self.loss.outputs, return_shape=True)(*given)
+        shapes = _of_size(self.embeddings, num), _of_size(self.batch, num)
+        return jax.make_jaxpr(self.loss.outputs, return_shape=True)(*shapes)
 
     def second(self) -> WithGradients:
         """The shapes of a microbatch of the second pass."""
@@ -250,33 +251,35 @@ class TracedOverBatch:
 
     @functools.cached_property
     def _reads(self) -> tuple[int, ...]:
-        """The places of the batch's arrays that `contrast` reads."""
+        """The indices of the batch's arrays that `contrast` reads."""
         closed, first = self.program[0], len(jax.tree.leaves(self.embeddings))
         return tuple(sorted(i - first for i in read_arguments(closed) if i >= first))
 
     def read_of(self, batch: PyTree) -> list[np.ndarray]:
-        """Those arrays of a microbatch."""
+        """The arrays of a microbatch that `contrast` reads."""
         leaves, shapes = jax.tree.leaves(batch), jax.tree.leaves(self.batch)
         return [np.asarray(leaves[i], shapes[i].dtype) for i in self._reads]
 
     def operands(self, num_examples: int) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of embeddings, and then of those arrays, of so many examples."""
+        """The shapes of embeddings and of the arrays that `contrast` reads, for `num_examples`."""
         batch = jax.tree.leaves(self.batch)
-        own = [*jax.tree.leaves(self.embeddings), *(batch[i] for i in self._reads)]
-        return _of_size(own, num_examples)
+        shapes = [*jax.tree.leaves(self.embeddings), *(batch[i] for i in self._reads)]
+        return _of_size(shapes, num_examples)
 
     def arguments(self, operands: Sequence[jax.Array]) -> tuple[PyTree, PyTree]:
-        """The embeddings and the batch that `contrast` is given; what it does not read is zero."""
-        num, own = len(operands[0]), len(jax.tree.leaves(self.embeddings))
+        """The embeddings and the batch for `contrast`; arrays that it does not read are zero."""
+        num, num_embeddings = len(operands[0]), len(jax.tree.leaves(self.embeddings))
         leaves, treedef = jax.tree.flatten(_of_size(self.batch, num))
-        read = dict(zip(self._reads, operands[own:], strict=True))
+        read = dict(zip(self._reads, operands[num_embeddings:], strict=True))
         filled = [read.get(i, jnp.zeros(x.shape, x.dtype)) for i, x in enumerate(leaves)]
-        embedded = jax.tree.structure(self.embeddings)
-        return jax.tree.unflatten(embedded, operands[:own]), jax.tree.unflatten(treedef, filled)
+        embeddings_treedef = jax.tree.structure(self.embeddings)
+        return jax.tree.unflatten(
+            embeddings_treedef, operands[:num_embeddings]
+        ), jax.tree.unflatten(treedef, filled)
 
 
 def embedding(call: _Call) -> Callable[[PyTree, PyTree, jax.Array, ToEmbed], PyTree]:
-    """The embeddings of a microbatch, from a call of a model; what it changes is left out.
+    """A call of a model that returns only the embeddings of a microbatch.
 
     Args:
         call: `(params, aux, key, batch) -> (output of the loss, aux)`.
@@ -301,9 +304,9 @@ def trace_over_batch(
     """
     axes: list[str] = []
     params, aux = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), variables)
-    given = params, aux, jax.eval_shape(root_key, 0), ToEmbed(batch)
-    run = embedding(call)
-    shapes = naming_axes(lambda: jax.eval_shape(with_axes(run, axes), *given), axes)
+    arguments = params, aux, jax.eval_shape(root_key, 0), ToEmbed(batch)
+    embed = embedding(call)
+    shapes = naming_axes(lambda: jax.eval_shape(with_axes(embed, axes), *arguments), axes)
     return TracedOverBatch(loss=loss, batch_size=batch_size, batch=batch, embeddings=shapes)
 
 

@@ -1,7 +1,7 @@
-"""Arrays of any dtype as those that programs, sums, stores and checkpoints take.
+"""Arrays of any dtype as plain arrays, for programs, sums, stores and checkpoints.
 
-Random keys are their bits, numbers of less than a byte take one, and a complex parameter is two
-real parts, in a last dimension of its own: optimizers and exact sums are for real numbers.
+Random keys become their bits, elements of less than a byte take one, and a complex parameter
+becomes two real parts in an added last dimension: optimizers and exact sums take real numbers.
 """
 
 from collections.abc import Sequence
@@ -29,36 +29,35 @@ def real_parts(x: jax.Array) -> jax.Array:
 
 
 def from_real_parts(parts: jax.Array) -> jax.Array:
-    """The complex array of which `real_parts` made another."""
+    """Inverse of `real_parts`."""
     return jax.lax.complex(parts[..., 0], parts[..., 1])
 
 
 def root_key(seed: int) -> jax.Array:
-    """The key from which those of a run derive.
+    """The key from which all keys of a run derive.
 
-    It is of the generator that `jax_default_prng_impl` names, one of the settings in
-    `Plan.numerics`.
+    Its generator is `jax_default_prng_impl`, one of the settings in `Plan.numerics`.
     """
     return jax.random.key(seed, impl=jax.config.values["jax_default_prng_impl"])
 
 
 def key_impl(leaf: Any) -> Any:
-    """The random algorithm of a key, which may be a shape only; a trace sees nothing of it."""
-    found = []
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf)
-    return found[0]
+    """The generator of a key, which may be a shape only."""
+    impls = []
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), leaf)
+    return impls[0]
 
 
 def in_bytes(arrays: Sequence[Any]) -> list[Any]:
-    """Arrays, or shapes, in whole bytes: jax 0.10 takes no others from one program to the next."""
+    """Arrays, or shapes, in whole bytes: jax 0.10 passes no others between programs."""
     return [x if (dtype := _whole_bytes(x.dtype)) is None else _cast(x, dtype) for x in arrays]
 
 
 def from_bytes(arrays: Sequence[Any], like: Sequence[Any]) -> list[Any]:
-    """The arrays of which `in_bytes` made others.
+    """Inverse of `in_bytes`.
 
     Args:
-        like: The shapes of what it made them of.
+        like: The shapes of the result.
     """
     pairs = zip(arrays, like, strict=True)
     return [x if _whole_bytes(y.dtype) is None else x.astype(y.dtype) for x, y in pairs]
@@ -69,13 +68,13 @@ def _cast(x: Any, dtype: Any) -> Any:
 
 
 def with_arrays(tree: PyTree) -> PyTree:
-    """A tree with arrays for numbers of Python's."""
+    """A tree with arrays in place of Python numbers."""
     is_number = lambda x: isinstance(x, int | float | complex)  # noqa: E731
     return jax.tree.map(lambda x: jnp.asarray(x) if is_number(x) else x, tree)
 
 
 def is_plain(tree: PyTree, *, in_parts: bool = False) -> bool:
-    """Whether `as_plain` leaves a tree as it is."""
+    """Whether `as_plain` returns a tree unchanged."""
     leaves = jax.tree.leaves(tree)
     return not any(
         is_key(x) or _whole_bytes(x.dtype) or (in_parts and is_complex(x)) for x in leaves
@@ -83,10 +82,10 @@ def is_plain(tree: PyTree, *, in_parts: bool = False) -> bool:
 
 
 def as_plain(tree: PyTree, *, in_parts: bool = False) -> PyTree:
-    """A tree of arrays, or of their shapes, with others in the place of those that need one.
+    """A tree of arrays or shapes with random keys, complex and sub-byte arrays replaced.
 
     Args:
-        in_parts: Whether complex numbers are two real ones.
+        in_parts: Whether complex numbers become two real parts.
     """
 
     def plain(x: Any) -> Any:
@@ -96,19 +95,19 @@ def as_plain(tree: PyTree, *, in_parts: bool = False) -> PyTree:
             return in_bytes([x])[0]
         return real_parts(x)
 
-    def of_leaf(x: Any) -> Any:
+    def plain_leaf(x: Any) -> Any:
         if is_plain(x, in_parts=in_parts):
             return x
         return jax.eval_shape(plain, x) if isinstance(x, jax.ShapeDtypeStruct) else plain(x)
 
-    return jax.tree.map(of_leaf, with_arrays(tree))
+    return jax.tree.map(plain_leaf, with_arrays(tree))
 
 
 def from_plain(tree: PyTree, like: PyTree) -> PyTree:
-    """The arrays of which `as_plain` made others.
+    """Inverse of `as_plain`.
 
     Args:
-        like: What it made it of, or the shapes of that.
+        like: A tree with the dtypes of the result, arrays or shapes.
     """
 
     def typed(x: Any, like: Any) -> Any:
@@ -122,7 +121,7 @@ def from_plain(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def _whole_bytes(dtype: Any) -> Any:
-    """The dtype that stands for one of less than a byte; None: it needs none."""
+    """The dtype in whole bytes for one of less than a byte; None: it has whole bytes."""
     if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
         return jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8
     if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8:

@@ -1,10 +1,10 @@
-"""What a call writes besides results: sown collections of Linen, and fields of NNX modules.
+"""Side effects of a call: sown collections of Linen, and fields of NNX modules.
 
-Flax tells them apart by what happens where a collection is absent and may not be changed: `sow`
-does nothing then, while a variable cannot be had.
+If a collection is absent and immutable, `sow` does nothing, but a variable raises: that tells sown
+collections from others.
 
-Parameters are the optimizer's, and a loss is traced once: what a call writes into an `nnx.Param` or
-into a Python attribute would be lost. It is found, and refused by name.
+Parameters are the optimizer's, and a loss is traced once. A write into an `nnx.Param` or a Python
+attribute would be lost, so it is refused by name.
 """
 
 import dataclasses
@@ -19,34 +19,34 @@ from flax.core import DenyList
 from ..core.errors import ConfigError, LossError
 from ..core.types import PyTree
 
-# What the optimizer changes, and what a gradient is taken for, if it is given.
+# The optimizer changes the first; a gradient is taken for the second, if it is passed.
 _FIXED = ("params", "perturbations")
 
-#: What a call may change.
+#: The collections that a call may change.
 CHANGED = DenyList(_FIXED)
 
-#: What Flax raises where a variable cannot be had.
+#: Errors of Flax for a missing variable.
 NEEDED = (flax_errors.ScopeCollectionNotFound, flax_errors.ScopeVariableNotFoundError)
 
 
-#: Calls the loss abstractly: from these variables, where this may change; returns what is left in
-#: the collections that may.
-Left = Callable[[PyTree, DenyList], PyTree]
+#: Calls the loss abstractly, with variables and a filter of mutable collections, and returns these
+#: collections after the call.
+AbstractCall = Callable[[PyTree, DenyList], PyTree]
 
 
-def kept_collections(left: Left, variables: PyTree, *, is_whole: bool) -> tuple[str, ...]:
-    """The names of the collections that a call takes over from the one before.
+def kept_collections(call: AbstractCall, variables: PyTree, *, is_whole: bool) -> tuple[str, ...]:
+    """The names of the collections that persist from call to call.
 
     Args:
-        left: See `Left`.
-        variables: The initial ones, `params` among them.
-        is_whole: Whether they are all that there are, for the module was initialised by hxla.
+        call: See `AbstractCall`.
+        variables: The initial variables, `params` included.
+        is_whole: Whether `variables` is complete, as after initialisation by hxla.
 
     Raises:
         ConfigError: If `variables` lacks such a collection.
     """
-    found = set(variables) if is_whole else {*variables, *left(variables, CHANGED)}
-    kept = sorted(name for name in found - set(_FIXED) if not _is_sown(left, variables, name))
+    present = set(variables) if is_whole else {*variables, *call(variables, CHANGED)}
+    kept = sorted(name for name in present - set(_FIXED) if not _is_sown(call, variables, name))
     missing = sorted(set(kept) - set(variables))
     if missing:
         raise ConfigError(
@@ -56,14 +56,14 @@ def kept_collections(left: Left, variables: PyTree, *, is_whole: bool) -> tuple[
     return tuple(kept)
 
 
-def _is_sown(left: Left, variables: PyTree, name: str) -> bool:
+def _is_sown(call: AbstractCall, variables: PyTree, name: str) -> bool:
     others = {key: value for key, value in variables.items() if key != name}
     try:
-        left(others, DenyList((*_FIXED, name)))
+        call(others, DenyList((*_FIXED, name)))
     except NEEDED:
         return False
     except Exception:
-        # The loss misses what was not sown; a loss that fails on its own fails again when traced.
+        # The loss reads what was not sown; a loss that fails anyway fails again when traced.
         return True
     return True
 
@@ -79,10 +79,10 @@ _REMEDY = (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CallWrites:
-    """What a loss returned, with the parameters that its call may have written.
+    """The result of a loss, with the parameters that its call may have written.
 
     Attributes:
-        before: The values of those parameters when the call began.
+        before: The values of those parameters before the call.
     """
 
     out: Any
@@ -92,7 +92,7 @@ class CallWrites:
 
 
 def with_writes(out: Any, names: Sequence[str], before: PyTree, after: PyTree) -> Any:
-    """What a loss returned, as it is if every parameter is the very array that it was."""
+    """The result of a loss, wrapped in `CallWrites` if a parameter is another array after it."""
     every = zip(names, before, jax.tree.leaves(after), strict=True)
     other = [(name, a, b) for name, a, b in every if a is not b]
     if not other:
@@ -101,64 +101,64 @@ def with_writes(out: Any, names: Sequence[str], before: PyTree, after: PyTree) -
     return CallWrites(out, list(old), list(new), tuple(written))
 
 
-def refuse_writes(*told: str) -> None:
-    """Refuse a loss that writes what is no state of training.
+def refuse_writes(*lines: str) -> None:
+    """Refuse a loss that writes anything but training state.
 
     Args:
-        told: What it writes, a line each; none: nothing.
+        lines: The targets of its writes, a line each.
 
     Raises:
-        LossError: If there is any.
+        LossError: If there is a line.
     """
-    if told:
-        raise LossError("\n  ".join(("the loss changes", *told)) + f"\n{_REMEDY}")
+    if lines:
+        raise LossError("\n  ".join(("the loss changes", *lines)) + f"\n{_REMEDY}")
 
 
 def attributes_of(module: nnx.Module) -> dict[str, Any]:
-    """The Python attributes of a module and of those inside, by path: what is no array."""
-    found = {}
-    for path, own in nnx.iter_graph(module):
-        if not isinstance(own, nnx.Pytree):
+    """The Python attributes, but no arrays, of a module and its submodules, by path."""
+    attributes = {}
+    for path, node in nnx.iter_graph(module):
+        if not isinstance(node, nnx.Pytree):
             continue
-        for name, value in vars(own).items():
+        for name, value in vars(node).items():
             if not (name.startswith("_pytree__") or isinstance(value, nnx.Variable | nnx.Pytree)):
-                found["/".join(map(str, (*path, name)))] = value
-    return found
+                attributes["/".join(map(str, (*path, name)))] = value
+    return attributes
 
 
 def changed_attributes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Each attribute that is another one after a call, with both values."""
+    """A line for each attribute that a call changed, with both values."""
     none = object()
-    told = []
+    lines = []
     for name in sorted({*before, *after}):
         old, new = before.get(name, none), after.get(name, none)
         if old is not new and not _are_equal(old, new):
             shown = ["nothing" if x is none else _shown(x) for x in (old, new)]
-            told.append(f"the attribute {name}: {shown[0]} before, {shown[1]} after a call")
-    return told
+            lines.append(f"the attribute {name}: {shown[0]} before, {shown[1]} after a call")
+    return lines
 
 
-def refuse_attributes(told: Sequence[str], again: Callable[[], tuple[str, str, bool]]) -> None:
-    """Refuse changed attributes, but for those that each call sets alike, as `model.train()` does.
+def refuse_attributes(lines: Sequence[str], again: Callable[[], tuple[str, str, bool]]) -> None:
+    """Refuse changed attributes, unless every call sets the same, as `model.train()` does.
 
     Args:
-        told: See `changed_attributes`.
-        again: Gives the program of a first and of a second call, and whether the second one
-            changes attributes.
+        lines: See `changed_attributes`.
+        again: Returns the programs of a first and a second call, and whether the second changes
+            attributes.
 
     Raises:
-        LossError: If a second call would not be as the first one was.
+        LossError: If a second call would differ from the first.
     """
-    if told:
+    if lines:
         first, second, changes = again()
         if changes or first != second:
-            refuse_writes(*told)
+            refuse_writes(*lines)
 
 
 def _are_equal(a: Any, b: Any) -> bool:
     try:
         return bool(a == b) and type(a) is type(b)
-    except Exception:  # whatever the comparison of user's own objects raises
+    except Exception:  # whatever the comparison of user objects raises
         return False
 
 
