@@ -11,7 +11,7 @@ def _listen(event: str, duration_secs: float, **_kwargs: str | int) -> None:
         _seconds.append(duration_secs)
 
 
-# jax offers no public way to take a listener back, so there is one for the life of the process.
+# jax has no public way to remove a listener, so it stays for the life of the process.
 jax.monitoring.register_event_duration_secs_listener(_listen)
 
 

@@ -17,8 +17,8 @@ from jaxlib import _jax as _jaxlib
 
 from ..core.errors import DataError
 
-# What Gloo, NCCL and the coordination service say where a peer does not answer any more.
-_SAID = re.compile(
+# Messages of Gloo, NCCL and the coordination service about a lost peer.
+_LOST_PEER = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|socket closed|coordination ?service"
     r"|deadline_exceeded|unavailable:|barrier (timed out|failed)|task .* (died|is unhealthy)"
     r"|preempted.*task",
@@ -32,34 +32,34 @@ _STATUS = re.compile(
 
 
 class LostReaderError(DataError):
-    """The process that reads the data for this host is gone."""
+    """The process that reads the data for this host has ended."""
 
 
 def is_lost_peer(error: BaseException | None) -> bool:
-    """Whether an error, or one that led to it, comes of the end of another process."""
+    """Whether an error, or a cause of it, is the end of another process."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         if isinstance(error, LostReaderError) or (
-            _is_of_a_runtime(error) and _SAID.search(str(error))
+            _is_runtime_error(error) and _LOST_PEER.search(str(error))
         ):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
-def _is_of_a_runtime(error: BaseException) -> bool:
-    """XLA's errors arrive as `JaxRuntimeError`, or as plain ones that begin with a status."""
+def _is_runtime_error(error: BaseException) -> bool:
+    """XLA's errors are `JaxRuntimeError`s, or plain ones that begin with a status."""
     return type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") or bool(
         _STATUS.match(str(error))
     )
 
 
-_HEARTBEAT_SECONDS = 100  # our own watchdog and authority speak first
+_HEARTBEAT_SECONDS = 100  # the watchdog and the authority of hxla act first
 _JOIN_SECONDS = 300
-_PATIENCE_SECONDS = 1.0  # between looks at whether a rank is still there
-_CLAIM_SECONDS = 10  # for a key that is there
-_MOST_BYTES = 1 << 21  # of one value, compressed: a message of the service has a limit
+_PATIENCE_SECONDS = 1.0  # between checks of whether a rank is alive
+_CLAIM_SECONDS = 10  # to read a key that exists
+_MOST_BYTES = 1 << 21  # of one compressed value: the service limits messages
 _rounds: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 
 
@@ -71,17 +71,17 @@ def client() -> Any:
 def leave_sigterm_alone() -> None:
     """Keep jax from handling SIGTERM, before `jax.distributed.initialize`.
 
-    Its preemption service only takes note of the signal, so that a process outside of a session
-    could not be ended by it; inside one hxla handles the signal itself.
+    Its preemption service only records the signal, so SIGTERM could not end a process outside a
+    session; inside one hxla handles the signal.
     """
     jax.config.update("jax_enable_preemption_service", False)
 
 
 def serve(address: str, num_processes: int) -> Any:
-    """The service through which processes find each other, in this one, which is none of them.
+    """Start the coordination service in this process, which is not one of those it coordinates.
 
     Returns:
-        The service, which lives until its `shutdown`.
+        The service, which runs until its `shutdown`.
     """
     return _jaxlib.get_distributed_runtime_service(
         address,
@@ -92,9 +92,9 @@ def serve(address: str, num_processes: int) -> Any:
 
 
 def connect(address: str, num_processes: int, process_id: int) -> None:
-    """Join by a service that `serve` made in another process.
+    """Join through a service that `serve` started in another process.
 
-    No barrier is waited for when this process ends.
+    This process waits for no barrier at its end.
     """
     state = _distributed.global_state
     state.coordinator_address = address
@@ -111,25 +111,25 @@ def connect(address: str, num_processes: int, process_id: int) -> None:
 
 
 def put(key: str, value: str) -> None:
-    """Set a key, overwriting what it held."""
+    """Set a key, overwriting its value."""
     client().key_value_set(key, value, allow_overwrite=True)
 
 
 def get(key: str, timeout_seconds: float) -> str:
-    """Wait for a key."""
+    """Wait for a key and return its value."""
     return str(client().blocking_key_value_get(key, int(timeout_seconds * 1000)))
 
 
 def num_processes() -> int:
-    """Of the job that was joined, without initialising a device; 1 without one."""
+    """The number of processes of the job, without initialising a device; 1 without a job."""
     return 1 if client() is None else int(_distributed.global_state.num_processes or 1)
 
 
 def claim(what: str, value: str) -> str:
-    """Set a key unless another process has; returns what it holds.
+    """Set a key unless another process has, and return its value.
 
     Args:
-        what: Name of what is claimed; each process claims it equally often.
+        what: The name of the claim; each process must claim it equally often.
     """
     key = f"hxla/claim/{what}/{next(_rounds[what])}"
     try:
@@ -151,12 +151,12 @@ def gather(
     timeout_seconds: float,
     check: Callable[[int], None] = lambda _rank: None,
 ) -> tuple[str, ...]:
-    """What every process says, in the order of ranks; each must call this equally often.
+    """The texts of all processes, in the order of ranks; each must call this equally often.
 
     Args:
-        what: Name of what is gathered.
-        timeout_seconds: How long to wait for the slowest.
-        check: Called now and then with the rank that is waited for; raises to end the wait.
+        what: The name of the gather.
+        timeout_seconds: How long to wait for the slowest process.
+        check: Called every second with the awaited rank; raises to end the wait.
     """
     if jax.process_count() == 1:
         return (text,)
@@ -168,7 +168,7 @@ def gather(
 
 
 def _awaited(key: str, rank: int, until: float, check: Callable[[int], None]) -> str:
-    """The part of a rank, which writes it before it ends."""
+    """The text of a rank, also if it wrote the text and then ended."""
     while True:
         try:
             return get(key, min(_PATIENCE_SECONDS, max(until - time.monotonic(), 0.001)))
@@ -178,37 +178,37 @@ def _awaited(key: str, rank: int, until: float, check: Callable[[int], None]) ->
         try:
             check(rank)
         except Exception:
-            found = entries(key.rpartition("/")[0])
-            if key not in found:
+            written = entries(key.rpartition("/")[0])
+            if key not in written:
                 raise
-            return found[key]
+            return written[key]
 
 
 def differing(
     what: str, text: str, *, timeout_seconds: float, check: Callable[[int], None]
 ) -> tuple[str, ...]:
-    """What every process says, if they do not all say the same; else nothing.
+    """The texts of all processes if they differ, else nothing.
 
-    Of equal texts only a hash travels. Every process learns the same, so all of them can refuse.
+    Only a hash of equal texts is sent. All processes get the same result, so all can refuse.
 
     Args:
-        what: Name of what is compared.
-        text: This process's version; each must call this equally often.
-        timeout_seconds: How long to wait for the slowest.
-        check: As of `gather`.
+        what: The name of the comparison; each process must make it equally often.
+        text: The text of this process.
+        timeout_seconds: How long to wait for the slowest process.
+        check: See `gather`.
     """
     if jax.process_count() == 1:
         return ()
     data = text.encode()
-    told = functools.partial(gather, what, timeout_seconds=timeout_seconds, check=check)
-    digests = told(hashlib.sha256(data).hexdigest())
+    exchange = functools.partial(gather, what, timeout_seconds=timeout_seconds, check=check)
+    digests = exchange(hashlib.sha256(data).hexdigest())
     if len(set(digests)) == 1:
         return ()
-    sent = base64.b85encode(zlib.compress(data)[:_MOST_BYTES]).decode()
-    return tuple(map(_unpacked, told(sent)))
+    packed = base64.b85encode(zlib.compress(data)[:_MOST_BYTES]).decode()
+    return tuple(map(_unpacked, exchange(packed)))
 
 
-def _unpacked(sent: str) -> str:
-    """A text, or the beginning of a very long one."""
-    data = zlib.decompressobj().decompress(base64.b85decode(sent))
+def _unpacked(packed: str) -> str:
+    """A text, or the beginning of a very long text."""
+    data = zlib.decompressobj().decompress(base64.b85decode(packed))
     return data.decode(errors="ignore")

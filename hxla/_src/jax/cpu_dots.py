@@ -1,9 +1,9 @@
-"""Dots that a CPU computes slowly, written so that it computes them fast.
+"""Dots that are slow on a CPU, rewritten as fast ones.
 
-A dense layer's weight gradient contracts the leading dimensions of both its operands. XLA's CPU
-back end takes two to four times longer for that than for a dot whose first operand ends with the
-contraction. So the smaller operand is transposed first, which is little work; barriers keep XLA
-from folding transpositions into the dot again.
+A dense layer's weight gradient contracts the leading dimensions of both operands. XLA's CPU backend
+takes two to four times longer for it than for a dot whose first operand ends with the contracted
+dimensions. So the smaller operand is transposed first, which is cheap; barriers keep XLA from
+folding the transposition into the dot again.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def uncross(closed: ClosedJaxpr) -> ClosedJaxpr:
     """A program without crossed dots, in its loops and branches too.
 
     Returns:
-        The same object if there was nothing to do.
+        The same object if it has no crossed dot.
     """
     equations = []
     for eqn in closed.jaxpr.eqns:
@@ -39,24 +39,25 @@ def uncross(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def row_major(x: jax.Array) -> jax.Array:
-    """The same array, laid out in memory in the order of its dimensions.
+    """The same array in row-major layout.
 
-    What reads a transposed array element by element takes ten times longer than a copy.
+    Reading a transposed array element by element takes ten times longer than a copy.
     """
     if x.ndim < 2:
         return x
     placed = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-    return jax.lax.optimization_barrier(placed)  # or the copy becomes part of every reader
+    return jax.lax.optimization_barrier(placed)  # else XLA fuses the copy into every reader
 
 
 def _is_crossed(eqn: Any) -> bool:
+    """Whether a dot contracts leading dimensions of both operands."""
     contracts, batches = eqn.params["dimension_numbers"]
 
     def across(x: Any, contract: tuple[int, ...], batch: tuple[int, ...]) -> bool:
         free = set(range(x.aval.ndim)) - set(contract) - set(batch)
         return bool(free and contract) and max(contract) < min(free)
 
-    sharding = eqn.params.get("out_sharding")  # on automatic and manual axes it says nothing
+    sharding = eqn.params.get("out_sharding")  # empty on automatic and manual axes
     explicit = sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
     return not explicit and all(
         across(x, c, b) for x, c, b in zip(eqn.invars, contracts, batches, strict=True)

@@ -1,10 +1,9 @@
-"""Devices as jax's back ends describe them, those that know only their own process included.
+"""Devices of jax's backends, local clients included.
 
-JAX makes the client of an accelerator one for all processes of a job, and so waits for each of
-them to have such devices. Where some have none, or others, every client but the CPU's is made as if
-there were no job. Its devices then take part in no collective and call their process number 0, so
-`process_of` is to be asked in place of `process_index`; the CPU's is the backend that counts
-processes, for it is named first.
+JAX makes one client of an accelerator for all processes of a job, and waits until each process has
+such devices. If some have none, or others, every client but the CPU's is made as if there were no
+job. The devices of such a local client join no collective and report process 0, so use `process_of`
+instead of `process_index`. The CPU backend counts processes, for it is named first.
 """
 
 import dataclasses
@@ -21,41 +20,41 @@ _GPUS = ("gpu", "cuda", "rocm")
 
 
 def multiprocessors(device: jax.Device) -> int | None:
-    """Streaming multiprocessors of a GPU; None elsewhere, or where the backend does not tell."""
+    """Streaming multiprocessors of a GPU; None for other devices, or if unknown."""
     # An attribute that backends of GPUs set; on a TPU it counts something else.
     return getattr(device, "core_count", None) if device.platform in _GPUS else None
 
 
-#: Names of the backends whose clients are.
-_kept: set[str] = set()
+#: Names of the backends with local clients.
+_local_backends: set[str] = set()
 
 
 def keep_local() -> None:
-    """Have the clients of accelerators know their own process only.
+    """Make the clients of accelerators local to this process.
 
-    To be called when the job is joined, before anything uses a device. `JAX_PLATFORMS` is to name
-    `cpu` first.
+    Call it when the job is joined, before any use of a device. `JAX_PLATFORMS` must name `cpu`
+    first.
     """
     _bridge._discover_and_register_pjrt_plugins()
     for name, made in list(_bridge._backend_factories.items()):
-        if name != "cpu" and name not in _kept:
-            alone = functools.partial(_alone, made.factory)
+        if name != "cpu" and name not in _local_backends:
+            alone = functools.partial(_without_job, made.factory)
             _bridge._backend_factories[name] = dataclasses.replace(made, factory=alone)
-            _kept.add(name)
+            _local_backends.add(name)
 
 
 def is_local() -> bool:
-    """Whether there are such backends."""
-    return bool(_kept)
+    """Whether accelerators have local clients."""
+    return bool(_local_backends)
 
 
 def own_devices() -> list[jax.Device]:
-    """The accelerators of this process; its processors, if it is to have none.
+    """The accelerators of this process, or its CPU devices if `JAX_PLATFORMS` names none.
 
     Raises:
         RuntimeError: If `JAX_PLATFORMS` names accelerators, and there are none.
     """
-    names = [name for name in _bridge.backends() if name in _kept]
+    names = [name for name in _bridge.backends() if name in _local_backends]
     platforms = os.environ.get("JAX_PLATFORMS", "cpu")
     if not names and platforms != "cpu":
         raise RuntimeError(f"JAX_PLATFORMS={platforms} names an accelerator, and none is here")
@@ -63,19 +62,19 @@ def own_devices() -> list[jax.Device]:
 
 
 def process_of(device: jax.Device) -> int:
-    """The number of the process that has a device."""
-    if _kept and device.client is not jax.local_devices(backend="cpu")[0].client:
+    """The index of the process of a device."""
+    if _local_backends and device.client is not jax.local_devices(backend="cpu")[0].client:
         return jax.process_index()
     return int(device.process_index)
 
 
 def is_here(device: jax.Device) -> bool:
-    """Whether this process has a device."""
+    """Whether a device belongs to this process."""
     return process_of(device) == jax.process_index()
 
 
-def _alone(make: Callable[[], Any]) -> Any:
-    """A client that is made as if no job had been joined."""
+def _without_job(make: Callable[[], Any]) -> Any:
+    """Make a client as if no job had been joined."""
     state = _distributed.global_state
     before = state.client, state.process_id, state.num_processes
     state.client, state.process_id, state.num_processes = None, 0, 1
@@ -86,6 +85,6 @@ def _alone(make: Callable[[], Any]) -> Any:
 
 
 def share_cores(devices: Any) -> bool:
-    """Whether a process has several CPU devices: what one takes then says nothing of another."""
+    """Whether a process has several CPU devices, whose times then depend on each other."""
     local = [d for d in devices if is_here(d)]
     return len(local) > 1 and local[0].platform == "cpu"

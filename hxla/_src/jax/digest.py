@@ -1,8 +1,7 @@
-"""A digest of what a traced program computes: of its equations and constants, and nothing else.
+"""A digest of a traced program: its equations and constants, and nothing else.
 
-Names of functions, lines of source, equations that a result does not need and the order of those
-that are independent do not count. Rules of gradients of one's own are functions of Python, whose
-bodies cannot be seen.
+It ignores names of functions, source lines, unused equations and the order of independent
+equations. Custom gradient rules are Python functions, whose bodies it cannot read.
 """
 
 import hashlib
@@ -16,23 +15,23 @@ import numpy as np
 from jax.extend import core
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-_OF_NAMES = frozenset({"name", "name_and_src_info", "debug_info"})
+_NAME_PARAMS = frozenset({"name", "name_and_src_info", "debug_info"})
 
 
 def digests(closed: core.ClosedJaxpr) -> dict[Any, bytes]:
-    """For each variable of a program the digest of what it is computed of."""
-    found: dict[Any, bytes] = {}
+    """The digest of each variable of a program."""
+    digest_of: dict[Any, bytes] = {}
     for i, v in enumerate(closed.jaxpr.invars):
-        found[v] = _hash("argument", i, str(v.aval))
+        digest_of[v] = _hash("argument", i, str(v.aval))
     for v, constant in zip(closed.jaxpr.constvars, closed.consts, strict=True):
-        found[v] = _hash("constant", _value(constant))
+        digest_of[v] = _hash("constant", _value(constant))
     for eqn in closed.jaxpr.eqns:
-        params = {k: _value(v) for k, v in eqn.params.items() if k not in _OF_NAMES}
-        operands = [_operand(v, found) for v in eqn.invars]
-        own = _hash(eqn.primitive.name, sorted(params.items()), operands)
+        params = {k: _value(v) for k, v in eqn.params.items() if k not in _NAME_PARAMS}
+        operands = [_operand(v, digest_of) for v in eqn.invars]
+        digest = _hash(eqn.primitive.name, sorted(params.items()), operands)
         for i, v in enumerate(eqn.outvars):
-            found[v] = _hash(own, i, str(v.aval))
-    return found
+            digest_of[v] = _hash(digest, i, str(v.aval))
+    return digest_of
 
 
 def program_digest(closed: core.ClosedJaxpr) -> str:
@@ -40,23 +39,23 @@ def program_digest(closed: core.ClosedJaxpr) -> str:
     return joined(closed.jaxpr.outvars, digests(closed))
 
 
-def joined(variables: Sequence[Any], found: Mapping[Any, bytes]) -> str:
+def joined(variables: Sequence[Any], digest_of: Mapping[Any, bytes]) -> str:
     """The digest of some variables of a program, 16 hexadecimal digits.
 
     Args:
-        found: What `digests` gave.
+        digest_of: A result of `digests`.
     """
-    return _hash([_operand(v, found) for v in variables]).hex()[:16]
+    return _hash([_operand(v, digest_of) for v in variables]).hex()[:16]
 
 
-def _operand(v: Any, found: Mapping[Any, bytes]) -> Any:
+def _operand(v: Any, digest_of: Mapping[Any, bytes]) -> Any:
     if isinstance(v, core.Literal):
         return ["literal", str(v.aval), _value(v.val)]
-    return found[v]
+    return digest_of[v]
 
 
 def _value(x: Any) -> Any:
-    """A parameter or a constant as something whose `repr` is the same in every process."""
+    """A param or a constant as a value whose `repr` is the same in every process."""
     if isinstance(x, core.Jaxpr):
         x = core.ClosedJaxpr(x, ())
     if isinstance(x, core.ClosedJaxpr):

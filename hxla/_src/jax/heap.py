@@ -1,7 +1,7 @@
-"""How glibc's heap grows and shrinks, where a process computes in its own memory.
+"""Growth of glibc's heap, for processes that compute in host memory.
 
-A CPU's arrays lie beside what the compiler and the file system need in small pieces. What those
-leave behind stays with the process, and large arrays are then put into its gaps.
+A CPU's arrays share the heap with small blocks of the compiler and the file system. The heap keeps
+the gaps that freed blocks leave, and large arrays are then allocated in them.
 """
 
 import ctypes
@@ -13,17 +13,17 @@ _LARGE_BYTES = 1 << 18
 
 
 def trim_heap() -> None:
-    """Give pages that nobody uses back to the operating system, of hundreds of MiB after compiling.
+    """Return unused pages to the operating system: hundreds of MiB after compiling.
 
-    Where the C library is another one, this does nothing.
+    With a C library other than glibc this does nothing.
     """
     _call("malloc_trim", 0)
 
 
 def keep_heap_small() -> None:
-    """From now on, whatever is larger than 256 KiB has pages of its own, given back once freed.
+    """Allocate blocks above 256 KiB in separate pages, returned once they are freed.
 
-    New pages take time, so this is for processes whose memory is tight.
+    New pages take time, so this is for processes with little memory.
     """
     _call("mallopt", _M_MMAP_THRESHOLD, _LARGE_BYTES)
 

@@ -1,7 +1,7 @@
 """All of jax's program representation that hxla uses, in one place.
 
-A model written for `pmap` or `shard_map` averages over an axis such as `batch`. Here it runs alone
-on a microbatch, so the axis has one member.
+A model written for `pmap` or `shard_map` averages over an axis such as `batch`. Here it runs on one
+microbatch, so the axis has one member.
 """
 
 import contextlib
@@ -46,27 +46,27 @@ _KINDS = {
 
 
 def kind_of(eqn: Any) -> str | None:
-    """How an equation runs the programs that it holds.
+    """How an equation runs its inner programs.
 
     Returns:
-        `inlined` (its program stands for it), `custom` (it has gradient rules of its own), `remat`,
-        `scan`, or `leaf`: it holds none, or runs as a whole. None if it holds programs and its
-        primitive is not known: what it does with them then is not known either.
+        `inlined` (its program replaces it), `custom` (it has custom gradient rules), `remat`,
+        `scan`, or `leaf` (it has no program, or runs as a whole). None for an unknown primitive
+        with inner programs, whose use of them is unknown.
     """
     name = eqn.primitive.name
     known = next((kind for kind, names in _KINDS.items() if name in names), None)
     if known not in (None, "leaf"):
         return known if inner_jaxpr(eqn) is not None else None
-    held = any(
+    has_programs = any(
         isinstance(x, core.ClosedJaxpr | core.Jaxpr)
         for value in eqn.params.values()
         for x in (value if isinstance(value, tuple | list) else (value,))
     )
-    return None if held and known is None else "leaf"
+    return None if has_programs and known is None else "leaf"
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many are carried; slices follow."""
+    """The numbers of constants and of carried operands of a scan; slices follow."""
     params = eqn.params
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -82,7 +82,7 @@ def as_function(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
 def run_as(
     function: Callable[..., Any], run: Callable[[ClosedJaxpr, list[Any]], Sequence[Any]]
 ) -> Callable[..., Any]:
-    """The same function of trees of arrays, its results made by `run` of its program."""
+    """The same function of trees of arrays, with its program run by `run`."""
 
     @functools.wraps(function)
     def wrapped(*arguments: Any) -> Any:
@@ -94,7 +94,7 @@ def run_as(
 
 
 def run_jaxpr(jaxpr: Any, arguments: Iterable[Any]) -> list[Any]:
-    """The results of a program that closes over nothing."""
+    """Run a program without constants."""
     return list(as_function(ClosedJaxpr(jaxpr, ()))(*arguments))
 
 
@@ -104,7 +104,7 @@ def program_text(program: Any) -> str:
 
 
 def with_results(closed: ClosedJaxpr, num: int) -> ClosedJaxpr:
-    """A program without its results after the first `num`."""
+    """A program with only its first `num` results."""
     jaxpr = closed.jaxpr
     if len(jaxpr.outvars) == num:
         return closed
@@ -114,7 +114,7 @@ def with_results(closed: ClosedJaxpr, num: int) -> ClosedJaxpr:
 
 
 def with_inner(eqn: Any, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> Any:
-    """An equation that runs other programs, with each of them changed; any other as it is."""
+    """An equation with each of its inner programs changed; any other unchanged."""
     if eqn.primitive.name not in ("jit", "pjit", "scan", "while", "cond", "checkpoint", "remat2"):
         return eqn
 
@@ -134,33 +134,35 @@ def with_inner(eqn: Any, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> Any:
 
 
 def splice(eqn: Any, function: Callable[..., Any]) -> list[Any]:
-    """The equations of a function of arrays, in the place of an equation.
+    """The equations of a function of arrays, in place of an equation.
 
-    Where a result is no equation's, or two are one, it stays as it is.
+    If a result of the function is an argument or a constant, or two are equal, the equation stays.
     """
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     traced = jax.make_jaxpr(function)(*shapes).jaxpr
-    made = {v for own in traced.eqns for v in own.outvars}
+    made = {v for inner in traced.eqns for v in inner.outvars}
     results = variables(traced.outvars)
     if traced.constvars or len(results) < len(eqn.outvars) or not made.issuperset(results):
         return [eqn]
     names = dict(zip(traced.invars, eqn.invars, strict=True))
     names |= dict(zip(traced.outvars, eqn.outvars, strict=True))
 
-    return [renamed(own, names, source_info=eqn.source_info, ctx=eqn.ctx) for own in traced.eqns]
+    return [
+        renamed(inner, names, source_info=eqn.source_info, ctx=eqn.ctx) for inner in traced.eqns
+    ]
 
 
 def renamed(eqn: Any, names: Mapping[Any, Any], **others: Any) -> Any:
-    """An equation with other variables, where they have other names, and other fields."""
-    own = {
+    """An equation with variables replaced by `names`, and other fields by `others`."""
+    replaced = {
         side: [v if isinstance(v, Literal) else names.get(v, v) for v in getattr(eqn, side)]
         for side in ("invars", "outvars")
     }
-    return eqn.replace(**own, **others)
+    return eqn.replace(**replaced, **others)
 
 
 def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A program with the equations of the jitted functions that it calls in their places."""
+    """A program with its jitted functions inlined."""
     equations = []
     for eqn in closed.jaxpr.eqns:
         inner = inner_jaxpr(eqn) if eqn.primitive.name in ("jit", "pjit") else None
@@ -169,44 +171,42 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def variables(values: Iterable[Any]) -> dict[Any, None]:
-    """Those that are not literals, each once and in order."""
+    """The variables among variables and literals, each once, in order."""
     return dict.fromkeys(v for v in values if not isinstance(v, Literal))
 
 
 def backward_slice(
-    equations: Sequence[Any], wanted: Iterable[Any], given: Container[Any] = ()
+    equations: Sequence[Any], wanted: Iterable[Any], known: Container[Any] = ()
 ) -> list[Any]:
-    """The equations, in order, that results need.
+    """The equations, in order, that the wanted variables depend on.
 
     Args:
-        equations: In order.
-        given: Variables that are there already.
+        known: Variables whose equations are not needed.
     """
-    needed = {v for v in variables(wanted) if v not in given}
-    found = []
+    needed = {v for v in variables(wanted) if v not in known}
+    needed_equations = []
     for eqn in reversed(equations):
         if not needed.isdisjoint(eqn.outvars):
-            found.append(eqn)
-            needed.update(v for v in variables(eqn.invars) if v not in given)
-    return found[::-1]
+            needed_equations.append(eqn)
+            needed.update(v for v in variables(eqn.invars) if v not in known)
+    return needed_equations[::-1]
 
 
 def part(
     jaxpr: Any,
     wanted: Sequence[Any],
-    given: Container[Any] = (),
+    known: Container[Any] = (),
     inputs: Sequence[Any] | None = None,
 ) -> Any:
-    """The program of some of a program's variables.
+    """The program that computes some variables of a program.
 
     Args:
-        jaxpr: The whole one.
-        given: See `backward_slice`.
-        inputs: The arguments; None: what it reads, numbers that the whole closes over among it.
+        known: See `backward_slice`.
+        inputs: The arguments; None: all variables that it reads, constants of `jaxpr` included.
     """
-    equations = backward_slice(jaxpr.eqns, wanted, given)
+    equations = backward_slice(jaxpr.eqns, wanted, known)
     if inputs is None:
-        made = {v for eqn in equations for v in eqn.outvars if v not in given}
+        made = {v for eqn in equations for v in eqn.outvars if v not in known}
         read = variables(v for side in (*(e.invars for e in equations), wanted) for v in side)
         inputs = [v for v in read if v not in made]
     return core.Jaxpr(
@@ -219,7 +219,7 @@ def part(
     )
 
 
-# An element's work takes about as long as writing and reading it (exp and tanh on a CPU, measured).
+# Computing an element takes about as long as storing and loading it (exp, tanh on a CPU, measured).
 # fmt: off
 _CHEAP = frozenset({
     "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy",
@@ -229,7 +229,7 @@ _CHEAP = frozenset({
     "squeeze", "sub", "tanh", "transpose", "unstack", "xor",
 })
 # fmt: on
-#: Of these what XLA calls expensive.
+#: Those of `_CHEAP` that XLA calls expensive.
 _SLOW = frozenset(
     {
         "div",
@@ -245,7 +245,7 @@ _SLOW = frozenset(
 )
 
 
-#: What makes each element of its result from the elements at the same place.
+#: Element-wise primitives.
 # fmt: off
 BY_ELEMENT = frozenset({
     "abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos",
@@ -258,7 +258,7 @@ BY_ELEMENT = frozenset({
 
 
 def is_cheap(eqn: Any) -> bool:
-    """Whether it costs hardly more to run an equation again than to keep its results."""
+    """Whether running an equation again costs hardly more than keeping its results."""
     inner = inner_jaxpr(eqn)
     if inner is not None:
         return eqn.primitive.name in ("jit", "pjit") and all(map(is_cheap, inner.jaxpr.eqns))
@@ -266,9 +266,9 @@ def is_cheap(eqn: Any) -> bool:
 
 
 def is_fused(eqn: Any) -> bool:
-    """Whether XLA makes an equation's results again for each reader, rather than keep them.
+    """Whether XLA recomputes an equation's results for each reader instead of keeping them.
 
-    Its fusion does so with element-wise work other than divisions, roots and the like.
+    Its fusion does so for element-wise work other than divisions, roots and the like.
     """
     inner = inner_jaxpr(eqn)
     if inner is not None:
@@ -277,17 +277,17 @@ def is_fused(eqn: Any) -> bool:
 
 
 def run_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Run one equation again, under its own name stack and context."""
-    given = {
+    """Run one equation again, with its name stack and context."""
+    values = {
         var: x for var, x in zip(eqn.invars, operands, strict=True) if not isinstance(var, Literal)
     }
-    info = debug_info(len(given), len(eqn.outvars))
-    alone = core.Jaxpr((), list(given), eqn.outvars, [eqn], eqn.effects, debug_info=info)
-    return run_jaxpr(alone, given.values())
+    info = debug_info(len(values), len(eqn.outvars))
+    alone = core.Jaxpr((), list(values), eqn.outvars, [eqn], eqn.effects, debug_info=info)
+    return run_jaxpr(alone, values.values())
 
 
 def run_with(eqn: Any, operands: Sequence[Any], **params: Any) -> list[Any]:
-    """`run_equation` with operands of other dtypes, its literals too, and with other parameters."""
+    """`run_equation` with operands and literals of other dtypes, and with other params."""
     if any(isinstance(v, Literal) for v in eqn.invars):
         eqn = eqn.replace(invars=fresh(tuple((v.aval.shape, v.aval.dtype) for v in eqn.invars)))
     return run_equation(eqn.replace(params=eqn.params | params) if params else eqn, operands)
@@ -295,14 +295,14 @@ def run_with(eqn: Any, operands: Sequence[Any], **params: Any) -> list[Any]:
 
 @functools.cache
 def fresh(shapes: Sequence[tuple[Any, Any]]) -> list[Any]:
-    """Variables that stand for operands of an equation that is run alone."""
+    """New variables of these shapes and dtypes."""
     avals = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     return list(jax.make_jaxpr(lambda *xs: xs)(*avals).jaxpr.invars)
 
 
 @contextlib.contextmanager
 def in_place_of(eqn: Any) -> Iterator[None]:
-    """What is traced in here has the names and the source line of an equation."""
+    """Trace with the name stack and the source line of an equation."""
     info = eqn.source_info
     stack = source_info_util.current_name_stack() + info.name_stack
     with source_info_util.user_context(info.traceback, name_stack=stack):
@@ -310,7 +310,7 @@ def in_place_of(eqn: Any) -> Iterator[None]:
 
 
 def scopes_around(eqn: Any) -> tuple[str, bool]:
-    """The scopes that were entered around an equation, and whether it is of a backward pass."""
+    """The scopes around an equation, and whether it belongs to a backward pass."""
     parts = eqn.source_info.name_stack.stack
     transforms = [p.name for p in parts if isinstance(p, source_info_util.Transform)]
     scopes = [p.name for p in parts if isinstance(p, source_info_util.Scope)]
@@ -326,13 +326,13 @@ def is_of_jax(eqn: Any) -> bool:
 
 @functools.cache
 def debug_info(num_inputs: int, num_outputs: int) -> Any:
-    """Any of these numbers will do: messages name the equation's own source."""
+    """Debug info with empty names: messages name the source line of the equation."""
     info = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
     return info._replace(arg_names=("",) * num_inputs, result_paths=("",) * num_outputs)
 
 
 def checkpoint_like(eqn: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` under the rematerialisation that a `checkpoint` equation asks for."""
+    """`function` under the rematerialisation of a `checkpoint` equation."""
     return jax.checkpoint(
         function,
         prevent_cse=eqn.params.get("prevent_cse", True),
@@ -340,24 +340,24 @@ def checkpoint_like(eqn: Any, function: Callable[..., Any]) -> Callable[..., Any
     )
 
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 _UNBOUND = re.compile(r"unbound axis name: ([^\s.]+)")
 
 
 def unbound_axis(error: BaseException) -> str | None:
-    """The axis name that an error is about, if it is about one."""
-    found = _UNBOUND.search(str(error)) if isinstance(error, NameError) else None
-    return found[1] if found else None
+    """The axis name of an unbound-axis error; None: another error."""
+    match = _UNBOUND.search(str(error)) if isinstance(error, NameError) else None
+    return match[1] if match else None
 
 
-def naming_axes(trace: Callable[[], Found], names: list[str]) -> Found:
-    """What `trace` returns, once it complains of no axis any more.
+def naming_axes(trace: Callable[[], Result], names: list[str]) -> Result:
+    """The result of `trace`, with all unbound axes added to `names`.
 
     Args:
-        trace: Runs a function within `with_axes(function, names)`; it is called again for each name
-            that nothing bound, and changes nothing else.
-        names: Those that are bound; others are added as they are found.
+        trace: Runs `with_axes(function, names)` without other side effects; it is called again for
+            each unbound axis.
+        names: The bound axes; changed in place.
     """
     while True:
         try:
@@ -370,13 +370,13 @@ def naming_axes(trace: Callable[[], Found], names: list[str]) -> Found:
 
 
 def with_axes(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
-    """The same function, to trees of arrays, with axes of one member around it."""
+    """The same function, which returns trees of arrays, inside axes of one member."""
     for name in names:
         function = _with_axis(function, name)
     return function
 
 
 def _with_axis(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    # Nothing is mapped over the axis, but the place in it is, and so is what is made of it.
+    # No argument is mapped, but the axis index is, and with it all results.
     alone = jax.vmap(function, in_axes=None, out_axes=0, axis_name=name, axis_size=1)
     return lambda *arguments: jax.tree.map(lambda x: x[0], alone(*arguments))

@@ -1,8 +1,8 @@
-"""Gradients of tables that are only looked up by rows, as these rows.
+"""Sparse gradients of tables that are only looked up by rows.
 
-The transpose of a lookup scatters its cotangents into zeros of the table's shape. Here the
-cotangents of the rows that were read are taken as they are, so that nothing of the table's size is
-made; each row is then the same sum, in the same order.
+The transpose of a lookup scatters its cotangents into zeros of the table's shape. Here they are
+scattered into the rows that were read, so no array has the table's size; each row is the same sum,
+in the same order.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ from .jaxpr import ClosedJaxpr, Literal, debug_info, fresh, inlined, run_equatio
 
 
 class Rows(NamedTuple):
-    """An array of which only some rows are not zero.
+    """The nonzero rows of an array.
 
     Attributes:
-        values: The rows, of which those that stand for nothing are zero.
-        places: int32, sorted: the row of the array that each is; beyond its end for nothing. No
-            place within it comes twice.
+        values: The rows; unused ones are zero.
+        places: int32, sorted: the index of each row in the array, without repetition; the array's
+            length for unused rows.
     """
 
     values: jax.Array
@@ -34,11 +34,10 @@ class Lookups:
     """A program whose tables are looked up once each.
 
     Attributes:
-        closed: From its arguments, and for each table what is added to the rows that are read, to
-            its results, and for each table the indices. What is added changes no value, only
-            gradients.
-        tables: For each table its place among the arguments.
-        lookups: For each table the equation that reads it.
+        closed: The program with additional arguments and results: for each table zeros that are
+            added to the rows read, whose gradient is that of the rows, and the indices.
+        tables: The argument index of each table.
+        lookups: The equation that reads each table.
     """
 
     closed: ClosedJaxpr
@@ -46,46 +45,47 @@ class Lookups:
     lookups: tuple[Any, ...]
 
     def zeros(self) -> list[jax.Array]:
-        """What is added, of no consequence."""
+        """The additional arguments."""
         shapes = (eqn.outvars[0].aval for eqn in self.lookups)
         return [jnp.zeros(x.shape, x.dtype) for x in shapes]
 
     def rows(self, indices: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> list[Rows]:
-        """The gradient of each table, from the indices and the gradients of what is added."""
+        """The gradient of each table, from the indices and the gradients of the zeros."""
         return list(map(_rows, self.lookups, indices, cotangents))
 
 
 def lookups_of(closed: ClosedJaxpr, most_rows: Mapping[int, int]) -> Lookups | None:
-    """Find the tables that are read by one lookup of whole rows, and by nothing else.
+    """Find the tables that are read by a single lookup of whole rows.
 
     Args:
-        most_rows: For each argument that may be such a table the most rows that are worth it.
+        most_rows: For each argument that may be a table, the most rows for which sparse gradients
+            pay.
 
     Returns:
-        None if there is none.
+        None if there is no such table.
     """
     flat = inlined(closed)
     jaxpr = flat.jaxpr
     table_of = {jaxpr.invars[i]: i for i in most_rows}
     readers: dict[int, list[Any]] = {i: [] for i in most_rows}
     for eqn in jaxpr.eqns:
-        of = [table_of[v] for v in eqn.invars if not isinstance(v, Literal) and v in table_of]
-        if of and eqn.primitive.name == "convert_element_type":
-            table_of[eqn.outvars[0]] = of[0]
+        read = [table_of[v] for v in eqn.invars if not isinstance(v, Literal) and v in table_of]
+        if read and eqn.primitive.name == "convert_element_type":
+            table_of[eqn.outvars[0]] = read[0]
             continue
-        for i in of:
+        for i in read:
             readers[i].append(eqn)
     results = {table_of.get(v) for v in jaxpr.outvars if not isinstance(v, Literal)}
-    found = {
-        id(own[0]): i
-        for i, own in readers.items()
-        if len(own) == 1 and i not in results and _reads_rows(own[0], table_of, most_rows[i])
+    table_read_by = {
+        id(eqns[0]): i
+        for i, eqns in readers.items()
+        if len(eqns) == 1 and i not in results and _reads_rows(eqns[0], table_of, most_rows[i])
     }
-    if not found:
+    if not table_read_by:
         return None
     equations, tables, lookups, added = [], [], [], []
     for eqn in jaxpr.eqns:
-        if id(eqn) not in found:
+        if id(eqn) not in table_read_by:
             equations.append(eqn)
             continue
         out = eqn.outvars[0].aval
@@ -95,7 +95,7 @@ def lookups_of(closed: ClosedJaxpr, most_rows: Mapping[int, int]) -> Lookups | N
             lambda table, at, more, eqn=eqn: _with(run_equation(eqn, [table, at])[0], more),
         )
         equations += new
-        tables.append(found[id(eqn)])
+        tables.append(table_read_by[id(eqn)])
         lookups.append(eqn)
         added.append(more)
     new_jaxpr = jaxpr.replace(

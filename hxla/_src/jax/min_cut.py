@@ -1,8 +1,8 @@
-"""A program in two halves, with as few bytes kept between them as can be.
+"""A program in two halves, with the fewest bytes of residuals between them.
 
-A forward and its backward are such halves, and so are a backward's gradient of the input, which a
-stage waits for, and the rest. What the late half reads of the early one is kept, or made again
-where that is only element-wise work: a minimum cut says which costs the fewest bytes.
+Examples are a forward and its backward, and a backward's gradient of the input, which a stage waits
+for, and its weight gradients. Residuals are values of the early half that the late half keeps;
+other values it recomputes with element-wise work. A minimum cut selects the fewest bytes.
 
 References:
     Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.
@@ -23,15 +23,15 @@ _MOST = 1 << 29  # SciPy's flows are int32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Halves:
-    """A program whose results are wanted at two times.
+    """A program cut into an early and a late half.
 
     Attributes:
-        early: Program from `consts` and its arguments to the first results and what is kept.
-        late: Program from `consts`, its arguments and what was kept to the other results.
-        consts: What the whole closes over.
-        num_first: Results of the early half.
-        kept: Shapes of what is kept.
-        places: Of what is kept among the whole's arguments and what its equations make.
+        early: Program from `consts` and its arguments to the first results and the residuals.
+        late: Program from `consts`, its arguments and the residuals to the other results.
+        consts: Constants of the whole program.
+        num_first: The number of results of the early half.
+        kept: Shapes of the residuals.
+        places: Indices of the residuals among arguments and equation results of the whole program.
     """
 
     early: Any
@@ -42,7 +42,7 @@ class Halves:
     places: tuple[int, ...]
 
     def run_early(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The first results, and what `run_late` needs of them besides its arguments."""
+        """The first results, and the residuals for `run_late`."""
         made = run_jaxpr(self.early, [*self.consts, *arguments])
         return made[: self.num_first], made[self.num_first :]
 
@@ -62,11 +62,10 @@ def halve(
     """Cut a program in two.
 
     Args:
-        num_first: How many of its results are wanted early; they need no argument that is only
-            there late.
-        only_early: Places of arguments that are there for the early half only.
-        only_late: Places of those that are there for the late half only.
-        places: What is kept, as `Halves.places` of a like program has it; None: the fewest bytes.
+        num_first: The number of early results, which may not depend on `only_late`.
+        only_early: Indices of arguments of the early half alone.
+        only_late: Indices of arguments of the late half alone.
+        places: The residuals, as `Halves.places` of an equal program; None: the fewest bytes.
     """
     jaxpr = closed.jaxpr
     gone = {jaxpr.invars[i] for i in only_early}
@@ -85,25 +84,25 @@ def kept_between(
     coming: Collection[Any],
     repeats: Callable[[Any], bool] = is_cheap,
 ) -> set[Any]:
-    """The variables that `halve` keeps.
+    """The residuals of `halve`, as variables.
 
     Args:
-        program: A jaxpr, or anything with its `constvars`, `invars`, `eqns` and `outvars`.
-        num_first: How many of its results are wanted early.
-        gone: Arguments that are there for the early half only.
-        coming: Those that are there for the late half only.
-        repeats: Whether the late half may run an equation of the early one again.
+        program: A jaxpr, or a value with `constvars`, `invars`, `eqns` and `outvars`.
+        num_first: The number of early results.
+        gone: Arguments of the early half alone.
+        coming: Arguments of the late half alone.
+        repeats: Whether the late half may run an equation of the early half again.
     """
     first, others = program.outvars[:num_first], program.outvars[num_first:]
     known = {*program.constvars, *program.invars} - set(gone) - set(coming)
     needed = {id(eqn) for eqn in backward_slice(program.eqns, first)}
-    # What the early half can have, at most by cheap work beyond that for its own results.
+    # Values that the early half has, or can compute with additional cheap work.
     can_be_early = known | set(gone)
     for eqn in program.eqns:
         if id(eqn) in needed or (repeats(eqn) and can_be_early.issuperset(variables(eqn.invars))):
             can_be_early |= set(eqn.outvars)
 
-    must_be_late = backward_slice(program.eqns, others, given=can_be_early)
+    must_be_late = backward_slice(program.eqns, others, known=can_be_early)
     read = variables([*(v for eqn in must_be_late for v in eqn.invars), *others])
     maker = {v: eqn for eqn in program.eqns for v in eqn.outvars}
     return _fewest_bytes([v for v in read if v in can_be_early], maker, known, repeats)
@@ -116,16 +115,16 @@ def _halves(
     coming: Collection[Any],
     saved: Sequence[Any],
 ) -> Halves:
-    """The halves between which some values are kept."""
+    """The halves with these residuals."""
     jaxpr = closed.jaxpr
     first, others = tuple(jaxpr.outvars[:num_first]), tuple(jaxpr.outvars[num_first:])
     order = [*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
 
-    def own(unknown: Collection[Any]) -> list[Any]:
+    def inputs_without(unknown: Collection[Any]) -> list[Any]:
         return [*jaxpr.constvars, *(v for v in jaxpr.invars if v not in unknown)]
 
-    early = part(jaxpr, [*first, *saved], inputs=own(coming))
-    late = part(jaxpr, others, given=set(saved), inputs=[*own(gone), *saved])
+    early = part(jaxpr, [*first, *saved], inputs=inputs_without(coming))
+    late = part(jaxpr, others, known=set(saved), inputs=[*inputs_without(gone), *saved])
     return Halves(
         early=early,
         late=late,
@@ -142,9 +141,9 @@ def _fewest_bytes(
     known: Collection[Any],
     repeats: Callable[[Any], bool],
 ) -> set[Any]:
-    """The values to keep so that those which are read can be made by cheap equations.
+    """The residuals from which cheap equations make all values in `read`.
 
-    Of cuts of the same size the last, after which the least is left to be made again.
+    Of minimum cuts it takes the last, after which the least work is repeated.
     """
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
@@ -155,7 +154,7 @@ def _fewest_bytes(
     source, sink = 0, 1
 
     def place(v: Any) -> tuple[int, int]:
-        """Nodes before and after the value is kept."""
+        """The two nodes of a value; the edge between them costs its bytes."""
         if v not in number:
             number[v] = len(number)
             todo.append(v)

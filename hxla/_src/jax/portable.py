@@ -1,11 +1,10 @@
-"""A program taken over by other devices of its kind, without compiling or tracing it again.
+"""Programs loaded for other devices of the same kind, without compiling or tracing them again.
 
-jax compiles a program for the devices that it names. What XLA made can be serialized, and loaded
-for others that are alike, which takes a thirtieth of the time: jax's persistent cache does so for
-GPUs of several processes. `jax.experimental.serialize_executable` insists on the devices of the
-compilation, so the device assignment and the shardings are replaced here. What cannot be
-serialized, as what a CPU has from jax's persistent cache, is compiled from the same text, which
-says nothing of devices.
+jax compiles a program for particular devices. The executable can be serialized and loaded for
+equal devices in a thirtieth of the time: jax's persistent cache does so for GPUs of several
+processes. `jax.experimental.serialize_executable` insists on the devices of the compilation, so the
+device assignment and the shardings are replaced here. An executable that cannot be serialized, such
+as a CPU's from jax's persistent cache, is compiled from the same text, which names no devices.
 """
 
 import copy
@@ -22,16 +21,16 @@ from jax._src.named_sharding import UnspecifiedValue
 from jax._src.sharding_impls import GSPMDSharding
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-#: What of a program jax keeps for the devices that it was made for, if there is any.
+#: Fields of a program that bind it to its devices, unless they are empty.
 _BINDING = ("host_callbacks", "keepalive", "ordered_effects", "mut")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Portable:
-    """A compiled program that other devices can take over.
+    """A compiled program that can be loaded for other devices.
 
     Attributes:
-        serialized: What XLA made of it.
+        serialized: XLA's executable.
     """
 
     compiled: Any
@@ -41,7 +40,7 @@ class Portable:
         """The same `jax.stages.Compiled` for other devices.
 
         Args:
-            devices: As many as the program's own, of the same kinds in the same order.
+            devices: Of the same number, kinds and order as the program's devices.
         """
         unloaded = self.compiled._executable._unloaded_executable
         others = dict(zip(unloaded.device_list, devices, strict=True))
@@ -57,28 +56,28 @@ class Portable:
             unloaded,
             xla_executable=loaded,
             device_list=device_list,
-            input_shardings=_moved(unloaded.input_shardings, others),
-            output_shardings=_moved(unloaded.output_shardings, others),
+            input_shardings=_with_devices(unloaded.input_shardings, others),
+            output_shardings=_with_devices(unloaded.output_shardings, others),
         )
-        own = self.compiled._params
+        params = self.compiled._params
         return jax.stages.Compiled(
             moved.load(),
-            own.const_args,
+            params.const_args,
             self.compiled.args_info,
             self.compiled.out_tree,
-            no_kwargs=own.no_kwargs,
-            in_types=own.in_types,
-            out_types=own.out_types,
+            no_kwargs=params.no_kwargs,
+            in_types=params.in_types,
+            out_types=params.out_types,
         )
 
 
 def portable(compiled: Any) -> Portable | None:
-    """What other devices need to take over a program; None if it is bound to its own.
+    """A program in a form that other devices can load; None if it is bound to its devices.
 
-    A program is bound if it calls Python, has an order of effects, carries arrays that lie
-    somewhere, has shardings of a form that says nothing of devices, or if its backend only
-    compiles or cannot serialize it. With jax's persistent cache every program is: what a CPU has
-    loaded from there cannot be serialized again, and each device finds its own entry.
+    A program is bound if it calls Python, has ordered effects or constant arrays on devices, has
+    shardings without devices, or if its backend only compiles or cannot serialize it. With jax's
+    persistent cache every program is bound: a CPU cannot serialize an executable from the cache
+    again, and each device has an entry there.
 
     Args:
         compiled: A `jax.stages.Compiled`.
@@ -102,29 +101,29 @@ def portable(compiled: Any) -> Portable | None:
 
 
 def lowered_for(lowered: Any, devices: Sequence[jax.Device]) -> Any | None:
-    """A program before compilation, for other devices; None if it is bound to its own.
+    """A lowered program for other devices; None if it is bound to its devices.
 
     Args:
         lowered: A `jax.stages.Lowered`.
-        devices: As many as the program's own, of the same kinds in the same order.
+        devices: Of the same number, kinds and order as the program's devices.
     """
-    own = lowered._lowering
-    args = own.compile_args
+    lowering = lowered._lowering
+    args = lowering.compile_args
     names = "in_shardings", "out_shardings", "intermediate_shardings"
     shardings = [sharding for name in names for sharding in args[name] or ()]
     known = NamedSharding | SingleDeviceSharding | GSPMDSharding | UnspecifiedValue
     is_bound = (
         any(args[name] for name in _BINDING)
-        or own.const_args
-        or own._device_list is None
+        or lowering.const_args
+        or lowering._device_list is None
         or not all(isinstance(s, known) for s in shardings)
     )
     if is_bound:
         return None
-    others = dict(zip(own._device_list, devices, strict=True))
-    moved = copy.copy(own)
+    others = dict(zip(lowering._device_list, devices, strict=True))
+    moved = copy.copy(lowering)
     moved._device_list, moved._executable = xla_client.DeviceList(tuple(devices)), None
-    moved.compile_args = args | {name: _moved(args[name] or (), others) for name in names}
+    moved.compile_args = args | {name: _with_devices(args[name] or (), others) for name in names}
     return jax.stages.Lowered(
         moved,
         lowered.args_info,
@@ -135,7 +134,10 @@ def lowered_for(lowered: Any, devices: Sequence[jax.Device]) -> Any | None:
     )
 
 
-def _moved(shardings: Sequence[Any], others: Mapping[jax.Device, jax.Device]) -> tuple[Any, ...]:
+def _with_devices(
+    shardings: Sequence[Any], others: Mapping[jax.Device, jax.Device]
+) -> tuple[Any, ...]:
+    """Shardings with each device replaced by another."""
     meshes: dict[Mesh, Mesh] = {}
     out: list[Any] = []
     for sharding in shardings:
@@ -143,13 +145,13 @@ def _moved(shardings: Sequence[Any], others: Mapping[jax.Device, jax.Device]) ->
             out.append(sharding)
             continue
         if isinstance(sharding, SingleDeviceSharding):
-            [own] = sharding.device_set
-            out.append(SingleDeviceSharding(others[own], memory_kind=sharding.memory_kind))
+            [old] = sharding.device_set
+            out.append(SingleDeviceSharding(others[old], memory_kind=sharding.memory_kind))
             continue
         if isinstance(sharding, GSPMDSharding):
-            there = [others[device] for device in sharding._devices]
+            new = [others[device] for device in sharding._devices]
             kind = sharding.memory_kind
-            out.append(GSPMDSharding(there, sharding._hlo_sharding, memory_kind=kind))
+            out.append(GSPMDSharding(new, sharding._hlo_sharding, memory_kind=kind))
             continue
         mesh = sharding.mesh
         if mesh not in meshes:

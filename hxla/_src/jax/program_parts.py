@@ -1,13 +1,12 @@
-"""A traced program in parts: results made group by group, or group apart from group.
+"""A traced program in parts: results computed group by group, in one program or in several.
 
-Equations that only one group's results need run with that group. What several groups need is
-either made once, before all of them, and kept, as a global norm is; or, where it is a tensor that
-costs hardly more than reading it, made again by each of them, as the gradients are that the norm
-was taken of. Barriers keep XLA from bringing the groups together again.
+An equation for one group's results runs with that group. A value for several groups is computed
+once, before them, and kept, as a global norm is; a tensor that is cheap to compute is recomputed by
+each group, as the gradients below the norm are. Barriers keep XLA from merging the groups again.
 
-Such numbers are the random keys of a model's arrays and the counters that they are made from. They
-are found first, one equation after another, so that programs of equal layers differ in their
-arguments only: one of them makes the arrays of all.
+Initializers are split into separate programs. Their random keys and counters are computed first,
+equation by equation, so that programs of equal layers differ only in their arguments and can be
+shared.
 """
 
 import dataclasses
@@ -42,7 +41,7 @@ def balanced(sizes: Sequence[int], num: int) -> list[range]:
     """Consecutive groups of about equal size, none of them empty.
 
     Args:
-        num: Groups, from 1 to as many as there are sizes.
+        num: The number of groups, from 1 to `len(sizes)`.
     """
     total = np.cumsum(sizes, dtype=float)
     ends = [0]
@@ -53,11 +52,11 @@ def balanced(sizes: Sequence[int], num: int) -> list[range]:
 
 
 def in_groups(function: Callable[..., Any], groups: Sequence[Iterable[int]]) -> Callable[..., Any]:
-    """The same function of trees of arrays, its results made group after group.
+    """The same function of trees of arrays, its results computed group after group.
 
     Args:
-        groups: Numbers of its flat results. A result in none of them is made with the group with
-            which it has most in common that no other has.
+        groups: Indices of its flat results. Any other result joins the group with which it shares
+            the most values that no other group needs.
     """
     return run_as(function, lambda closed, arguments: _run(inlined(closed), groups, arguments))
 
@@ -82,17 +81,17 @@ def _run(
 
 
 def _programs(jaxpr: Any, groups: Sequence[Sequence[Any]]) -> list[Any]:
-    """What is shared, if anything is, and then one group's results after another's."""
+    """The program of shared values, if there are any, and then that of each group."""
     needing = _needing(jaxpr, groups)
-    results = variables(jaxpr.outvars)  # these cost nothing to keep
+    results = variables(jaxpr.outvars)  # keeping these is free
     kept = variables(
         v
         for eqn in jaxpr.eqns
         if _any_of(needing, eqn.outvars).bit_count() > 1
-        and not (_is_made_again(eqn) and results.keys().isdisjoint(eqn.outvars))
+        and not (_is_recomputed(eqn) and results.keys().isdisjoint(eqn.outvars))
         for v in eqn.outvars
     )
-    programs = [part(jaxpr, group, given=kept) for group in groups]
+    programs = [part(jaxpr, group, known=kept) for group in groups]
     shared = variables(v for program in programs for v in program.invars if v in kept)
     return [part(jaxpr, list(shared)), *programs] if shared else programs
 
@@ -104,17 +103,17 @@ def _all_grouped(jaxpr: Any, groups: list[list[Any]]) -> list[list[Any]]:
     for v in variables(jaxpr.outvars):
         if v in grouped:
             continue
-        own = [v]
+        needed = [v]
         if needing.get(v, 0).bit_count() != 1:
-            own = [u for eqn in backward_slice(jaxpr.eqns, [v]) for u in eqn.outvars]
-        found = Counter(bits for u in own if (bits := needing.get(u, 0)).bit_count() == 1)
-        only = max(found, key=found.__getitem__, default=1)
-        groups[only.bit_length() - 1].append(v)
+            needed = [u for eqn in backward_slice(jaxpr.eqns, [v]) for u in eqn.outvars]
+        shared = Counter(bits for u in needed if (bits := needing.get(u, 0)).bit_count() == 1)
+        best = max(shared, key=shared.__getitem__, default=1)
+        groups[best.bit_length() - 1].append(v)
     return groups
 
 
 def _needing(jaxpr: Any, groups: Sequence[Sequence[Any]]) -> dict[Any, int]:
-    """For each variable the groups that need it, as bits."""
+    """For each variable a bit mask of the groups that need it."""
     needing: dict[Any, int] = {}
     for g, group in enumerate(groups):
         needing.update((v, needing.get(v, 0) | 1 << g) for v in variables(group))
@@ -128,20 +127,22 @@ def _any_of(needing: dict[Any, int], variables: Iterable[Any]) -> int:
     return functools.reduce(operator.or_, (needing.get(v, 0) for v in variables), 0)
 
 
-def _is_made_again(eqn: Any) -> bool:
-    """A scalar can as well be kept."""
+def _is_recomputed(eqn: Any) -> bool:
+    """Whether groups recompute an equation; scalars are kept."""
     return any(v.aval.size > 1 for v in eqn.outvars) and not eqn.effects and is_cheap(eqn)
 
 
-_MOST_ELEMENTS = 4096  # of whole numbers that are found first
+_MOST_ELEMENTS = 4096  # of integers that are computed first
 
 
 @dataclasses.dataclass(frozen=True)
 class ResultGroup:
-    """Results that are made without the others.
+    """Results of a separate program.
 
     Attributes:
-        like: Equal for groups that differ in their operands only.
+        places: Indices of the results in the whole program.
+        operands: Arguments and constants, as arrays.
+        like: Equal for groups that differ only in their operands.
     """
 
     places: tuple[int, ...]
@@ -150,7 +151,7 @@ class ResultGroup:
     like: Any
 
     def run(self, operands: Sequence[Any]) -> list[Any]:
-        """The results, from `operands` or those of a group that is like it."""
+        """The results, from the operands of this group or of one with equal `like`."""
         return run_jaxpr(self.jaxpr, operands)
 
 
@@ -160,44 +161,44 @@ def apart(
     """The groups of a program's results; see `ResultGroup`.
 
     Args:
-        wanted: Numbers of the results that are made.
-        least_bytes: Those of smaller ones are one group.
+        wanted: Indices of the results to compute.
+        least_bytes: Smaller groups are merged into one.
     """
     whole = inlined(closed).jaxpr
     results = [whole.outvars[k] for k in wanted]
     known = dict(zip(whole.constvars, closed.consts, strict=True))
     known |= dict(zip(whole.invars, arguments, strict=True))
-    left = []
+    remaining = []
     for eqn in backward_slice(whole.eqns, results):
         if all(v in known for v in variables(eqn.invars)) and _is_small(eqn):
             operands = [v.val if isinstance(v, Literal) else known[v] for v in eqn.invars]
             known.update(zip(eqn.outvars, run_equation(eqn, operands), strict=True))
         else:
-            left.append(eqn)
-    roots = _roots(left, known)
+            remaining.append(eqn)
+    roots = _roots(remaining, known)
     places: dict[Any, list[int]] = {}
     for k, v in zip(wanted, results, strict=True):
         places.setdefault(None if isinstance(v, Literal) else roots.get(v, v), []).append(k)
     sizes = [math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in whole.outvars]
-    small = {root for root, own in places.items() if sum(sizes[k] for k in own) < least_bytes}
+    small = {root for root, ks in places.items() if sum(sizes[k] for k in ks) < least_bytes}
     equations: dict[Any, list[Any]] = {}
-    for eqn in left:
+    for eqn in remaining:
         root = roots[eqn.outvars[0]]
         equations.setdefault(None if root in small else root, []).append(eqn)
     joined: dict[Any, list[int]] = {}
-    for root, own in places.items():
-        joined.setdefault(None if root in small else root, []).extend(own)
+    for root, ks in places.items():
+        joined.setdefault(None if root in small else root, []).extend(ks)
     groups = []
     for root, numbers in joined.items():
-        of_group = whole.replace(eqns=equations.get(root, []))
-        jaxpr = part(of_group, [whole.outvars[k] for k in numbers], given=known)
-        taken = tuple(known[v] for v in jaxpr.invars)
-        groups.append(ResultGroup(tuple(numbers), jaxpr, taken, _like(jaxpr)))
+        group_jaxpr = whole.replace(eqns=equations.get(root, []))
+        jaxpr = part(group_jaxpr, [whole.outvars[k] for k in numbers], known=known)
+        group_operands = tuple(known[v] for v in jaxpr.invars)
+        groups.append(ResultGroup(tuple(numbers), jaxpr, group_operands, _like(jaxpr)))
     return groups
 
 
 def _is_small(eqn: Any) -> bool:
-    """Whether it makes few whole numbers, of which no compiler rounds any, and no random array."""
+    """Whether an equation makes only few integers, which no compiler rounds, or keys."""
     return not (eqn.effects or eqn.primitive.name == "random_bits") and all(
         math.prod(v.aval.shape) <= _MOST_ELEMENTS
         and (
@@ -209,7 +210,7 @@ def _is_small(eqn: Any) -> bool:
 
 
 def _roots(equations: Sequence[Any], known: dict[Any, Any]) -> dict[Any, Any]:
-    """For each variable that equations make, one that stands for all which hang together."""
+    """For each variable of the equations the representative of its connected component."""
     parents: dict[Any, Any] = {}
 
     def root(v: Any) -> Any:
@@ -227,7 +228,7 @@ def _roots(equations: Sequence[Any], known: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _like(jaxpr: Any) -> Any:
-    """The text of a program, or itself: a text does not show the arrays inside."""
+    """A key of equal programs: the text, or the identity if a text would hide arrays."""
     if any(_closes_over_arrays(eqn) for eqn in jaxpr.eqns):
         return id(jaxpr)
     return str(jaxpr)

@@ -1,4 +1,4 @@
-"""Which arguments the results of a traced program are, or are made from."""
+"""The arguments that results of a traced program equal, or depend on."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from ..core.fingerprint import fingerprint
 from .jaxpr import ClosedJaxpr, Literal, inner_jaxpr, kind_of, part, program_text, scan_counts
 
 _KEEPS = frozenset({"copy", "copy_p", "optimization_barrier"})
-#: What moves or weighs elements, with the operands that a route goes through; None: all.
+#: Primitives that move or scale elements, and the operands that a route passes; None: all.
 _ON_A_ROUTE: dict[str, tuple[int, ...] | None] = {
     **dict.fromkeys(
         (
@@ -28,7 +28,7 @@ _ON_A_ROUTE: dict[str, tuple[int, ...] | None] = {
 
 
 def sources(closed: ClosedJaxpr) -> list[Any]:
-    """For each result of a program what it is, unchanged: an argument, what an equation made.
+    """The argument or equation result that each result of a program equals, unchanged.
 
     Returns:
         Variables of the program; None for a literal.
@@ -42,13 +42,13 @@ def sources(closed: ClosedJaxpr) -> list[Any]:
 
 
 def passed_through(closed: ClosedJaxpr) -> list[int | None]:
-    """For each result of a program the argument that it is, unchanged; None: it is none."""
+    """The index of the argument that each result of a program equals, or None."""
     place: dict[Any, int | None] = {v: i for i, v in enumerate(closed.jaxpr.invars)}
     return [None if v is None else place.get(v) for v in sources(closed)]
 
 
 def _operands_kept(eqn: Any) -> Sequence[int | None]:
-    """For each result of an equation the operand that it is."""
+    """The index of the operand that each result of an equation equals, or None."""
     name, none = eqn.primitive.name, [None] * len(eqn.outvars)
     if name in _KEEPS:
         return range(len(eqn.outvars))
@@ -57,8 +57,8 @@ def _operands_kept(eqn: Any) -> Sequence[int | None]:
         return [0] if (made.shape, made.dtype) == (first.shape, first.dtype) else none
     if name == "cond":
         each = [passed_through(branch) for branch in eqn.params["branches"]]
-        kept = [own[0] if len(set(own)) == 1 else None for own in zip(*each, strict=True)]
-        return [None if k is None else k + 1 for k in kept]  # the first operand chooses
+        kept = [ks[0] if len(set(ks)) == 1 else None for ks in zip(*each, strict=True)]
+        return [None if k is None else k + 1 for k in kept]  # the first operand is the branch index
     if name == "while":
         num_consts = eqn.params["body_nconsts"]
         kept = passed_through(eqn.params["body_jaxpr"])
@@ -77,11 +77,11 @@ def _operands_kept(eqn: Any) -> Sequence[int | None]:
 
 
 class Needed(NamedTuple):
-    """What makes one result of a program.
+    """The dependences of one result of a program.
 
     Attributes:
-        text: Its equations, and the arrays that they close over.
-        arguments: Places of the arguments that it reads.
+        text: Its equations, and a hash of their constants.
+        arguments: Indices of the arguments that it reads.
     """
 
     text: str
@@ -89,29 +89,33 @@ class Needed(NamedTuple):
 
 
 def needed_for(closed: ClosedJaxpr, result: int) -> Needed:
-    """What of a program makes one result."""
+    """The equations, constants and arguments of one result of a program."""
     jaxpr = closed.jaxpr
     wanted = [i == result for i in range(len(jaxpr.outvars))]
-    own, used_consts, used = partial_eval.dce_jaxpr_consts(jaxpr, wanted)
-    places = dict(zip(own.invars, itertools.compress(itertools.count(), used), strict=True))
-    consts = dict(zip(own.constvars, itertools.compress(closed.consts, used_consts), strict=True))
-    own = part(own, own.outvars)  # what has effects stayed, whoever needs it
-    held = [np.asarray(consts[v]) for v in own.invars if v in consts]
-    arguments = frozenset(places[v] for v in own.invars if v in places)
-    return Needed(f"{program_text(own)} {fingerprint(held)}", arguments)
+    needed, used_consts, used = partial_eval.dce_jaxpr_consts(jaxpr, wanted)
+    places = dict(zip(needed.invars, itertools.compress(itertools.count(), used), strict=True))
+    consts = dict(
+        zip(needed.constvars, itertools.compress(closed.consts, used_consts), strict=True)
+    )
+    needed = part(
+        needed, needed.outvars
+    )  # drops equations with effects, which `dce_jaxpr_consts` keeps
+    used_arrays = [np.asarray(consts[v]) for v in needed.invars if v in consts]
+    arguments = frozenset(places[v] for v in needed.invars if v in places)
+    return Needed(f"{program_text(needed)} {fingerprint(used_arrays)}", arguments)
 
 
 def read_arguments(closed: ClosedJaxpr) -> frozenset[int]:
-    """Places of the arguments that some result of a program is made from."""
+    """Indices of the arguments that some result of a program depends on."""
     _, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     return frozenset(i for i, is_used in enumerate(used) if is_used)
 
 
 def routes(closed: ClosedJaxpr, result: int) -> dict[int, frozenset[str]]:
-    """The arguments whose elements a result has, moved, chosen or weighed.
+    """The arguments whose elements a result contains, moved, selected or scaled.
 
     Returns:
-        For each the names of all operations on the ways from it to the result.
+        For each argument, by index, the names of all operations on its routes to the result.
     """
     jaxpr = closed.jaxpr
     names: dict[Any, frozenset[str]] = {}
@@ -125,22 +129,22 @@ def routes(closed: ClosedJaxpr, result: int) -> dict[int, frozenset[str]]:
         for k, var in enumerate(eqn.outvars):
             if var not in names:
                 continue
-            for i, own in _steps(eqn, k).items():
-                reach(eqn.invars[i], names[var] | own)
+            for i, step in _steps(eqn, k).items():
+                reach(eqn.invars[i], names[var] | step)
     return {i: names[v] for i, v in enumerate(jaxpr.invars) if v in names}
 
 
 def _steps(eqn: Any, result: int) -> dict[int, frozenset[str]]:
-    """The operands of an equation that a route goes through, with the operations on it."""
+    """The operands of an equation that a route passes, with the operations on it."""
     name, inner = eqn.primitive.name, inner_jaxpr(eqn)
     if inner is not None and kind_of(eqn) in ("inlined", "remat", "custom"):
         return routes(inner, result)
-    own, every = frozenset({name}), range(len(eqn.invars))
+    step, every = frozenset({name}), range(len(eqn.invars))
     if name == "select_n":
-        return dict.fromkeys(every[1:], own)
+        return dict.fromkeys(every[1:], step)
     if name not in _ON_A_ROUTE:
         return {}
     if name == "optimization_barrier":
-        return {result: own}
+        return {result: step}
     places = _ON_A_ROUTE[name]
-    return dict.fromkeys(every if places is None else places, own)
+    return dict.fromkeys(every if places is None else places, step)

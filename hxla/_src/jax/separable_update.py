@@ -1,9 +1,9 @@
-"""What of an optimizer's update can be done by itself: a parameter, or any slice of one.
+"""The independent domains of an optimizer's update: parameters, or any slices of them.
 
-The update is traced once for whole arrays. Parameters, gradients and state that no result brings
-together are independent of each other, so different devices may own them; where all that is done
-with an array is done element by element, they may own slices of it. Numbers that depend on no
-parameter, such as a count of steps, are common: everybody has them.
+The update is traced once for whole arrays. Parameters, gradients and state that no result combines
+are independent, so different devices may own them. If the update of an array is element-wise,
+devices may own slices of it. Scalars that depend on no parameter, such as a count of steps, are
+common to all devices.
 
 References:
     Xu et al., "Automatic cross-replica sharding of weight update in data-parallel training", 2020.
@@ -37,42 +37,42 @@ _SAME_ORDER = ("reshape", "expand_dims", "squeeze")
 
 
 class _Missing:
-    """The value of what another device owns."""
+    """The value of an array that another device owns."""
 
 
 MISSING = _Missing()
 
 
 class Part(Protocol):
-    """What a device has of a function's arrays: flat slices of those that are cut."""
+    """A device's shard of a function's arrays: whole domains, and flat slices of others."""
 
     def owns(self, domain: int) -> bool:
-        """Whether it has a domain, or a slice of it."""
+        """Whether the device has a domain, or a slice of it."""
 
     def has_whole(self, domain: int) -> bool:
-        """Whether it has the arrays of a domain whole, in their own shapes."""
+        """Whether the device has the arrays of a domain whole, in their shapes."""
 
     def piece(self, domain: int, x: Any) -> Any:
-        """Its slice of a whole array of a domain that is cut."""
+        """The device's slice of a whole array of a sliced domain."""
 
     def own(self, domain: int, x: Any) -> Any:
-        """Its slice with zeros where it is padding."""
+        """The device's slice with zeros in the padding."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SeparableUpdate:
-    """A traced function of several arrays, each with its result, and what of it is independent.
+    """A traced update of several arrays, and its independent domains.
 
-    Sums over all elements of an array are made elsewhere: their results are common numbers, so they
-    tie nothing together.
+    Sums over all elements of an array are computed outside: their results are common scalars, so
+    they join no domains.
 
     Attributes:
-        closed: The program, jitted functions inlined: from the arrays of each domain, whose next
-            values are its results, and after them other arguments.
-        domain_of: For each argument the number of its domain; None: it is common.
-        slices: For each domain whether its arrays may be cut anywhere, flattened.
-        levels: Numbers of the equations that are such sums; those of a level need only the results
-            of the levels before.
+        closed: The program, jitted functions inlined, from arrays and other arguments to the
+            arrays' next values.
+        domain_of: The domain of each argument; None: it is common.
+        slices: For each domain whether its flattened arrays may be cut anywhere.
+        levels: Indices of the equations that are such sums; a level depends only on the results of
+            earlier levels.
     """
 
     closed: ClosedJaxpr
@@ -82,11 +82,11 @@ class SeparableUpdate:
 
     @property
     def sums(self) -> tuple[int, ...]:
-        """The equations of all levels, in the order of their numbers elsewhere."""
+        """The equations of all levels, in the order of the argument `sums`."""
         return tuple(i for level in self.levels for i in level)
 
     def read_by_sums(self) -> set[int]:
-        """The numbers of the arguments that some of `sums` needs, through others too."""
+        """The indices of the arguments that `sums` depend on."""
         jaxpr = self.closed.jaxpr
         wanted = [jaxpr.eqns[i].invars[0] for i in self.sums]
         read = variables(v for eqn in backward_slice(jaxpr.eqns, wanted) for v in eqn.invars)
@@ -96,16 +96,16 @@ class SeparableUpdate:
     def run(
         self, arguments: Sequence[Any], part: Part, zero: jax.Array, sums: jax.Array
     ) -> list[Any]:
-        """The results on a device: of domains that it owns, slices of those that are cut.
+        """The results on a device, flat slices for sliced domains.
 
         Args:
-            arguments: In the order of the program; flat slices where domains are cut, anything
-                where they are not owned.
-            zero: See `rounded`: how arrays are cut must not decide how products are rounded.
-            sums: float32[S], the results of `sums`.
+            arguments: In the order of the program; flat slices for sliced domains, anything for
+                domains of other devices.
+            zero: See `rounded`: the rounding of products must not depend on the slices.
+            sums: float32[S], the results of `self.sums`.
 
         Returns:
-            In the order of the program; `MISSING` of what is not owned.
+            In the order of the program; `MISSING` for domains of other devices.
         """
         jaxpr = self.closed.jaxpr
         read, domains = self._env(arguments, part, zero, sums, jaxpr.outvars)
@@ -119,33 +119,31 @@ class SeparableUpdate:
         ]
 
     def summed_domains(self, level: int) -> tuple[int, ...]:
-        """The domains of the arrays that are summed."""
+        """The domains of the arrays that a level sums."""
         domains = _Domains(self.closed, self.domain_of, self.sums)
-        found = (domains.of(self.closed.jaxpr.eqns[i].invars[0]) for i in self.levels[level])
-        return tuple(d for d in found if d is not None)
+        of_level = (domains.of(self.closed.jaxpr.eqns[i].invars[0]) for i in self.levels[level])
+        return tuple(d for d in of_level if d is not None)
 
     def summed(
         self, level: int, arguments: Sequence[Any], part: Part, zero: jax.Array, sums: jax.Array
     ) -> list[Any]:
-        """What a device has of the arrays that are summed.
+        """A device's shards of the arrays that a level sums.
 
         Args:
             arguments: See `run`.
-            part: See `run`.
-            zero: See `run`.
-            sums: See `run`; those of this level and beyond are not read.
+            sums: See `run`; those of this level and later ones are not read.
 
         Returns:
-            For each sum of the level, in order; `MISSING` of what is not owned.
+            For each sum of the level, in order; `MISSING` for domains of other devices.
         """
         wanted = [self.closed.jaxpr.eqns[i].invars[0] for i in self.levels[level]]
         read, domains = self._env(arguments, part, zero, sums, wanted)
-        found = []
+        shards = []
         for v in wanted:
             domain, x = domains.of(v), read(v)
             assert domain is not None
-            found.append(part.own(domain, x) if self.slices[domain] and x is not MISSING else x)
-        return found
+            shards.append(part.own(domain, x) if self.slices[domain] and x is not MISSING else x)
+        return shards
 
     def _env(
         self,
@@ -155,55 +153,55 @@ class SeparableUpdate:
         sums: jax.Array,
         wanted: Sequence[Any],
     ) -> tuple[Callable[[Any], Any], "_Domains"]:
-        """Values and domains of variables, run as far as some need it."""
-        jaxpr, made = self.closed.jaxpr, self.sums
-        domains = _Domains(self.closed, self.domain_of, made)
+        """Values and domains of variables, after running all equations that `wanted` needs."""
+        jaxpr, sums_at = self.closed.jaxpr, self.sums
+        domains = _Domains(self.closed, self.domain_of, sums_at)
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, self.closed.consts, strict=True))
         env |= dict(zip(jaxpr.invars, arguments, strict=True))
-        env |= {jaxpr.eqns[i].outvars[0]: sums[k] for k, i in enumerate(made)}
+        env |= {jaxpr.eqns[i].outvars[0]: sums[k] for k, i in enumerate(sums_at)}
 
         def read(v: Any) -> Any:
             return v.val if isinstance(v, Literal) else env[v]
 
-        given = {jaxpr.eqns[i].outvars[0] for i in made}
-        needed = set(map(id, backward_slice(jaxpr.eqns, wanted, given)))
+        sum_results = {jaxpr.eqns[i].outvars[0] for i in sums_at}
+        needed = set(map(id, backward_slice(jaxpr.eqns, wanted, sum_results)))
         chosen = to_round(self.closed)
         for i, eqn in enumerate(jaxpr.eqns):
-            if i in made or id(eqn) not in needed:
+            if i in sums_at or id(eqn) not in needed:
                 continue
             domain = domains.of_equation(eqn)
             operands = [read(v) for v in eqn.invars]
             if domain is not None and not part.owns(domain):
-                found: list[Any] = [MISSING] * len(eqn.outvars)
+                results: list[Any] = [MISSING] * len(eqn.outvars)
             elif domain is None or not self.slices[domain]:
-                found = run_equation(eqn, operands)
+                results = run_equation(eqn, operands)
             else:
-                own = [
+                pieces = [
                     part.piece(domain, x) if domains.of(v) is None and jnp.ndim(x) else x
                     for v, x in zip(eqn.invars, operands, strict=True)
                 ]
                 if is_division(eqn) and domains.of(eqn.invars[1]) is None:
-                    x, number = map(jnp.asarray, own)
-                    found = [divided(x, number, zero)]
+                    x, number = map(jnp.asarray, pieces)
+                    results = [divided(x, number, zero)]
                 elif part.has_whole(domain):
-                    found = run_equation(eqn, own)
+                    results = run_equation(eqn, pieces)
                 else:
-                    found = _on_slices(eqn, own)
-            if i in chosen and found[0] is not MISSING:
-                found = [rounded(found[0], zero)]
-            env.update(zip(eqn.outvars, found, strict=True))
+                    results = _on_slices(eqn, pieces)
+            if i in chosen and results[0] is not MISSING:
+                results = [rounded(results[0], zero)]
+            env.update(zip(eqn.outvars, results, strict=True))
         return read, domains
 
 
 def independent(
     function: Callable[..., Any], arrays: Sequence[Any], others: Sequence[Any], same: Sequence[int]
 ) -> SeparableUpdate:
-    """Find what of a function is independent.
+    """Find the independent domains of a function.
 
     Args:
-        function: From arrays and others to the arrays' next values.
-        same: For each of the others the array that it belongs to, such as a parameter's gradient;
-            -1: none.
+        function: From `arrays` and `others` to the arrays' next values.
+        same: For each of the others the array in whose domain it is, such as a gradient's
+            parameter; -1: none.
     """
     closed = inlined(jax.make_jaxpr(function)(*arrays, *others))
     jaxpr, num = closed.jaxpr, len(arrays)
@@ -214,7 +212,7 @@ def independent(
     met = [{owner[i] for i in reads(v)} | {k} for k, v in enumerate(jaxpr.outvars)]
     is_param = {s for s in same if s >= 0}
     common = {k for k in range(num) if k not in is_param}
-    while True:  # what depends only on what is common
+    while True:  # drop arrays that depend on an array that is not common
         fewer = {k for k in common if met[k] - {None} <= common}
         if fewer == common:
             break
@@ -226,11 +224,11 @@ def independent(
             k = roots[k]
         return k
 
-    for found in met:
-        first, *rest = [root(k) for k in sorted(x for x in found if x is not None)] or [0]
-        own = [k for k in (first, *rest) if k not in common]
-        for k in own[1:]:
-            roots[root(k)] = root(own[0])
+    for together in met:
+        first, *rest = [root(k) for k in sorted(x for x in together if x is not None)] or [0]
+        joined = [k for k in (first, *rest) if k not in common]
+        for k in joined[1:]:
+            roots[root(k)] = root(joined[0])
     numbers = {
         r: i for i, r in enumerate(dict.fromkeys(root(k) for k in range(num) if k not in common))
     }
@@ -247,34 +245,34 @@ def independent(
         if i in made or id(eqn) not in needed:
             continue
         d = domains.of_equation(eqn)
-        if d is not None and not _is_by_element(eqn, domains):
+        if d is not None and not _is_element_wise(eqn, domains):
             slices[d] = False
     slices = [s and len(sizes[d]) == 1 for d, s in enumerate(slices)]
     return SeparableUpdate(closed, domain_of, tuple(slices), levels)
 
 
 def _levels(jaxpr: Any, num: int, belongs: Sequence[bool]) -> tuple[tuple[int, ...], ...]:
-    """The sums over all elements of arrays, those first that need no others."""
-    level: dict[Any, int] = {}  # of what is needed for a variable
+    """The sums over all elements of arrays, by depth of their dependences on each other."""
+    level: dict[Any, int] = {}  # by variable, the first level that may sum it
     of_arrays = {*jaxpr.invars[:num], *(v for v, b in zip(jaxpr.invars[num:], belongs) if b)}  # noqa: B905
-    found: dict[int, list[int]] = {}
+    sums: dict[int, list[int]] = {}
     needed = set(map(id, backward_slice(jaxpr.eqns, jaxpr.outvars)))
     for i, eqn in enumerate(jaxpr.eqns):
         read = variables(eqn.invars)
-        own = max((level.get(v, 0) for v in read), default=0)
+        depth = max((level.get(v, 0) for v in read), default=0)
         is_of_arrays = not of_arrays.isdisjoint(read)
         if id(eqn) in needed and is_of_arrays and _is_sum(eqn):
-            found.setdefault(own, []).append(i)
-            level[eqn.outvars[0]] = own + 1
+            sums.setdefault(depth, []).append(i)
+            level[eqn.outvars[0]] = depth + 1
             continue
-        level.update((v, own) for v in eqn.outvars)
+        level.update((v, depth) for v in eqn.outvars)
         if is_of_arrays:
             of_arrays.update(eqn.outvars)
-    return tuple(tuple(found[k]) for k in sorted(found))
+    return tuple(tuple(sums[k]) for k in sorted(sums))
 
 
 def _is_sum(eqn: Any) -> bool:
-    """Whether it adds up all elements of an array of float32."""
+    """Whether an equation sums all elements of a float32 array."""
     if eqn.primitive.name != "reduce_sum":
         return False
     aval = eqn.invars[0].aval
@@ -282,22 +280,23 @@ def _is_sum(eqn: Any) -> bool:
 
 
 def _inputs_read(jaxpr: Any, made: Container[int]) -> Callable[[Any], frozenset[int]]:
+    """From a variable to the arguments that it depends on, but through the equations `made`."""
     known: dict[Any, frozenset[int]] = {v: frozenset((i,)) for i, v in enumerate(jaxpr.invars)}
     none: frozenset[int] = frozenset()
 
-    def of(v: Any) -> frozenset[int]:
+    def read_by(v: Any) -> frozenset[int]:
         return none if isinstance(v, Literal) else known.get(v, none)
 
     for i, eqn in enumerate(jaxpr.eqns):
         if i in made:
             continue
-        found = none.union(*map(of, eqn.invars))
-        known.update((v, found) for v in eqn.outvars)
-    return of
+        read = none.union(*map(read_by, eqn.invars))
+        known.update((v, read) for v in eqn.outvars)
+    return read_by
 
 
 class _Domains:
-    """To which domain each variable of a program belongs; None: it is common."""
+    """The domain of each variable of a program; None: it is common."""
 
     def __init__(
         self, closed: ClosedJaxpr, of_inputs: Iterable[int | None], made: Container[int] = ()
@@ -306,26 +305,26 @@ class _Domains:
         for i, eqn in enumerate(closed.jaxpr.eqns):
             if i in made:
                 continue
-            found = {d for v in eqn.invars if (d := self.of(v)) is not None}
-            self._known.update((v, min(found, default=None)) for v in eqn.outvars)
+            read = {d for v in eqn.invars if (d := self.of(v)) is not None}
+            self._known.update((v, min(read, default=None)) for v in eqn.outvars)
 
     def of(self, v: Any) -> int | None:
         return None if isinstance(v, Literal) else self._known.get(v)
 
     def of_equation(self, eqn: Any) -> int | None:
-        """Of its results."""
+        """The domain of an equation's results."""
         return self.of(eqn.outvars[0]) if eqn.outvars else None
 
 
-def _is_by_element(eqn: Any, domains: _Domains) -> bool:
+def _is_element_wise(eqn: Any, domains: _Domains) -> bool:
     inner = inner_jaxpr(eqn)
     if inner is not None:
         if kind_of(eqn) not in ("inlined", "custom"):
             return False
-        within = _Domains(inner, [domains.of(v) for v in eqn.invars])
+        inner_domains = _Domains(inner, [domains.of(v) for v in eqn.invars])
         return all(
-            within.of_equation(own) is None or _is_by_element(own, within)
-            for own in inner.jaxpr.eqns
+            inner_domains.of_equation(e) is None or _is_element_wise(e, inner_domains)
+            for e in inner.jaxpr.eqns
         )
     name = eqn.primitive.name
     sizes = {
@@ -339,21 +338,21 @@ def _is_by_element(eqn: Any, domains: _Domains) -> bool:
 
 
 def _on_slices(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """An equation by element, of flat slices."""
+    """Run an element-wise equation on flat slices."""
     inner = inner_jaxpr(eqn)
     if inner is None:
         if eqn.primitive.name in _SAME_ORDER:
             return [operands[0]]
-        if not eqn.outvars[0].aval.shape:  # numbers, of which the arrays' own are flat slices
+        if not eqn.outvars[0].aval.shape:  # scalars, of which those of arrays are flat slices
             operands = jnp.broadcast_arrays(*operands)
-        found = eqn.primitive.bind(*operands, **eqn.params)
-        return list(found) if eqn.primitive.multiple_results else [found]
+        outputs = eqn.primitive.bind(*operands, **eqn.params)
+        return list(outputs) if eqn.primitive.multiple_results else [outputs]
     env: dict[Any, Any] = dict(zip(inner.jaxpr.constvars, inner.consts, strict=True))
     env |= dict(zip(inner.jaxpr.invars, operands, strict=True))
 
     def read(v: Any) -> Any:
         return v.val if isinstance(v, Literal) else env[v]
 
-    for own in inner.jaxpr.eqns:
-        env.update(zip(own.outvars, _on_slices(own, [read(v) for v in own.invars]), strict=True))
+    for e in inner.jaxpr.eqns:
+        env.update(zip(e.outvars, _on_slices(e, [read(v) for v in e.invars]), strict=True))
     return [read(v) for v in inner.jaxpr.outvars]

@@ -1,7 +1,8 @@
 """The settings of JAX and XLA that may move a bit of a program's results.
 
-What is known to move none is left out by name. All else counts, also what a later jax adds, unless
-its value is the usual one: that of the oldest jax that is supported, or of the first with the name.
+Settings that are known to move none are excluded by name. All others count, also those of a later
+jax, unless they have the usual value: that of the oldest supported jax, or of the first with that
+name.
 """
 
 import fnmatch
@@ -16,7 +17,7 @@ from jax._src import config
 
 from ..core.errors import ConfigError
 
-# What is logged, checked, cached, dumped, exported and waited for, and where devices are from.
+# Logs, checks, caches, dumps, exports, timeouts, and the choice of devices.
 _HARMLESS_OF_JAX = (
     "jax2tf_*",
     "jax_*_visible_devices",
@@ -138,45 +139,45 @@ _USUAL_OF_JAX = {
 
 _HARMLESS_OF_XLA = (
     "xla_cpu_collective_*timeout_seconds",
-    "xla_cpu_max_isa",  # `Versions.processor` says it
-    "xla_cpu_multi_thread_eigen",  # exact sums' programs are compiled without, whatever it says
+    "xla_cpu_max_isa",  # `Versions.processor` has it
+    "xla_cpu_multi_thread_eigen",  # the programs of exact sums are always compiled without
     "xla_dump_*",
     "xla_force_host_platform_device_count",
 )
-# Those of `hxla run`, for kinds of devices that a plan says.
-_OF_HXLA = {
+# Flags that `hxla run` sets for device kinds of a plan.
+_SET_BY_HXLA = {
     "xla_gpu_shard_autotuning": "false",
     "xla_gpu_all_reduce_combine_threshold_bytes": "268435456",
     "xla_gpu_all_gather_combine_threshold_bytes": "268435456",
     "xla_gpu_reduce_scatter_combine_threshold_bytes": "268435456",
 }
-#: Variables of flags, and those that are a setting by themselves.
+#: Environment variables with flags, and those that are one setting each.
 _FLAGS, _ALONE = ("XLA_FLAGS", "LIBTPU_INIT_ARGS"), ("NVIDIA_TF32_OVERRIDE",)
 
 
 def bit_settings(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The settings in force that may move a bit and are not as usual, as `name=value`, in order.
+    """The settings that may move a bit and have no usual value, as sorted `name=value`.
 
     Raises:
-        ConfigError: If one of JAX's is another in this thread only, or flags cannot be read.
+        ConfigError: If a setting of JAX differs in this thread only, or flags cannot be read.
     """
-    found = {name: str(value) for name, value in jax.config.values.items()}
-    found = {n: v for n, v in found.items() if not _is_any(n, _HARMLESS_OF_JAX)}
-    _refuse_local(found)
+    settings = {name: str(value) for name, value in jax.config.values.items()}
+    settings = {n: v for n, v in settings.items() if not _is_any(n, _HARMLESS_OF_JAX)}
+    _refuse_local(settings)
     for name, value in _flags(environ).items():
-        if not _is_any(name, _HARMLESS_OF_XLA) and _OF_HXLA.get(name) != value:
-            found[name] = value
-    found |= {name: environ[name] for name in _ALONE if environ.get(name)}
-    return tuple(sorted(f"{n}={v}" for n, v in found.items() if _USUAL_OF_JAX.get(n) != v))
+        if not _is_any(name, _HARMLESS_OF_XLA) and _SET_BY_HXLA.get(name) != value:
+            settings[name] = value
+    settings |= {name: environ[name] for name in _ALONE if environ.get(name)}
+    return tuple(sorted(f"{n}={v}" for n, v in settings.items() if _USUAL_OF_JAX.get(n) != v))
 
 
 def unlike_settings(there: Sequence[str], here: Sequence[str]) -> Iterator[tuple[str, str, str]]:
     """The settings that differ: the name, and the values there and here.
 
     Args:
-        there: What `bit_settings` gave elsewhere.
+        there: A result of `bit_settings` in another process or run.
     """
-    one, two = (dict(text.split("=", 1) for text in own) for own in (there, here))
+    one, two = (dict(text.split("=", 1) for text in side) for side in (there, here))
     for name in sorted(one.keys() | two.keys()):
         usual = _USUAL_OF_JAX.get(name, "unset")
         values = one.get(name, usual), two.get(name, usual)
@@ -189,31 +190,31 @@ def _is_any(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _refuse_local(found: Mapping[str, str]) -> None:
-    """What a context manager sets holds in its thread, and programs are made in several."""
+def _refuse_local(settings: Mapping[str, str]) -> None:
+    """Refuse settings of a context manager: they hold in one thread, hxla compiles in several."""
     local = [
         f"{name}={value}"
-        for name, value in found.items()
+        for name, value in settings.items()
         if name in config.config_states and str(config.config_states[name].get_global()) != value
     ]
     if local:
         raise ConfigError(
-            f"{', '.join(local)} holds in this thread only, and programs are made in several: "
+            f"{', '.join(local)} holds in this thread only, and programs are compiled in several: "
             "leave the context manager, and set it for the process with jax.config.update"
         )
 
 
 def _flags(environ: Mapping[str, str]) -> dict[str, str]:
-    """Flags by name, without their dashes; the last of a name counts, as for XLA."""
-    found = {}
+    """Flags by name, without dashes; the last of a name counts, as for XLA."""
+    flags = {}
     for variable in _FLAGS:
         text = environ.get(variable, "").strip()
-        if text and not text.startswith("-"):  # XLA takes it for the name of a file
+        if text and not text.startswith("-"):  # XLA reads it as the name of a file
             try:
                 text = pathlib.Path(text).read_text()
             except OSError as error:
                 raise ConfigError(f"{variable}={text} cannot be read: {error.strerror}") from None
         for flag in shlex.split(text):
             name, _, value = flag.lstrip("-").partition("=")
-            found[name] = value or "true"
-    return found
+            flags[name] = value or "true"
+    return flags

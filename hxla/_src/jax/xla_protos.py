@@ -1,4 +1,4 @@
-"""XLA's protocol buffers: HLO modules and buffer assignments, by the numbers of their fields.
+"""XLA's protocol buffers: HLO modules and buffer assignments, by field numbers.
 
 References:
     xla/service/hlo.proto (HloProto, BufferAssignmentProto).
@@ -27,8 +27,8 @@ class Piece(NamedTuple):
     """A value's place in an allocation.
 
     Attributes:
-        name: Of the instruction that makes it.
-        element: Of the tuple that the instruction makes; None for the value itself.
+        name: The name of the instruction that makes the value.
+        element: The index in the tuple that the instruction makes; None: the value is no element.
     """
 
     name: str
@@ -53,10 +53,10 @@ class BufferAssignment:
     """Memory of a program.
 
     Attributes:
-        output_bytes: Of results, those that take over an argument's memory included.
-        alias_bytes: Of results that take over an argument's memory.
-        source: What they were read from.
-        temporaries: Values between, their offsets counted through all blocks; empty if not known.
+        output_bytes: Bytes of results, donated arguments included.
+        alias_bytes: Bytes of results in donated arguments.
+        source: Where it was read, in words.
+        temporaries: Intermediate values, their offsets counted through all blocks; empty: unknown.
     """
 
     argument_bytes: int
@@ -68,10 +68,10 @@ class BufferAssignment:
 
 
 def from_allocations(allocations: Iterable[Allocation], source: str) -> BufferAssignment:
-    """What blocks of memory are together.
+    """Sum blocks of memory.
 
     Args:
-        source: What they were read from.
+        source: Where they were read, in words.
     """
     sums: Counter[str] = Counter()
     temporaries: list[Piece] = []
@@ -105,15 +105,15 @@ def from_text(lines: Iterable[str], source: str) -> BufferAssignment:
     allocations: list[Allocation] = []
     pieces: list[Piece] = []
     for line in lines:
-        found = _ALLOCATION.match(line)
-        if found:
+        match = _ALLOCATION.match(line)
+        if match:
             pieces = []
             allocations.append(
                 Allocation(
-                    num_bytes=int(found[2]),
-                    is_argument=", parameter " in found[3],
-                    is_output="maybe-live-out" in found[3],
-                    is_temporary=not any(word in found[3] for word in _NOT_TEMPORARY),
+                    num_bytes=int(match[2]),
+                    is_argument=", parameter " in match[3],
+                    is_output="maybe-live-out" in match[3],
+                    is_temporary=not any(word in match[3] for word in _NOT_TEMPORARY),
                     pieces=pieces,
                 )
             )
@@ -126,14 +126,14 @@ def from_text(lines: Iterable[str], source: str) -> BufferAssignment:
 
 
 class Message:
-    """The fields of a serialized message by their numbers, those of one number in order.
+    """The fields of a serialized message by number; repeated ones in order.
 
     Raises:
         ValueError: If the bytes are no message.
     """
 
     def __init__(self, data: bytes):
-        # To a message without fields all of them are unknown, and kept.
+        # For a message type without fields all of them are unknown, and kept.
         message = Empty()
         try:
             message.ParseFromString(data)
@@ -144,11 +144,11 @@ class Message:
             self._fields[field.field_number].append(field.data)
 
     def number(self, field: int) -> int:
-        """The last whole number of a field; 0 if it is not there."""
+        """The last integer of a field; 0 if it is absent."""
         return next((v for v in reversed(self._fields[field]) if isinstance(v, int)), 0)
 
     def content(self, field: int) -> bytes:
-        """What a field that is no number holds; empty if it is not there."""
+        """The last bytes of a field; empty if it is absent."""
         return next((v for v in reversed(self._fields[field]) if isinstance(v, bytes)), b"")
 
     def messages(self, field: int) -> "list[Message]":
@@ -204,7 +204,7 @@ def buffer_assignment(data: bytes, module: bytes) -> BufferAssignment:
             num_bytes=block.number(2),
             is_argument=bool(block.number(5)),
             is_output=bool(block.number(7)),
-            # Nor constant or of one thread.
+            # Neither constant nor thread-local.
             is_temporary=not any(map(block.number, (5, 7, 12, 3))),
             pieces=[
                 Piece(*values[piece.number(1)], piece.number(2), piece.number(3))
