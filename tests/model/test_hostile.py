@@ -99,7 +99,7 @@ HOSTILE = {
     "copies without a number": (
         lambda: fit(scoped(R(), S(2))),
         hxla.AnnotationError,
-        r"say how many copies",
+        r"say how many replicas",
     ),
     "count of zero": (lambda: S(0), hxla.AnnotationError, r"split\(0\).*at least 1"),
     "count that is no number": (lambda: R("two"), hxla.AnnotationError, r"replicate\('two'\)"),

@@ -1,4 +1,4 @@
-"""Find mesh files, rule sets and maps of names: built in, or the user's own."""
+"""Find mesh files, rule sets and maps of names: built in, or the user's."""
 
 import difflib
 import pathlib
@@ -24,19 +24,18 @@ def names(kind: Kind) -> tuple[str, ...]:
 
 
 def is_built_in(kind: Kind, path: pathlib.Path) -> bool:
-    """Whether a path that `find` gave is that of a built-in file."""
+    """Whether a result of `find` is a built-in file."""
     return path.parent == _folder(kind).resolve()
 
 
 def find(kind: Kind, name_or_path: str) -> pathlib.Path:
-    """Path of a built-in name, or of the user's own file.
+    """The path of a built-in name, or of the user's file.
 
     Args:
-        kind: `meshes`, `rules` or `names`.
         name_or_path: A name from `names(kind)`, or a path to a TOML file.
 
     Raises:
-        MeshError: If there is neither (ConfigError for others), with the nearest known name.
+        MeshError: If there is neither, with the nearest name; for other kinds ConfigError.
     """
     error = MeshError if kind == "meshes" else ConfigError
     try:
@@ -46,7 +45,7 @@ def find(kind: Kind, name_or_path: str) -> pathlib.Path:
         built_in = _folder(kind) / f"{name_or_path}.toml"
         if built_in.is_file():
             return built_in.resolve()
-    except (OSError, RuntimeError) as fault:  # a name too long, a home that nobody has
+    except (OSError, RuntimeError) as fault:  # a name too long, a home of an unknown user
         raise error(f"{shown(name_or_path)} cannot be looked up: {fault}") from None
     known = names(kind)
     near = difflib.get_close_matches(name_or_path[:80], known, n=1)

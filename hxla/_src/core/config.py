@@ -1,4 +1,4 @@
-"""Typed settings that most runs never touch."""
+"""Typed settings that most runs never change."""
 
 import json
 import os
@@ -30,144 +30,142 @@ class _Section(pydantic.BaseModel):
 
 
 class BalanceConfig(_Section):
-    """The section `balance`: when counts of microbatches move."""
+    """The section `balance`: when microbatch counts change."""
 
     min_gain: float = pydantic.Field(0.015, ge=0)
     """Predicted gain in step time below which counts stay (0.015: 1.5 per cent)."""
     patience_steps: int = pydantic.Field(2, ge=1)
-    """Steps in a row that must agree before counts move."""
+    """Consecutive steps that must agree before counts change."""
     window_steps: int = pydantic.Field(9, ge=1)
-    """Steps whose median is a device's speed."""
+    """Steps whose median time gives a device's speed."""
     retry_steps: int = pydantic.Field(50, ge=1)
-    """Steps after which a device without microbatches is tried again, and counts that did not pay
-    are no longer avoided."""
+    """Steps after which a device without microbatches is tried again, and counts without a gain may
+    be chosen again."""
 
 
 class WatchdogConfig(_Section):
-    """The section `watchdog`: when a job of several processes is given up."""
+    """The section `watchdog`: when a job of several processes is ended."""
 
     heartbeat_timeout_seconds: float = pydantic.Field(7.0, gt=0)
-    """A process that has not answered for so long is dead or frozen."""
+    """Seconds without an answer after which a process counts as dead or frozen."""
     progress_timeout_seconds: float = pydantic.Field(600.0, gt=0)
-    """A job that lives but has not moved for so long is stuck; compilation counts."""
+    """Seconds without progress after which a job counts as stuck; compilation is progress."""
     compare_steps: int = pydantic.Field(100, ge=1)
-    """Steps after which the copies of the state are compared, by a checksum."""
+    """Steps after which the state of all replicas is compared, by a checksum."""
 
 
 class CheckpointConfig(_Section):
-    """The section `checkpoint`: how many checkpoints are kept, and copies in memory."""
+    """The section `checkpoint`: the number of checkpoints, and copies in memory."""
 
     keep: int = pydantic.Field(3, ge=1)
-    """Newest checkpoints that are kept."""
+    """The number of newest checkpoints to keep."""
     in_memory_every: int | None = pydantic.Field(None, ge=1)
-    """Steps between copies of the state in the memory of the hosts, for `hxla run --elastic`: where
-    each member has only a part of it, a process that is killed takes no more steps along than
-    these. None: no copies."""
+    """Steps between copies of the state in host memory, for `hxla run --elastic`. If each member
+    has only a shard of the state, a killed process loses at most so many steps. None: no copies."""
 
 
 class DataConfig(_Section):
-    """The section `data`: how far ahead microbatches are loaded, and by whom."""
+    """The section `data`: how far ahead microbatches are loaded, and by which processes."""
 
     prefetch_steps: int = pydantic.Field(2, ge=1)
-    """Steps whose microbatches are loaded ahead."""
+    """The number of steps whose microbatches are loaded ahead."""
     share: bool = True
-    """Whether one process of each host reads an iterable for all of them; else each reads it whole,
-    with loader processes of its own."""
+    """Whether one process of each host reads an iterable for all its processes; else each process
+    reads all of it, with separate loader processes."""
     workers: int = pydantic.Field(0, ge=0, le=128)
-    """Processes of each host that make the examples of a sequence, a callable or a
-    `grain.MapDataset`, for all of its training processes; 0: each makes its own in a thread."""
+    """Worker processes of each host that load the examples of a sequence, a callable or a
+    `grain.MapDataset`, for all its training processes; 0: each training process loads examples in a
+    thread."""
 
 
 class AutoConfig(_Section):
-    """The section `auto`: what hxla chooses by itself (EPL's section of the same name)."""
+    """The section `auto`: automatic choices of hxla (EPL's section of the same name)."""
 
     auto_parallel: bool = False
-    """Where no plan, mesh, rules or stages are given, time the devices that are here, search, and
-    run the best plan; the runners-up are said. An annotated model is refused."""
+    """Without a plan, mesh, rules or stages: time the local devices, search, and run the best plan;
+    the runners-up are reported. An annotated model is refused."""
     num_stages: int | None = pydantic.Field(None, ge=2)
-    """Cut a model without annotations into a pipeline of so many stages."""
+    """The number of pipeline stages for a model without annotations."""
 
 
 class IoConfig(_Section):
-    """The section `io`: how examples lie in files (EPL's)."""
+    """The section `io`: how examples are stored in files (EPL's)."""
 
     examples_per_file: int = pydantic.Field(1, ge=1)
-    """Examples that lie together: files are shuffled, then the examples within a file, so that a
-    device reads few files; 1: examples are shuffled by themselves."""
+    """Examples of one file: files are shuffled, then the examples within a file, so that a device
+    reads few files; 1: all examples are shuffled."""
 
 
 class ClusterConfig(_Section):
     """The section `cluster`: how TaskGraphs take devices (Whale's and EPL's)."""
 
     share_devices: bool = False
-    """TaskGraphs with device counts use the same devices instead of one set each."""
+    """TaskGraphs with device counts use the same devices instead of separate ones."""
     visible_devices: list[pydantic.NonNegativeInt] | None = pydantic.Field(None, min_length=1)
-    """Numbers of the devices to use, in the order of all devices; null: every one."""
+    """Indices of the devices to use, in the order of all devices; null: all."""
     prefer_intra_node: bool = True
-    """Keep the devices of a replica on one node where the nodes' sizes allow it."""
+    """Keep the devices of a replica on one node if the nodes' sizes allow it."""
     executors: Literal["auto"] | pydantic.PositiveInt = "auto"
-    """Microbatches that a device runs at once, each on sums of its own, where it holds a copy of
-    the model alone; no bit moves. `auto`: for a CPU device with several cores the number that is
-    fastest when a session begins, if it has so many steps that trying takes a twentieth of them at
-    most; else one."""
+    """Microbatches that a device runs at once, each with separate sums, if the device has a replica
+    alone; no bit moves. `auto`: for a CPU device with several cores the fastest number at the start
+    of a session, if the trials take at most a twentieth of its steps; else one."""
     microbatches_per_call: int = pydantic.Field(1, ge=1, le=4096)
-    """Microbatches that one call of a program runs, at most, in a loop on the device: a call costs
-    what many small operations take. Equal bits for any counts; another number has bits of its own.
-    """
+    """The most microbatches that one call of a program runs, in a loop on the device: a call costs
+    as much as many small operations. Bits do not depend on the counts, but on this number."""
     layout: Literal["auto", "all", "host"] | list[list[pydantic.NonNegativeInt]] = "auto"
-    """Devices among which one copy of the model is placed: `auto`, as many as the TaskGraphs ask
-    for; `all`, one copy over every device; `host`, those of one host; or lists of numbers."""
+    """Devices of a replica: `auto`, as many as the TaskGraphs ask for; `all`, one replica over all
+    devices; `host`, those of one host; or lists of device indices."""
 
 
 class PipelineConfig(_Section):
-    """The section `pipeline`: how a global batch is cut, and in which order stages work."""
+    """The section `pipeline`: the microbatches of a global batch, and the schedule of stages."""
 
     num_micro_batch: int | None = pydantic.Field(None, ge=1)
-    """Microbatches of a global batch, another way to say `microbatch_size`."""
+    """The number of microbatches of a global batch, an alternative to `microbatch_size`."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] | list[list[str]] = "1f1b"
-    """Order of forwards and backwards in a pipeline: a name, or a table of ticks and stages as
+    """The order of forwards and backwards in a pipeline: a name, or a table of ticks and stages as
     `hxla.schedule_from_table` reads it."""
     num_chunks: int = pydantic.Field(1, ge=1)
-    """Parts of the model on each stage of an `interleaved` pipeline."""
+    """Chunks of the model on each stage of an `interleaved` pipeline."""
     recompute: bool = False
-    """Keep the input of a stage and run its forward again in the backward, instead of keeping what
-    the backward needs."""
+    """Keep the input of a stage and run its forward again in the backward, instead of keeping its
+    residuals."""
 
 
 class CommunicationConfig(_Section):
-    """The section `communication`: how gradients are brought together (EPL's)."""
+    """The section `communication`: how gradients are reduced (EPL's)."""
 
     bucket_mib: int = pydantic.Field(256, ge=1)
-    """Size up to which small tensors are summed together; a larger one goes alone."""
+    """Size of the buckets in which small tensors are reduced; a larger tensor goes alone."""
     gradient: Literal["mean", "sum"] = "mean"
-    """Gradient of the global batch's mean loss, or of its sum."""
+    """Whether the gradient is that of the global batch's mean loss, or of its sum."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """In which sums of `reduction="float"` travel between replicas."""
+    """Dtype in which the sums of `reduction="float"` are sent between replicas."""
     sparse_embeddings: bool = False
-    """Send only the rows of an embedding's gradient that a step touched, where that is less."""
+    """Send only the rows of an embedding's gradient that a step touched, if that is less."""
     clip_norm: float | None = pydantic.Field(None, gt=0)
-    """Global norm to which gradients are clipped; null: not at all."""
+    """Global norm to which gradients are clipped; null: no clipping."""
     clip: Literal["before", "after"] = "after"
-    """Clip each microbatch's own gradient before the sum, or the global batch's after it."""
+    """Clip the gradient of each microbatch before the sum, or of the global batch after it."""
     limbs: Literal[1, 2, "auto"] = 2
     """32-bit integers in which an element of a gradient is summed exactly. Two keep every element
     to float32 precision. One takes half the memory and traffic, but every element of a tensor then
     has the absolute error of its largest: with M microbatches at most 2**(8 - 30 + ceil(log2 M)) of
-    the largest magnitude for each of them. `auto`: one where that is at most 2**-16, as it is with
-    64 microbatches or fewer, else two; the plan says which."""
+    the largest magnitude for each of them. `auto`: one if that is at most 2**-16, so for 64
+    microbatches or fewer, else two; the plan records which."""
     over: Literal["device", "host"] | None = None
-    """Where copies of the model meet: in collectives of their devices, or in host memory, where
-    devices need no library in common; null: over the host where devices share no such library, a
-    GPU and a CPU or cards of two makers, else over the devices."""
+    """Where gradients of replicas are reduced: by collectives of the devices, or in host memory,
+    for which devices need no common library. Null: in host memory for devices without one (a GPU
+    and a CPU, or cards of two makers), else on the devices."""
 
     @property
     def microbatch_clip_norm(self) -> float | None:
-        """To which each microbatch's own gradient is clipped; None: not at all."""
+        """Norm to which the gradient of each microbatch is clipped; None: no clipping."""
         return self.clip_norm if self.clip == "before" else None
 
     @property
     def update_clip_norm(self) -> float | None:
-        """To which the gradient of a step is clipped; None: not at all."""
+        """Norm to which the gradient of a step is clipped; None: no clipping."""
         return self.clip_norm if self.clip == "after" else None
 
 
@@ -175,72 +173,71 @@ class OptimizerConfig(_Section):
     """The section `optimizer`: how parameters are updated (EPL's)."""
 
     num_apply_groups: int = pydantic.Field(1, ge=1)
-    """Groups in which parameters are updated one after another, each making the gradients that it
-    shares with others, below a global norm, again instead of keeping them; 1: all at once."""
+    """Groups of parameters that are updated one after another, to save memory. Values that groups
+    share, such as the gradients below a global norm, are recomputed by each. 1: all at once."""
 
 
 class OffloadConfig(_Section):
-    """The table `memory.offload`: what waits outside the devices' own memory."""
+    """The table `memory.offload`: state and residuals outside the devices' memory."""
 
     optimizer: Literal["device", "host", "disk"] | None = None
     """Where the optimizer's state is between updates, which then run group by group: `device`;
-    `host`, in pinned memory of the host; `disk`, in a file below `directory`. Between the three no
-    bit moves. Null: on the device, or where it does not fit, in host memory if the devices are
-    described with the host's."""
+    `host`, in pinned host memory; `disk`, in a file below `directory`. The choice moves no bit.
+    Null: on the device; if it does not fit, in host memory, provided that the devices' description
+    includes it."""
     stash: Literal["device", "host"] | None = None
-    """Where that is which waits between forward and backward of a chain of segments (`recompute`,
-    stages 2 and 3 of `zero`): `host`, in pinned memory of the host, to which it goes while the next
-    program runs, and comes back while one runs before its backward. A microbatch then is such a
-    chain. No bit moves. Null: as for `optimizer`."""
+    """Where the residuals of a chain of segments (`recompute`, stages 2 and 3 of `zero`) are stored
+    between forward and backward. `host`: in pinned host memory, sent while the next program runs,
+    and fetched while the program before their backward runs. A microbatch then runs as a chain. No
+    bit moves. Null: as for `optimizer`."""
     parameters: Literal["device", "host"] | None = None
-    """With `zero` of 3, where each copy's own share of the parameters is: `host`, in pinned memory
-    of the host, from which it comes for the gather of its segment and for its update. No bit
-    moves. Null: as for `optimizer`."""
+    """With `zero` of 3, where each replica's shard of the parameters is stored: `host`, in pinned
+    host memory, fetched for the all-gather of its segment and for its update. No bit moves. Null:
+    as for `optimizer`."""
     directory: str | None = None
-    """With `disk`, the folder in which each process has a file of its own, on a disk of this
-    machine; null: the system's own for temporary files."""
+    """With `disk`, a folder on a disk of this machine in which each process creates a file; null:
+    the system's folder for temporary files."""
 
 
 class MemoryConfig(_Section):
-    """The section `memory`: where the state of training is."""
+    """The section `memory`: where training state and residuals are stored."""
 
     zero: Literal[0, 1, 2, 3] | None = None
-    """Stage of ZeRO: 0, every copy of the model has the whole of the optimizer's state; 1, each has
-    a share of it and updates that part of the parameters; 2, gradients are shared out too, segment
-    by segment; 3, and the parameters, which are gathered segment by segment. From 2 on a step runs
-    layer by layer, all microbatches of a device one after another in each, as a chain of segments
-    (`recompute`; null is `auto` there, or `boundaries` where no memory is described); in pipelines
-    both travel once, before the first tick and after the last. Null: that of the cheapest form
-    which the memory holds that the devices are described with."""
+    """Stage of ZeRO: 0, every replica has the whole optimizer state; 1, the optimizer state is
+    sharded over replicas, and each updates its shard of the parameters; 2, gradients are sharded
+    too, segment by segment; 3, also the parameters, which are gathered segment by segment. From
+    stage 2 on a step runs as a chain of segments, with all microbatches of a device in a segment
+    before the next (`recompute`; null then means `auto`, or `boundaries` if no memory is
+    described). In pipelines gathers and reductions run once, before the first tick and after the
+    last. Null: the stage of the cheapest layout that fits the described memory."""
     shares: Literal["auto", "even"] | list[pydantic.PositiveInt] = "auto"
-    """What of the optimizer's state each copy has, in ratio, such as `[3, 1]`, each at least 1;
-    `auto`: by the speed of its device, as far as its memory holds it; even in pipelines."""
+    """The ratio of the replicas' shards of the optimizer state, such as `[3, 1]`, each at least 1;
+    `auto`: by the speed of the devices, within their memory; even in pipelines."""
     shard_groups: Literal["nodes"] | pydantic.PositiveInt | None = None
-    """With `zero`, the number of groups of copies that follow each other: those of a group share
-    the state out, and every group has all of it, so that parameters are gathered inside a group;
-    `nodes`, the copies of each node are a group. Sums are reduced inside groups and then over them.
-    No bit moves. Null: one group; or where the devices are described with their memory and links,
-    the nodes, if that is faster and fits."""
+    """With `zero`, the number of groups of consecutive replicas. The state is sharded inside a
+    group and replicated over groups, so parameters are gathered inside a group. `nodes`: the
+    replicas of each node are a group. Sums are reduced inside groups and then over groups. No bit
+    moves. Null: one group; if memory and links of the devices are described, the nodes, provided
+    that is faster and fits."""
     recompute: Literal["none", "boundaries", "auto"] | None = None
-    """What waits for the backward of a microbatch. With a word a microbatch runs as a chain of
-    segments, each with programs of its own: `none` keeps the residuals of all; `boundaries` keeps
-    only what crosses between segments, and runs each forward again; `auto` runs again what is
-    cheapest, so that it fits into the memory that the devices are described with. Null: it is one
-    program, and XLA decides. Between the words no bit moves."""
+    """The residuals of a microbatch. With a word a microbatch runs as a chain of segments with
+    separate programs: `none` keeps all residuals; `boundaries` keeps only the inputs of segments,
+    and runs each forward again; `auto` runs the cheapest forwards again, so that the rest fits the
+    described memory. Null: a microbatch is one program, and XLA decides. The choice of a word moves
+    no bit."""
     waves: int | None = pydantic.Field(None, ge=1)
-    """With `zero` of 2 or 3, in how many waves a device runs its microbatches of a step, one
-    through all segments before the next: what waits for backwards is of one wave, and what travels
-    does so once in each. Null: with `recompute` of `auto` the fewest that the memory holds that the
-    devices are described with, else one."""
+    """With `zero` of 2 or 3, the number of waves of microbatches in a step. A wave runs through all
+    segments before the next: residuals are those of one wave, and each wave repeats the gathers and
+    reductions. Null: with `recompute` of `auto` the fewest that fit the described memory, else
+    one."""
     segments: pydantic.PositiveInt | Annotated[list[str], pydantic.Field(min_length=1)] | None = (
         None
     )
-    """The segments of `recompute`, and of stages 2 and 3 of `zero`: about how many there are,
-    of several layers each or of parts of one, or regular expressions for the paths of modules
-    that make one each, such as `["blocks/[0-9]+"]`; null: one for each layer."""
+    """The segments of `recompute`, and of stages 2 and 3 of `zero`: their approximate number, each
+    several layers or a part of one; or regular expressions for the paths of modules, each of which
+    is a segment, such as `["blocks/[0-9]+"]`; null: one for each layer."""
     offload: OffloadConfig = OffloadConfig()
-    """What waits outside the devices' own memory: the optimizer's state, parameters, and what
-    waits for backwards."""
+    """Where optimizer state, parameters and residuals are stored outside the devices' memory."""
 
 
 #: The dtype of an operation under a precision policy.
@@ -251,30 +248,30 @@ class PrecisionExceptionConfig(_Section):
     """An entry of `precision.exceptions`: operations that compute in another dtype."""
 
     path: str | None = None
-    """Regular expression that must be found in the path of a parameter that an operation reads,
-    from the start of a path component, as in a rule."""
+    """Regular expression that must match in the path of a parameter that an operation reads, from
+    the start of a path component, as in a rule."""
     scope: str | None = None
-    """The same of the scopes (`jax.named_scope`, a Linen module, a TaskGraph) around it."""
+    """The same for the scopes (`jax.named_scope`, a Linen module, a TaskGraph) around it."""
     compute: Dtype = "float32"
-    """Dtype of what matches."""
+    """Dtype of matching operations."""
     source: str | None = None
-    """Where the exception is from, for who reads the file."""
+    """The origin of the exception, for readers of the file."""
 
 
 class PrecisionConfig(_Section):
     """The section `precision`: dtypes by class of operation; a word alone is its `preset`."""
 
     preset: Literal["model", "fp32", "tf32", "bf16", "fp16", "fp8"] = "model"
-    """What the keys below are where they are null: `model`, all as the model has it; `fp32` and
-    `tf32`, float32 with products of that precision; `bf16` and `fp16`, products and what follows
-    them low, and softmax, norm statistics, exponentials, losses and large sums in float32; `fp8`,
-    as `bf16`, with the products that read a parameter in float8."""
+    """The values of the keys below that are null: `model`, the model's dtypes; `fp32` and `tf32`,
+    float32 with products of that precision; `bf16` and `fp16`, products and the operations that
+    follow them low, and softmax, norm statistics, exponentials, losses and large sums in float32;
+    `fp8`, as `bf16`, with the products that read a parameter in float8."""
     params: Dtype | None = None
     """Dtype to which parameters are rounded before the loss reads them; masters stay float32."""
     compute: Dtype | None = None
-    """Dtype of matrix products, convolutions, and what follows them."""
+    """Dtype of matrix products, convolutions, and the operations that follow them."""
     reduction: Literal["float32"] | None = None
-    """Dtype in which gradients reach the sums."""
+    """Dtype of gradients before they are summed."""
     buffers: Dtype | None = None
     """Dtype to which other variables (BatchNorm's statistics) are rounded before they are read."""
     output: Dtype | None = None
@@ -282,18 +279,18 @@ class PrecisionConfig(_Section):
     exceptions: list[PrecisionExceptionConfig] = pydantic.Field([])
     """Operations that compute in another dtype; the first that matches decides."""
     initial_scale: float = pydantic.Field(2.0**24, gt=0)
-    """Loss scale of the first step, a power of two, where `nonfinite` is `scale`."""
+    """Loss scale of the first step, a power of two, if `nonfinite` is `scale`."""
     growth_steps: int = pydantic.Field(2000, ge=1)
     """Steps without an overflow after which the loss scale doubles."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _is_word(cls, given: Any) -> Any:
-        return {"preset": given} if isinstance(given, str) else given
+    def _from_word(cls, value: Any) -> Any:
+        return {"preset": value} if isinstance(value, str) else value
 
 
 class Config(_Section):
-    """All settings of a job that are no arguments of `Job`, in sections.
+    """All settings of a job that are not arguments of `Job`, in sections.
 
     Example:
         >>> import hxla
@@ -323,8 +320,8 @@ def as_config(
     """A `Config` from one, from nested dictionaries, from a file, or from nothing.
 
     Args:
-        config: A `Config` is taken as it is. Dictionaries, and a path to a `.json` or `.toml`
-            file, are laid over what the environment says.
+        config: A `Config` is returned unchanged. Dictionaries, and a path to a `.json` or `.toml`
+            file, override the environment.
         environ: Variables such as `HXLA_CLUSTER_SHARE_DEVICES=true`; None: those of the process.
 
     Raises:
@@ -339,8 +336,10 @@ def as_config(
             section, key = _key_of_variable(name)
             table.setdefault(section, {})[key] = _typed(value)
             sources[section, key] = name
-    given = _read(config) if isinstance(config, str | os.PathLike) else _lists(dict(config or {}))
-    for section, values in given.items():
+    sections = (
+        _read(config) if isinstance(config, str | os.PathLike) else _lists(dict(config or {}))
+    )
+    for section, values in sections.items():
         if isinstance(values, _Section):
             values = values.model_dump(exclude_unset=True)
         if isinstance(values, Mapping):
@@ -368,11 +367,11 @@ def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     return table
 
 
-def _lists(given: Any) -> Any:
-    """With lists for tuples, as a file has them."""
-    if isinstance(given, dict):
-        return {key: _lists(value) for key, value in given.items()}
-    return [_lists(value) for value in given] if isinstance(given, list | tuple) else given
+def _lists(tree: Any) -> Any:
+    """The same value with lists in place of tuples, as in a file."""
+    if isinstance(tree, dict):
+        return {key: _lists(value) for key, value in tree.items()}
+    return [_lists(value) for value in tree] if isinstance(tree, list | tuple) else tree
 
 
 def _key_of_variable(name: str) -> tuple[str, str]:
@@ -389,7 +388,7 @@ def _key_of_variable(name: str) -> tuple[str, str]:
 
 
 def _typed(text: str) -> Any:
-    """Numbers, booleans and null as JSON has them; anything else is a string."""
+    """A number, boolean or null of JSON; any other text is a string."""
     try:
         return json.loads(text)
     except ValueError:

@@ -5,14 +5,14 @@ HxlaError
 ├── AnnotationError   replicate, split, or a sharding rule
 ├── MeshError         a mesh file, a cluster, or the devices that are here
 ├── DataError         the user's data
-├── LossError         what the user's loss returned
-├── PlanError         no plan fits, or a plan is for something else
+├── LossError         the user's loss, or its result
+├── PlanError         no plan fits, or a plan is for another job
 ├── NonFiniteError    a gradient was not finite and `nonfinite="stop"`
 ├── CheckpointError   a checkpoint folder, or a checkpoint of another run
-├── WeightsError      a file of weights, or names in it that do not suit the model
+├── WeightsError      a file of weights, or names in it that do not match the model
 ├── ScheduleError     jobs and devices of a scheduler, or a trace of them
 ├── LaunchError       starting, joining or throttling processes, or processes that disagree
-└── InspectError      what is to be inspected
+└── InspectError      the program or dump to inspect
 
 `hxla.Preempted` is no error but a `SystemExit`: SIGTERM came, and the script should end.
 """
@@ -27,7 +27,7 @@ class ConfigError(HxlaError):
 
 
 class AnnotationError(HxlaError):
-    """A use of `replicate` or `split`, or a sharding rule, cannot be carried out."""
+    """A use of `replicate` or `split`, or a sharding rule, cannot be applied."""
 
 
 class MeshError(HxlaError):
@@ -43,7 +43,7 @@ class LossError(HxlaError):
 
 
 class PlanError(HxlaError):
-    """No plan fits the devices, or a plan is for something else or none that can be run."""
+    """No plan fits the devices, or a plan is for another job or cannot be run."""
 
 
 class NonFiniteError(HxlaError):
@@ -55,11 +55,11 @@ class CheckpointError(HxlaError):
 
 
 class WeightsError(HxlaError):
-    """A file of weights is damaged or cannot be written, or does not suit the model."""
+    """A file of weights is damaged, cannot be written, or does not match the model."""
 
 
 class ScheduleError(HxlaError):
-    """Jobs or devices that a scheduler is given, or a trace of them, cannot be used."""
+    """Jobs or devices of a scheduler, or a trace of them, cannot be used."""
 
 
 class LaunchError(HxlaError):
@@ -67,4 +67,4 @@ class LaunchError(HxlaError):
 
 
 class InspectError(HxlaError):
-    """What is to be inspected is no compiled program and no dump."""
+    """The argument of `inspect` is no compiled program and no dump."""

@@ -1,4 +1,4 @@
-"""The one reader of files from outside, and what is wrong with a table that a person wrote."""
+"""The reader of files from outside, and messages for faults in tables that a person wrote."""
 
 import difflib
 import json
@@ -19,29 +19,28 @@ import pydantic
 MOST_JSON_BYTES = 1 << 24
 MOST_TOML_BYTES = 1 << 19
 MOST_DUMP_BYTES = 1 << 28
-_MOST_VALUES = 1_000_000  # of a JSON text: each takes a hundred bytes of memory
+_MOST_VALUES = 1_000_000  # of a JSON text; each takes a hundred bytes of memory
 _MOST_DEPTH = 64
-_MOST_RATIO = 100  # of unpacked to packed bytes; text of programs has 10 to 20
-_UNPACKED_BYTES = 1 << 24  # that any file may unpack to
-# Keys of many parts take tomllib quadratic time. Atomic groups: the pattern itself takes linear.
+_MOST_RATIO = 100  # of unpacked to packed bytes; program text has 10 to 20
+_UNPACKED_BYTES = 1 << 24  # allowed for any file
+# Keys of many parts take tomllib quadratic time. Atomic groups keep the pattern linear.
 _LONG_KEY = re.compile(
     rf"""(?<![\w-])(?:(?>[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{_MOST_DEPTH}}}"""
 )
 
-# What stands before the colon of an address; one letter is a drive. A `pathlib.Path` of an address
-# has one slash.
+# A URL; a scheme of one letter is a drive. A `pathlib.Path` of a URL has one slash.
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/.*)", re.DOTALL)
 
-Refuse = Callable[[str], Exception]  # makes the error that is raised; is given what is wrong
+Refuse = Callable[[str], Exception]  # makes the error to raise, from a description of the fault
 
 
 def local_path(path: Any, what: str, error: type[Exception]) -> pathlib.Path:
-    """Where to write: a path of this machine, with the user's own folder for `~`.
+    """A path of this machine to write to, with `~` expanded.
 
     Args:
-        path: As the user gave it; `file:///...` is a path too.
-        what: What it is, in the error's words.
-        error: What to raise for what is no path, or one of another place.
+        path: The user's argument; `file:///...` is a path too.
+        what: The argument's name, for the error.
+        error: The type of the error for any other URL, or no path.
     """
 
     def refused(why: str) -> Exception:
@@ -50,16 +49,16 @@ def local_path(path: Any, what: str, error: type[Exception]) -> pathlib.Path:
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise error(f"{what}={path!r} is no path")
     text = os.fspath(path)
-    if found := _ADDRESS.fullmatch(text):
-        host = re.match("//([^/]*)", found[2])
-        if found[1].lower() != "file" or (host and host[1] not in ("", "localhost")):
+    if match := _ADDRESS.fullmatch(text):
+        host = re.match("//([^/]*)", match[2])
+        if match[1].lower() != "file" or (host and host[1] not in ("", "localhost")):
             raise refused(
-                "is an address, and hxla writes to paths of this machine: mount what it names, or "
+                "is an address, and hxla writes to paths of this machine: mount that place, or "
                 "write here and copy"
             )
-        text = url2pathname(found[2][host.end() :] if host else found[2])
+        text = url2pathname(match[2][host.end() :] if host else match[2])
     if not text.strip():
-        raise refused("is empty: name a folder, '.' for the one that the process is in")
+        raise refused("is empty: name a folder, '.' for the working directory")
     if text.startswith("$"):
         raise refused("is no path before its variable is replaced: pass os.path.expandvars(...)")
     if text.startswith("~"):
@@ -70,10 +69,10 @@ def local_path(path: Any, what: str, error: type[Exception]) -> pathlib.Path:
 
 
 def read_bytes(path: str | os.PathLike[str], most_bytes: int, refuse: Refuse) -> bytes:
-    """What a regular file holds.
+    """The bytes of a regular file.
 
     Args:
-        path: Of the file. A pipe, a device or a folder is refused, without waiting for it.
+        path: A pipe, a device or a folder is refused, without waiting for it.
         most_bytes: A larger file is refused before it is read.
     """
     try:
@@ -84,17 +83,15 @@ def read_bytes(path: str | os.PathLike[str], most_bytes: int, refuse: Refuse) ->
             data = file.read(most_bytes + 1)
     except OSError as error:
         raise refuse(f"cannot be read: {error.strerror}") from None
-    except ValueError:  # of a path with a zero byte
+    except ValueError:  # a path with a zero byte
         raise refuse("cannot be read: it is no path") from None
     if len(data) > most_bytes:
-        raise refuse(
-            f"is larger than {most_bytes >> 10:,} KiB, the most that is read of such a file"
-        )
+        raise refuse(f"is larger than {most_bytes >> 10:,} KiB, the limit for such a file")
     return data
 
 
 def read_text(path: str | os.PathLike[str], most_bytes: int, refuse: Refuse) -> str:
-    """Likewise, of a file of UTF-8 text."""
+    """The text of a regular file in UTF-8; see `read_bytes`."""
     try:
         return read_bytes(path, most_bytes, refuse).decode()
     except UnicodeDecodeError as error:
@@ -102,7 +99,7 @@ def read_text(path: str | os.PathLike[str], most_bytes: int, refuse: Refuse) -> 
 
 
 def read_json(path: str | os.PathLike[str], refuse: Refuse) -> Any:
-    """The value of a JSON file; keys that are given several times are refused."""
+    """The value of a JSON file; repeated keys are refused."""
     value, repeated = parse_json(read_bytes(path, MOST_JSON_BYTES, refuse), refuse)
     if repeated:
         raise refuse("has keys that are given several times: " + ", ".join(repeated[:10]))
@@ -116,15 +113,15 @@ def parse_json(
     most_bytes: int = MOST_JSON_BYTES,
     most_values: int = _MOST_VALUES,
 ) -> tuple[Any, list[str]]:
-    """The value of a JSON text, and the keys that it gives several times, each in words."""
+    """The value of a JSON text, and its repeated keys, each in words."""
     repeated: list[str] = []
 
     def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        value_by_key = dict(pairs)
+        if len(value_by_key) < len(pairs):
             times = Counter(key for key, _ in pairs)
             repeated.extend(f"{key[:60]}: given {n} times" for key, n in times.items() if n > 1)
-        return found
+        return value_by_key
 
     data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     num = sum(map(data.count, (b"[", b"{", b",")))
@@ -168,40 +165,40 @@ def _check_depth(value: Any, refuse: Refuse) -> None:
         depth += 1
         if depth > _MOST_DEPTH:
             raise refuse(_nested())
-        level = [x for item in level for x in _inside(item)]
+        level = [x for item in level for x in _children(item)]
 
 
-def _inside(value: Any) -> Iterator[Any]:
+def _children(value: Any) -> Iterator[Any]:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return (x for x in inner if isinstance(x, dict | list))
 
 
 def unpack(data: bytes) -> tuple[bytes, str]:
-    """What gzip packed, and what is wrong with it in words, or nothing; unpacks no bomb.
+    """The bytes that gzip packed, and a fault in words, or nothing; refuses gzip bombs.
 
     Args:
-        data: The packed bytes; of ones that were cut off what is left is unpacked.
+        data: The packed bytes; if they were cut off, the rest is unpacked.
 
     Raises:
-        ValueError: If they are none, or unpack to too much.
+        ValueError: If they are no gzip data, or unpack to too many bytes.
     """
     most = min(MOST_DUMP_BYTES, max(_UNPACKED_BYTES, _MOST_RATIO * len(data)))
-    found, rest = bytearray(), data
-    while True:  # a file may be several packed ones after each other
+    unpacked, rest = bytearray(), data
+    while True:  # a file may be several concatenated gzip streams
         unpacking = zlib.decompressobj(wbits=31)  # gzip's format
         try:
-            found += unpacking.decompress(rest, most + 1 - len(found))
+            unpacked += unpacking.decompress(rest, most + 1 - len(unpacked))
         except zlib.error as error:
             raise ValueError(str(error)) from None
-        if len(found) > most:
+        if len(unpacked) > most:
             raise ValueError(f"it unpacks to more than {most >> 20} MiB from {len(data):,} bytes")
         rest = unpacking.unused_data.lstrip(b"\0")
         if not rest:
-            return bytes(found), "" if unpacking.eof else "it was cut off"
+            return bytes(unpacked), "" if unpacking.eof else "it was cut off"
 
 
 def named(what: str, path: str | os.PathLike[str], error: type[Exception]) -> Refuse:
-    """Makes errors that begin with what kind of file it is and its path."""
+    """A maker of errors that begin with the kind and the path of a file."""
     return lambda words: error(f"{what} {pathlib.Path(path)} {words}")
 
 
@@ -210,11 +207,11 @@ _MOST_LETTERS = 80  # of a value or a key
 
 
 def fault(failure: Mapping[str, Any], model: type[pydantic.BaseModel], source: str = "") -> str:
-    """One line: the key, what is wrong with it, and what was found or the nearest known key.
+    """A line with the key, its fault, and its value or the nearest known key.
 
     Args:
-        failure: Of `pydantic.ValidationError.errors()`.
-        source: Where the value came from, if that is worth a word.
+        failure: An entry of `pydantic.ValidationError.errors()`.
+        source: The origin of the value, in words; empty: none to name.
     """
     path = ".".join(_brief(str(key)) for key in failure["loc"])
     if failure["type"] == "extra_forbidden":
@@ -222,19 +219,19 @@ def fault(failure: Mapping[str, Any], model: type[pydantic.BaseModel], source: s
         return f"{path}: unknown key, did you mean {near!r}?"
     if failure["type"] == "missing":
         return f"{path}: missing, add it"
-    found = failure["input"]
-    told = "" if isinstance(found, dict | list) else f", found {shown(found)}"
-    return f"{path}{source}: {failure['msg'].removeprefix('Value error, ')}{told}"
+    value = failure["input"]
+    ending = "" if isinstance(value, dict | list) else f", found {shown(value)}"
+    return f"{path}{source}: {failure['msg'].removeprefix('Value error, ')}{ending}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that is most like another."""
-    # A name of a megabyte would be compared letter by letter.
+    """The known name nearest to another."""
+    # Comparing a name of a megabyte would take long.
     return difflib.get_close_matches(name[:_MOST_LETTERS], list(known), n=1, cutoff=0)[0]
 
 
 def shown(value: object) -> str:
-    """A value that was found, as Python writes it, cut off where it is long."""
+    """The `repr` of a value, cut off if it is long."""
     if isinstance(value, int) and abs(value) > 10**_MOST_LETTERS:
         return "a whole number of more than 80 digits"  # writing it out takes long, or fails
     if isinstance(value, str | bytes):
@@ -243,7 +240,7 @@ def shown(value: object) -> str:
 
 
 def listed(faults: Sequence[str]) -> str:
-    """A line for each fault, for the first of very many."""
+    """A line for each fault, up to a limit."""
     more = len(faults) - _MOST_LINES
     lines = [f"\n  {line}" for line in faults[:_MOST_LINES]]
     return "".join(lines + ([f"\n  and {more} more"] if more > 0 else []))
@@ -262,7 +259,7 @@ def _keys_beside(model: Any, path: Sequence[int | str]) -> list[str]:
 
 
 def _names(name: str, field: Any) -> tuple[Any, ...]:
-    """What a file may call a field."""
+    """The names of a field in a file."""
     alias = field.validation_alias
     return name, *(alias.choices if isinstance(alias, pydantic.AliasChoices) else ())
 

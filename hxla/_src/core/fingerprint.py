@@ -15,11 +15,11 @@ def fingerprint(tree: PyTree, gather: Callable[[Any], Any] = np.asarray) -> str:
 
     Args:
         tree: Any pytree of arrays.
-        gather: A function that makes an array whole: `Session.gather` where several processes share
-            it.
+        gather: A function that makes an array whole: `Session.gather` if it is sharded over
+            processes.
 
     Returns:
-        64 hexadecimal digits: two trees agree in them only if they agree to the last bit.
+        64 hexadecimal digits, equal only for trees that are equal to the last bit.
 
     Example:
         >>> import hxla, numpy as np

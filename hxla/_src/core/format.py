@@ -1,4 +1,4 @@
-"""Numbers as a person reads them. ASCII only: any terminal and any log file can show them."""
+"""Numbers for people to read, in ASCII, which any terminal and log file can show."""
 
 import math
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def number(value: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """A duration as 0:07, 1:23 or 2:03:04; `?` if it is not known."""
+    """A duration as 0:07, 1:23 or 2:03:04; `?` if it is unknown."""
     if not math.isfinite(seconds):
         return "?"
     minutes, rest = divmod(max(0, round(seconds)), 60)
@@ -63,7 +63,7 @@ def gain(fraction: float | None) -> str:
 
 
 def shares(counts: Sequence[int]) -> str:
-    """Microbatch counts: 9/3; of more than eight devices only the range."""
+    """Microbatch counts: 9/3; for more than eight devices only the range."""
     if len(counts) <= 8:
         return "/".join(map(str, counts))
     return f"{min(counts)} to {max(counts)} on {len(counts)} devices"

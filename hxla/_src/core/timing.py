@@ -1,4 +1,4 @@
-"""How long a computation takes, despite noise and throttling."""
+"""The time of a computation, despite noise and throttling."""
 
 import statistics
 import time
@@ -9,11 +9,10 @@ import jax
 
 
 def middle_mean(values: Sequence[float]) -> float:
-    """Mean without the smallest and the largest quarter (the interquartile mean).
+    """The mean without the smallest and the largest quarter (the interquartile mean).
 
-    One disturbed value changes it no more than it does a median. Where values fall into two heaps
-    it lies between them, and for values that scatter it is nearer to the truth than a median of
-    as many.
+    It is as robust to a single outlier as the median. For values in two clusters it is between
+    them, and for scattered values it is more accurate than the median.
 
     Args:
         values: At least one.
@@ -23,33 +22,33 @@ def middle_mean(values: Sequence[float]) -> float:
 
 
 _REPEATS = 7
-_CALM = 1.1  # longest run over the median of a device that never rests
+_CALM = 1.1  # the longest run over the median, without throttling
 _BLOCKS = 3
 _BLOCK_SECONDS = 0.1  # several periods of a process's CPU quota
 
 
 def median_seconds(run: Callable[[], Any]) -> float:
-    """Median time, after a first run that compiles and warms up.
+    """The median time, after a first run that compiles and warms up.
 
-    As often in every process: `run` may hold collectives.
+    All processes run it equally often, so `run` may contain collectives.
     """
     return statistics.median(_times(run, _REPEATS))
 
 
 def middle_seconds(run: Callable[[], Any], repeats: int) -> float:
-    """Mean of the middle half of some times, after a first run that warms up.
+    """The mean of the middle half of some times, after a first run that warms up.
 
-    What many runs in turn take each, also in a throttled process: it runs and rests in turns, so
-    that most runs hold either a rest more or a rest less than their share, and the median is one
-    of the two. As often in every process: `run` may hold collectives.
+    It is also right in a throttled process. That alternates between work and pauses, so most times
+    include a pause too many or too few, and a median is one of the two. All processes run it
+    equally often, so `run` may contain collectives.
     """
     return middle_mean(_times(run, repeats))
 
 
 def steady_seconds(run: Callable[[], Any]) -> float:
-    """Like `middle_seconds`, also for runs much shorter than a rest; holds no collectives.
+    """Like `middle_seconds`, also for runs much shorter than a pause; without collectives.
 
-    Runs that all fit between two rests know of none, so that some are timed for longer than that.
+    Runs that all fit between two pauses miss them, so longer blocks of runs are timed too.
     """
     times = _times(run, _REPEATS)
     usual = statistics.median(times)

@@ -8,16 +8,16 @@ PyTree: TypeAlias = Any
 #: Mesh axis over which microbatches are spread.
 DATA_AXIS = "data"
 
-#: Mesh axis over groups of copies that each have all of the state, `data` being inside a group.
+#: Mesh axis over groups of replicas, each with the whole state; `data` is inside a group.
 SHARD_GROUP_AXIS = "shard_group"
 
-#: Mesh axis over which the devices of a copy cut it.
+#: Mesh axis over the devices that shard a replica.
 TENSOR_AXIS = "tensor"
 
-#: Mesh axis over which the stages of a pipeline lie.
+#: Mesh axis over the stages of a pipeline.
 STAGE_AXIS = "stage"
 
 #: Exit codes of a training process, documented in docs/running.md.
 EXIT_PREEMPTED = 75  # SIGTERM arrived, a checkpoint was written: run again to resume
-EXIT_WATCHDOG = 76  # a process died or stood still: the watchdog ended the job
+EXIT_WATCHDOG = 76  # a process died or hung: the watchdog ended the job
 EXIT_INTERRUPTED = 130  # Ctrl-C, as shells have it: 128 and the number of SIGINT

@@ -1,4 +1,4 @@
-"""What decides bits besides the program: versions, and the processor's instructions."""
+"""Versions and the CPU's instruction set, which decide bits besides the program."""
 
 import functools
 import importlib.metadata
@@ -9,12 +9,12 @@ import re
 
 import jax
 
-# From the newest to the oldest, as XLA's `--xla_cpu_max_isa` calls them.
+# From the newest to the oldest, with the names of XLA's `--xla_cpu_max_isa`.
 _INSTRUCTIONS = ("amx", "avx512f", "avx2", "avx", "sse4_2")
 
 
 def hxla_version() -> str:
-    """Of the installed package."""
+    """The version of the installed package."""
     try:
         return importlib.metadata.version("hxla")
     except importlib.metadata.PackageNotFoundError:
@@ -22,7 +22,7 @@ def hxla_version() -> str:
 
 
 def jax_versions() -> tuple[str, str]:
-    """Of jax and jaxlib."""
+    """The versions of jax and jaxlib."""
     return jax.__version__, importlib.metadata.version("jaxlib")
 
 
@@ -44,7 +44,7 @@ def processor() -> str:
 
 
 def _largest_allowed() -> int | None:
-    """Place in `_INSTRUCTIONS` of what `--xla_cpu_max_isa` asks for, or None."""
-    found = re.search(r"--xla_cpu_max_isa=(\S+)", os.environ.get("XLA_FLAGS", ""))
-    asked = found[1].lower().replace("avx512", "avx512f") if found else ""
-    return next((i for i, own in enumerate(_INSTRUCTIONS) if asked.startswith(own)), None)
+    """The index in `_INSTRUCTIONS` of the value of `--xla_cpu_max_isa`, or None."""
+    match = re.search(r"--xla_cpu_max_isa=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    asked = match[1].lower().replace("avx512", "avx512f") if match else ""
+    return next((i for i, name in enumerate(_INSTRUCTIONS) if asked.startswith(name)), None)
