@@ -342,7 +342,7 @@ class Casts:
             with in_place_of(eqn):
                 return [Cast(gathered.to(operands[0].x.dtype))]
         if op_class in ("follows", "joins"):
-            return self._following(eqn, operands, all(wanted), low)
+            return self._follow(eqn, operands, all(wanted), low)
         return self._as_traced(eqn, operands)
 
     def _dtype_of(self, operands: Sequence[Cast], scope: str) -> Any:
@@ -395,9 +395,7 @@ class Casts:
             casts.append(dataclasses.replace(source, x=x, kind=kind))
         return casts
 
-    def _following(
-        self, eqn: Any, operands: Sequence[Cast], is_wanted: bool, low: Any
-    ) -> list[Cast]:
+    def _follow(self, eqn: Any, operands: Sequence[Cast], is_wanted: bool, low: Any) -> list[Cast]:
         shape = eqn.outvars[0].aval.shape if class_of(eqn) == "follows" else ()
         floats = [c for c, v in zip(operands, eqn.invars, strict=True) if _is_f32(v)]
         lows = any(c.is_low for c in floats)
@@ -561,10 +559,10 @@ class PrecisionCalls:
         self._casts: Casts | None = None
         if not policy.is_own:
             self._casts = Casts(policy)
-            train, evaluate = self._under(model.train), self._under(model.evaluate)
+            train, evaluate = self._with_policy(model.train), self._with_policy(model.evaluate)
             self.model = dataclasses.replace(model, train=train, evaluate=evaluate)
 
-    def _under(self, call: _Call) -> _Call:
+    def _with_policy(self, call: _Call) -> _Call:
         return run_as(call, self._run)
 
     def _run(self, closed: ClosedJaxpr, arguments: list[Any]) -> list[Any]:

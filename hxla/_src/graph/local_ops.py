@@ -37,7 +37,9 @@ def run_part(
     Raises:
         PlanError: If hxla has no local form of the equation.
     """
-    shapes = [_local(v.aval.shape, dim, part) for v, dim in zip(eqn.outvars, results, strict=True)]
+    shapes = [
+        _local_shape(v.aval.shape, dim, part) for v, dim in zip(eqn.outvars, results, strict=True)
+    ]
     run = _BY_NAME.get(eqn.primitive.name)
     try:
         if run is None:
@@ -45,9 +47,9 @@ def run_part(
         else:
             arrays = run(_Call(eqn, operands, cut, results, shapes, part))
     except (TypeError, ValueError) as error:
-        raise PlanError(f"{_cannot(eqn)}: {error}") from error
+        raise PlanError(f"{_refusal(eqn)}: {error}") from error
     if [x.shape for x in arrays] != shapes:
-        raise PlanError(_cannot(eqn))
+        raise PlanError(_refusal(eqn))
     return arrays
 
 
@@ -69,14 +71,14 @@ class _Call(NamedTuple):
     part: PartOf
 
 
-def _cannot(eqn: Any) -> str:
+def _refusal(eqn: Any) -> str:
     return (
         f"hxla cannot run {eqn.primitive.name} on parts of unlike sizes: leave it out of the "
         "split, or let the parts be alike"
     )
 
 
-def _local(shape: Sequence[int], dim: int | None, part: PartOf) -> tuple[int, ...]:
+def _local_shape(shape: Sequence[int], dim: int | None, part: PartOf) -> tuple[int, ...]:
     return tuple(part(n)[0] if d == dim else n for d, n in enumerate(shape))
 
 
@@ -234,7 +236,7 @@ def _factor_for(eqn: Any, dims: Dims) -> Factor:
         agrees = all(d is None or d == f for d, f in zip(dims, factor.operands, strict=True))
         if agrees and not factor.partial:
             return factor
-    raise PlanError(_cannot(eqn))
+    raise PlanError(_refusal(eqn))
 
 
 def _resharded(
@@ -244,7 +246,7 @@ def _resharded(
     out = []
     for x, dim, other in zip(arrays, dims, wanted, strict=True):
         if dim is not None and dim != other:
-            raise PlanError(_cannot(eqn))
+            raise PlanError(_refusal(eqn))
         out.append(take(x, other, part) if dim is None and other is not None else x)
     return out
 

@@ -4,8 +4,9 @@ A microbatch contributes its terms of a mean over the global batch. That is exac
 per-example losses. A contrastive loss, a maximum over the batch or a mean over the tokens of a
 microbatch depends on the microbatch size.
 
-Each value of the program is the same for all examples, a row per example, a sum over rows, mixed
-(one example's row depends on another example), or unknown, as after a sort or a loop.
+Each value of the program has one of five tags: the same for all examples, a row per example, a sum
+over rows, mixed, or unknown. In a mixed value one example's row depends on another example; unknown
+are values after a sort or a loop.
 """
 
 import dataclasses
@@ -107,7 +108,7 @@ class _Walk:
         slices = [_sliced(tag) for tag in operand_tags[num_consts + num_carry :]]
         while True:  # the tags form a finite lattice and only rise
             outputs = self._body(op, [*consts, *carry, *slices])
-            after = [_join(a, b) for a, b in zip(carry, outputs, strict=False)]
+            after = [_join_tags(a, b) for a, b in zip(carry, outputs, strict=False)]
             if after == carry:
                 break
             carry = after
@@ -131,7 +132,7 @@ class _Walk:
         if op.name.startswith(_OPAQUE):
             return [_UNKNOWN] * len(op.outputs)
         if not _keeps_sums(op, tags):
-            return [self._mixed(op)] * len(op.outputs)
+            return [self._mixed_tag(op)] * len(op.outputs)
         return [t if t.mixed or t.unknown else dataclasses.replace(t, total=True) for t in row_tags]
 
     def _rows(self, op: Op, tags: Sequence[_Tag]) -> list[_Tag]:
@@ -141,11 +142,13 @@ class _Walk:
             return [_SAME] * len(op.outputs)
         factors = {k: _factor_of(op, k, dim) for k, dim in rows.items()}
         if None in factors.values():
-            return [self._mixed(op) if op.name in _ALONG else _UNKNOWN] * len(op.outputs)
+            return [self._mixed_tag(op) if op.name in _ALONG else _UNKNOWN] * len(op.outputs)
         [factor, *others] = {id(f): f for f in factors.values()}.values()
         assert factor is not None
         if others:
-            return [_UNKNOWN if op.name.startswith(_OPAQUE) else self._mixed(op)] * len(op.outputs)
+            return [_UNKNOWN if op.name.startswith(_OPAQUE) else self._mixed_tag(op)] * len(
+                op.outputs
+            )
         result_tags = []
         for dim in factor.results:
             if dim is not None:
@@ -153,10 +156,10 @@ class _Walk:
             elif op.name in _LINEAR:
                 result_tags.append(_SAME if self._is_normalization(op) else _TOTAL)
             else:
-                result_tags.append(_UNKNOWN if op.name.startswith(_OPAQUE) else self._mixed(op))
+                result_tags.append(_UNKNOWN if op.name.startswith(_OPAQUE) else self._mixed_tag(op))
         return result_tags
 
-    def _mixed(self, op: Op) -> _Tag:
+    def _mixed_tag(self, op: Op) -> _Tag:
         if self._is_normalization(op):
             return _SAME
         where = ", ".join(filter(None, (op.stack, op.source)))
@@ -196,7 +199,7 @@ def _sliced(tag: _Tag) -> _Tag:
     return _UNKNOWN if tag.row == 0 else dataclasses.replace(tag, row=tag.row - 1)
 
 
-def _join(a: _Tag, b: _Tag) -> _Tag:
+def _join_tags(a: _Tag, b: _Tag) -> _Tag:
     """The tag of a value that has either tag."""
     if a.mixed or b.mixed:
         return a if a.mixed else b

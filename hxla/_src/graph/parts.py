@@ -1,7 +1,7 @@
-"""A chain of segments as parts of a pipeline: what each reads, and what crosses to the next.
+"""A chain of segments as parts of a pipeline, with the values that cross between them.
 
-A value that a later part reads crosses every boundary on its way, so a part talks to its neighbours
-only, and the gradient of a value that several parts read adds up on its way back.
+A value that a later part reads crosses every boundary on its way, so a part exchanges data with its
+neighbours only. The gradient of a value that several parts read adds up on its way back.
 """
 
 import dataclasses
@@ -93,7 +93,7 @@ def run_part(
 ) -> Callable[[Sequence[Any], Sequence[Any], Env], list[Any]]:
     """`(params, inputs, given) -> outputs`, for the last part the program's results.
 
-    `params` are the arrays of `part.segment.params`, `inputs` those of `part.inputs`; `given` holds
+    `params` are the arrays of `part.segment.params`, `inputs` those of `part.inputs`; `given` has
     the batch, other variables and the random key by number. `place` is that of `run_ops`.
     """
 

@@ -42,7 +42,7 @@ def layer_points(graph: Graph, num: int | None = None) -> tuple[int, ...]:
     spare = len(ops) - end
     # A shift loses no layer if the operations behind the last look like the start of another.
     shifts = [s for s in range(period) if s == 0 or s < spare + period]
-    cost = {s: _worst(crossing, first + s, period, repeats - (s > 0)) for s in shifts}
+    cost = {s: _most_crossing_bytes(crossing, first + s, period, repeats - (s > 0)) for s in shifts}
     shift = min(shifts, key=lambda s: (cost[s], s))
     num_whole = repeats - (shift > 0)
     start = first + shift
@@ -58,17 +58,18 @@ def _layer_cuts(crossing: np.ndarray, ops: Sequence[Op], num: int) -> tuple[int,
     cuts = set()
     for k in range(1, num):
         distance = np.abs(done / done[-1] - k / num)
-        near = [i + 1 for i in range(len(ops) - 1) if distance[i] <= 0.5 / num]
-        cuts |= {min(near, key=lambda i: (crossing[i], distance[i - 1]))} if near else set()
+        candidates = [i + 1 for i in range(len(ops) - 1) if distance[i] <= 0.5 / num]
+        cuts |= (
+            {min(candidates, key=lambda i: (crossing[i], distance[i - 1]))} if candidates else set()
+        )
     return tuple(sorted(cuts))
 
 
 def module_points(graph: Graph, patterns: Sequence[str]) -> tuple[int, ...]:
-    """Cuts between modules, as `segments_at` takes them: what FSDP calls a wrap policy.
+    """Cuts between modules, as `segments_at` takes them: a wrap policy of FSDP.
 
-    A module is a common prefix of parameter paths. Between the last operation that reads parameters
-    of one module and the first that reads those of the next, the cut is where the fewest bytes
-    cross.
+    A module is a common prefix of parameter paths. The cut is between the last operation that
+    reads parameters of one module and the first for the next, where the fewest bytes cross.
 
     Args:
         graph: See `layer_points`.
@@ -107,7 +108,7 @@ def _module(name: str, patterns: Sequence[str]) -> str | None:
     return next((s for s in starts if any(re.fullmatch(p, s) for p in patterns)), None)
 
 
-def _worst(crossing: np.ndarray, first: int, period: int, repeats: int) -> int:
+def _most_crossing_bytes(crossing: np.ndarray, first: int, period: int, repeats: int) -> int:
     """The most bytes that cross at one of the cuts."""
     places = [first + i * period for i in range(repeats + 1)]
     return int(max(crossing[p] for p in places if p < len(crossing)))
@@ -115,8 +116,8 @@ def _worst(crossing: np.ndarray, first: int, period: int, repeats: int) -> int:
 
 def _repetition(ops: Sequence[Op]) -> tuple[int, int, int] | None:
     """The first operation, length and number of the repetitions with the most work."""
-    known: dict[str, int] = {}
-    kinds = np.array([known.setdefault(_kind(op), len(known)) for op in ops])
+    numbers: dict[str, int] = {}
+    kinds = np.array([numbers.setdefault(_kind(op), len(numbers)) for op in ops])
     work = np.array([0.0, *(sum(leaf.flops * leaf.times for leaf in leaves((op,))) for op in ops)])
     work = np.cumsum(work)
     best: tuple[float, int, int, int] | None = None

@@ -33,13 +33,13 @@ class Composed:
 
     Attributes:
         arguments: The forward's arguments, by value number.
-        coming: The cotangents of results, by value number.
+        cotangents: The cotangents of results, by value number.
         gradients: The nonzero gradients of arguments.
     """
 
     constvars: tuple[Variable, ...]
     arguments: Mapping[int, Variable]
-    coming: Mapping[int, Variable]
+    cotangents: Mapping[int, Variable]
     eqns: tuple[Any, ...]
     results: tuple[Any, ...]
     gradients: tuple[Variable, ...]
@@ -47,7 +47,7 @@ class Composed:
     @property
     def invars(self) -> tuple[Variable, ...]:
         """Arguments of the forward, then cotangents."""
-        return *self.arguments.values(), *self.coming.values()
+        return *self.arguments.values(), *self.cotangents.values()
 
     @property
     def outvars(self) -> tuple[Any, ...]:
@@ -56,7 +56,7 @@ class Composed:
 
     def kept(
         self,
-        gone: Iterable[int],
+        early_only: Iterable[int],
         repeats: Callable[[Any], bool] = is_cheap,
         *,
         is_last: bool = False,
@@ -64,12 +64,12 @@ class Composed:
         """The residuals with the fewest bytes, see `kept_between`.
 
         Args:
-            gone: Arguments that the backward cannot read.
+            early_only: Arguments that the backward cannot read.
             repeats: Whether the backward may run an equation of the forward again.
             is_last: Whether the cotangents are constants, as the 1 of a loss.
         """
-        early = [self.arguments[v] for v in gone]
-        late = () if is_last else self.coming.values()
+        early = [self.arguments[v] for v in early_only]
+        late = () if is_last else self.cotangents.values()
         return kept_between(self, len(self.results), early, late, repeats)
 
 
@@ -131,20 +131,20 @@ class ResidualEstimator:
         ops: Sequence[Op],
         arguments: Sequence[int],
         results: Sequence[int],
-        given_back: Sequence[int],
+        cotangents_of: Sequence[int],
         wanted: Sequence[int],
     ) -> Composed:
         """The forward and backward of some operations.
 
         Args:
             results: Values that the forward returns.
-            given_back: Results whose cotangents are arguments of the backward.
+            cotangents_of: Results whose cotangents are arguments of the backward.
             wanted: Arguments whose gradients the backward returns.
         """
-        kinds = self._gradients(ops, wanted, given_back)
+        kinds = self._gradients(ops, wanted, cotangents_of)
         consts = self._variables(v for v, _ in self._graph.consts)
-        read, grads = self._variables(arguments), self._variables(given_back)
-        coming, closed_over = {**grads}, [*consts.values()]
+        read, grads = self._variables(arguments), self._variables(cotangents_of)
+        cotangents, closed_over = {**grads}, [*consts.values()]
         names: dict[int, Any] = consts | read
         equations: list[Any] = []
         names_of_ops: list[
@@ -173,14 +173,14 @@ class ResidualEstimator:
         return Composed(
             constvars=tuple(closed_over),
             arguments=read,
-            coming=coming,
+            cotangents=cotangents,
             eqns=tuple(equations),
             results=tuple(names[v] for v in results),
             gradients=tuple(grads[v] for v in wanted if v in grads),
         )
 
     def _gradients(
-        self, ops: Sequence[Op], wanted: Collection[int], given_back: Collection[int]
+        self, ops: Sequence[Op], wanted: Collection[int], cotangents_of: Collection[int]
     ) -> list[_Gradient]:
         """The gradient of each operation."""
         values = self._graph.values
@@ -188,12 +188,12 @@ class ResidualEstimator:
         for op in ops:
             if not active.isdisjoint(v for v in op.inputs if isinstance(v, int)):
                 active.update(v for v in op.outputs if values[v].differentiable)
-        coming, gradients = set(given_back), []
+        cotangents, gradients = set(cotangents_of), []
         for op in reversed(ops):
-            back = [i for i, v in enumerate(op.outputs) if v in coming and v in active]
+            back = [i for i, v in enumerate(op.outputs) if v in cotangents and v in active]
             floats = [i for i, v in enumerate(op.inputs) if isinstance(v, int) and v in active]
             kind = self._gradient(op, tuple(floats) if back else (), tuple(back))
-            coming.update(op.inputs[i] for i, _ in kind.flowing)
+            cotangents.update(op.inputs[i] for i, _ in kind.flowing)
             gradients.append(kind)
         return gradients[::-1]
 
@@ -220,8 +220,8 @@ class ResidualEstimator:
             return results, *back(list(grads))
 
         shapes = shapes_of(self._graph, [v for v in op.inputs if isinstance(v, int)])
-        given_back = shapes_of(self._graph, [op.outputs[i] for i in wanted])
-        program = jax.make_jaxpr(run)(shapes, given_back).jaxpr
+        cotangents_of = shapes_of(self._graph, [op.outputs[i] for i in wanted])
+        program = jax.make_jaxpr(run)(shapes, cotangents_of).jaxpr
         return _Gradient.of(program, floats, wanted)
 
     def _variables(self, values: Iterable[int]) -> dict[int, Variable]:

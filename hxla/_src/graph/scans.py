@@ -123,13 +123,13 @@ class _ScanCutter:
             alike=self._alike,
         )
 
-    def _new(self, like: int, shape: tuple[int, ...]) -> int:
+    def _new_value(self, like: int, shape: tuple[int, ...]) -> int:
         self._values.append(dataclasses.replace(self._values[like], shape=shape))
         number = len(self._values) - 1
         self._alike[number] = self._alike.get(like, like)
         return number
 
-    def _counter(self) -> int:
+    def _new_counter(self) -> int:
         self._values.append(
             Value(
                 shape=(), dtype=np.dtype(np.int32), param=None, batch_dim=None, differentiable=False
@@ -140,8 +140,8 @@ class _ScanCutter:
     def _add_ranges(self, op: Op, cuts: Sequence[int]) -> None:
         """Add the ranges of a scan, one after another.
 
-        Besides the carry, a range hands to the next the stacked results so far, and the number of
-        finished iterations if a range needs it to find its rows.
+        Besides the carry, a range hands the stacked results so far to the next. It also hands the
+        number of finished iterations, if a range needs it to find its rows.
         """
         length, is_reversed = op.eqn.params["length"], op.eqn.params["reverse"]
         num_consts, num_carry = scan_counts(op.eqn)
@@ -158,14 +158,14 @@ class _ScanCutter:
             )
             outputs: Sequence[int] = full_outputs
             if stop < length:
-                outputs = [self._new(v, self._values[v].shape) for v in full_outputs]
-                outputs += [self._counter()] if counts else []
+                outputs = [self._new_value(v, self._values[v].shape) for v in full_outputs]
+                outputs += [self._new_counter()] if counts else []
             self._ops.append(
                 dataclasses.replace(
                     op,
                     inputs=(*consts, *carry, *slices, *rest),
                     outputs=tuple(outputs),
-                    body=_shorter(op.body, stop - start, length),
+                    body=_with_runs(op.body, stop - start, length),
                     body_outputs=tuple(op.body_outputs[i] for i in kept),
                     iterations=(start, stop),
                 )
@@ -189,7 +189,7 @@ class _ScanCutter:
         shape = self._values[v].shape
         shape = (*shape[:dim], stop - start, *shape[dim + 1 :])
         if v in self._graph.param_values:
-            number = self._new(v, shape)
+            number = self._new_value(v, shape)
             row_range = dataclasses.replace(self._values[number], rows=(dim, start, stop))
             self._values[number] = row_range
             self._range_values.append(number)
@@ -201,19 +201,19 @@ class _ScanCutter:
         source = self._some_rows(op.inputs[0], before, start, stop)
         if source is None:
             return None
-        number = self._new(v, shape)
+        number = self._new_value(v, shape)
         self._ops.append(dataclasses.replace(op, inputs=(source,), outputs=(number,)))
         return number
 
 
-def _shorter(body: tuple[Op, ...], num: int, of: int) -> tuple[Op, ...]:
-    """A body with the counts of `num` runs instead of `of`."""
+def _with_runs(body: tuple[Op, ...], num: int, old_num: int) -> tuple[Op, ...]:
+    """A body with the counts of `num` runs instead of `old_num`."""
     return tuple(
         dataclasses.replace(
             op,
-            times=op.times * num // of,
-            flops=op.flops * num // of,
-            body=_shorter(op.body, num, of),
+            times=op.times * num // old_num,
+            flops=op.flops * num // old_num,
+            body=_with_runs(op.body, num, old_num),
         )
         for op in body
     )
@@ -229,16 +229,18 @@ def ranged(graph: Graph, points: Sequence[int]) -> tuple[Graph, tuple[int, ...]]
         The graph, and the same cuts counted in its equations.
     """
     cuts: dict[tuple[int, ...], Sequence[int]] = {}
-    moved: list[int] = []
+    coarse_points: list[int] = []
     fine = coarse = 0
     for op in chain_ops(graph):
         end = fine + num_iterations(graph, op)
         inner = [p - fine for p in points if fine < p < end]
         if inner:
             cuts[op.outputs] = inner
-        moved += [coarse + bisect.bisect(inner, p - fine) for p in points if fine <= p < end]
+        coarse_points += [
+            coarse + bisect.bisect(inner, p - fine) for p in points if fine <= p < end
+        ]
         fine, coarse = end, coarse + len(inner) + 1
-    return opened(graph, cuts), tuple(moved)
+    return opened(graph, cuts), tuple(coarse_points)
 
 
 _OUTSIDE = "stages can be cut between its layers where it stands outside"
@@ -256,24 +258,26 @@ _REMEDIES = {
 
 def uncut_scans(graph: Graph) -> tuple[str, ...]:
     """A remark on each scan over layers that is nested in another equation, with a remedy."""
-    return tuple(dict.fromkeys(_uncut(graph, graph.ops, "")))
+    return tuple(dict.fromkeys(_nested_scans(graph, graph.ops, "")))
 
 
-def _uncut(graph: Graph, ops: Sequence[Op], around: str) -> Iterator[str]:
+def _nested_scans(graph: Graph, ops: Sequence[Op], around: str) -> Iterator[str]:
     for op in ops:
         over_layers = op.iterations is not None or is_over_layers(graph, op)
         if over_layers and around:
             yield _remark(op.eqn, around)
         if op.kind == "scan":
-            yield from _uncut(graph, op.body, around or "a scan" + " over layers" * over_layers)
+            yield from _nested_scans(
+                graph, op.body, around or "a scan" + " over layers" * over_layers
+            )
         elif op.body:
             inside = "a checkpoint" if op.kind == "remat" else "a function with its own gradient"
-            yield from _uncut(graph, op.body, around or inside)
+            yield from _nested_scans(graph, op.body, around or inside)
         elif op.name == "cond":
-            yield from _in_branches(graph, op, around or "a cond")
+            yield from _scans_in_branches(graph, op, around or "a cond")
 
 
-def _in_branches(graph: Graph, op: Op, around: str) -> Iterator[str]:
+def _scans_in_branches(graph: Graph, op: Op, around: str) -> Iterator[str]:
     """Remarks on the scans in a cond, whose first operand is the index of the branch."""
     params = [isinstance(v, int) and graph.values[v].param is not None for v in op.inputs[1:]]
     for branch in op.eqn.params["branches"]:

@@ -202,13 +202,13 @@ def _cuts(graph: Graph, num: int) -> list[int]:
     share = work[-1] / num
     cuts: list[int] = []
     for target in (share * k for k in range(1, num)):
-        near = [
+        candidates = [
             p
             for p in range(1, len(ops))
             if abs(work[p] - target) <= share / 2 and 0 < work[p] < work[-1]
         ]
-        if near:
-            best = min(near, key=lambda p: (crossing[p], abs(work[p] - target), p))
+        if candidates:
+            best = min(candidates, key=lambda p: (crossing[p], abs(work[p] - target), p))
             if not cuts or best > cuts[-1]:
                 cuts.append(best)
     return cuts

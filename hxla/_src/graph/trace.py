@@ -89,7 +89,7 @@ class Tracer:
                 dtype=aval.dtype,
                 param=param,
                 batch_dim=batch_dim,
-                differentiable=differentiable and _inexact(aval),
+                differentiable=differentiable and _is_inexact(aval),
             )
         )
         return len(self._values) - 1
@@ -127,7 +127,12 @@ class Tracer:
         keys = list(self._tasks) or [()]
         return Graph(
             task_graphs=make_task_graphs(
-                [_outer(key)[1] for key in keys], ops, values, groups[0], results, self._names
+                [_replicas_and_scope(key)[1] for key in keys],
+                ops,
+                values,
+                groups[0],
+                results,
+                self._names,
             ),
             param_names=self._names,
             param_shapes=tuple(values[v].shape for v in groups[0]),
@@ -140,7 +145,7 @@ class Tracer:
             batch_values=tuple(groups[3]),
             result_values=results,
             consts=tuple(self._consts),
-            nested=tuple(_outer(key)[0] for key in keys),
+            nested=tuple(_replicas_and_scope(key)[0] for key in keys),
         )
 
     # -- reading the program -------------------------------------------------------------------
@@ -208,7 +213,7 @@ class Tracer:
             sliced = first_slice is not None and i >= first_slice
             # A carry of zeros depends on parameters from the second iteration on.
             carried = num_consts <= i < num_consts + num_carry and flows
-            body_inputs.append(self._stand_in(var.aval, outer, sliced=sliced, flows=carried))
+            body_inputs.append(self._renumber(var.aval, outer, sliced=sliced, flows=carried))
         inner_env: dict[Any, Input] = dict(zip(inner.jaxpr.invars, body_inputs, strict=True))
         start = len(self._consts)
         self._add_consts(inner, inner_env)
@@ -220,7 +225,7 @@ class Tracer:
         outputs = []
         for i, (var, value) in enumerate(zip(eqn.outvars, body_outputs, strict=True)):
             stacked = kind == "scan" and i >= num_carry
-            outputs.append(self._stand_in(var.aval, value, stacked=stacked))
+            outputs.append(self._renumber(var.aval, value, stacked=stacked))
             env[var] = outputs[-1]
         return Op(
             eqn=eqn,
@@ -237,7 +242,7 @@ class Tracer:
             times=times,
         )
 
-    def _stand_in(
+    def _renumber(
         self,
         aval: Any,
         original: Input,
@@ -368,11 +373,11 @@ class Tracer:
         return visit(ops)
 
 
-def _inexact(aval: Any) -> bool:
+def _is_inexact(aval: Any) -> bool:
     return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
 
 
-def _outer(key: tuple[Scope, ...]) -> tuple[int, Scope]:
+def _replicas_and_scope(key: tuple[Scope, ...]) -> tuple[int, Scope]:
     """The number of replicas around a TaskGraph, and its innermost scope."""
     if not key:
         return 1, _DEFAULT

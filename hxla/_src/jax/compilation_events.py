@@ -1,4 +1,4 @@
-"""Counts XLA compilations through jax's own monitoring events."""
+"""Counts XLA compilations through jax's monitoring events."""
 
 import jax.monitoring
 

@@ -164,10 +164,10 @@ def gather(
     put(f"hxla/gather/{what}/{number}/{jax.process_index()}", text)
     keys = [f"hxla/gather/{what}/{number}/{r}" for r in range(jax.process_count())]
     until = time.monotonic() + timeout_seconds
-    return tuple(_awaited(key, rank, until, check) for rank, key in enumerate(keys))
+    return tuple(_wait_for_text(key, rank, until, check) for rank, key in enumerate(keys))
 
 
-def _awaited(key: str, rank: int, until: float, check: Callable[[int], None]) -> str:
+def _wait_for_text(key: str, rank: int, until: float, check: Callable[[int], None]) -> str:
     """The text of a rank, also if it wrote the text and then ended."""
     while True:
         try:

@@ -68,20 +68,20 @@ def halve(
         places: The residuals, as `Halves.places` of an equal program; None: the fewest bytes.
     """
     jaxpr = closed.jaxpr
-    gone = {jaxpr.invars[i] for i in only_early}
+    early_only = {jaxpr.invars[i] for i in only_early}
     coming = {jaxpr.invars[i] for i in only_late}
     order = [*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
     if places is None:
-        kept = kept_between(jaxpr, num_first, gone, coming)
-        return _halves(closed, num_first, gone, coming, [v for v in order if v in kept])
-    return _halves(closed, num_first, gone, coming, [order[i] for i in sorted(places)])
+        kept = kept_between(jaxpr, num_first, early_only, coming)
+        return _halves(closed, num_first, early_only, coming, [v for v in order if v in kept])
+    return _halves(closed, num_first, early_only, coming, [order[i] for i in sorted(places)])
 
 
 def kept_between(
     program: Any,
     num_first: int,
-    gone: Collection[Any],
-    coming: Collection[Any],
+    early_only: Collection[Any],
+    late_only: Collection[Any],
     repeats: Callable[[Any], bool] = is_cheap,
 ) -> set[Any]:
     """The residuals of `halve`, as variables.
@@ -89,15 +89,15 @@ def kept_between(
     Args:
         program: A jaxpr, or a value with `constvars`, `invars`, `eqns` and `outvars`.
         num_first: The number of early results.
-        gone: Arguments of the early half alone.
-        coming: Arguments of the late half alone.
+        early_only: Arguments of the early half alone.
+        late_only: Arguments of the late half alone.
         repeats: Whether the late half may run an equation of the early half again.
     """
     first, others = program.outvars[:num_first], program.outvars[num_first:]
-    known = {*program.constvars, *program.invars} - set(gone) - set(coming)
+    known = {*program.constvars, *program.invars} - set(early_only) - set(late_only)
     needed = {id(eqn) for eqn in backward_slice(program.eqns, first)}
     # Values that the early half has, or can compute with additional cheap work.
-    can_be_early = known | set(gone)
+    can_be_early = known | set(early_only)
     for eqn in program.eqns:
         if id(eqn) in needed or (repeats(eqn) and can_be_early.issuperset(variables(eqn.invars))):
             can_be_early |= set(eqn.outvars)
@@ -111,8 +111,8 @@ def kept_between(
 def _halves(
     closed: ClosedJaxpr,
     num_first: int,
-    gone: Collection[Any],
-    coming: Collection[Any],
+    early_only: Collection[Any],
+    late_only: Collection[Any],
     saved: Sequence[Any],
 ) -> Halves:
     """The halves with these residuals."""
@@ -123,8 +123,8 @@ def _halves(
     def inputs_without(unknown: Collection[Any]) -> list[Any]:
         return [*jaxpr.constvars, *(v for v in jaxpr.invars if v not in unknown)]
 
-    early = part(jaxpr, [*first, *saved], inputs=inputs_without(coming))
-    late = part(jaxpr, others, known=set(saved), inputs=[*inputs_without(gone), *saved])
+    early = part(jaxpr, [*first, *saved], inputs=inputs_without(late_only))
+    late = part(jaxpr, others, known=set(saved), inputs=[*inputs_without(early_only), *saved])
     return Halves(
         early=early,
         late=late,

@@ -74,10 +74,10 @@ class Portable:
 def portable(compiled: Any) -> Portable | None:
     """A program in a form that other devices can load; None if it is bound to its devices.
 
-    A program is bound if it calls Python, has ordered effects or constant arrays on devices, has
-    shardings without devices, or if its backend only compiles or cannot serialize it. With jax's
-    persistent cache every program is bound: a CPU cannot serialize an executable from the cache
-    again, and each device has an entry there.
+    A program is bound if it calls Python, has ordered effects, constant arrays on devices or
+    shardings without devices. So is one whose backend only compiles or cannot serialize it. With
+    jax's persistent cache every program is bound: a CPU cannot serialize an executable from the
+    cache again, and each device has an entry there.
 
     Args:
         compiled: A `jax.stages.Compiled`.

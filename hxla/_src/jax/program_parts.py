@@ -5,8 +5,7 @@ once, before them, and kept, as a global norm is; a tensor that is cheap to comp
 each group, as the gradients below the norm are. Barriers keep XLA from merging the groups again.
 
 Initializers are split into separate programs. Their random keys and counters are computed first,
-equation by equation, so that programs of equal layers differ only in their arguments and can be
-shared.
+equation by equation. Then programs of equal layers differ only in their arguments and are shared.
 """
 
 import dataclasses
@@ -82,12 +81,12 @@ def _run(
 
 def _programs(jaxpr: Any, groups: Sequence[Sequence[Any]]) -> list[Any]:
     """The program of shared values, if there are any, and then that of each group."""
-    needing = _needing(jaxpr, groups)
+    needing = _groups_by_variable(jaxpr, groups)
     results = variables(jaxpr.outvars)  # keeping these is free
     kept = variables(
         v
         for eqn in jaxpr.eqns
-        if _any_of(needing, eqn.outvars).bit_count() > 1
+        if _groups_of(needing, eqn.outvars).bit_count() > 1
         and not (_is_recomputed(eqn) and results.keys().isdisjoint(eqn.outvars))
         for v in eqn.outvars
     )
@@ -98,7 +97,7 @@ def _programs(jaxpr: Any, groups: Sequence[Sequence[Any]]) -> list[Any]:
 
 def _all_grouped(jaxpr: Any, groups: list[list[Any]]) -> list[list[Any]]:
     """The groups with every other result added to one of them."""
-    needing = _needing(jaxpr, groups)
+    needing = _groups_by_variable(jaxpr, groups)
     grouped = variables(v for group in groups for v in group)
     for v in variables(jaxpr.outvars):
         if v in grouped:
@@ -112,18 +111,18 @@ def _all_grouped(jaxpr: Any, groups: list[list[Any]]) -> list[list[Any]]:
     return groups
 
 
-def _needing(jaxpr: Any, groups: Sequence[Sequence[Any]]) -> dict[Any, int]:
+def _groups_by_variable(jaxpr: Any, groups: Sequence[Sequence[Any]]) -> dict[Any, int]:
     """For each variable a bit mask of the groups that need it."""
     needing: dict[Any, int] = {}
     for g, group in enumerate(groups):
         needing.update((v, needing.get(v, 0) | 1 << g) for v in variables(group))
     for eqn in reversed(jaxpr.eqns):
-        bits = _any_of(needing, eqn.outvars)
+        bits = _groups_of(needing, eqn.outvars)
         needing.update((v, needing.get(v, 0) | bits) for v in variables(eqn.invars))
     return needing
 
 
-def _any_of(needing: dict[Any, int], variables: Iterable[Any]) -> int:
+def _groups_of(needing: dict[Any, int], variables: Iterable[Any]) -> int:
     return functools.reduce(operator.or_, (needing.get(v, 0) for v in variables), 0)
 
 
@@ -193,7 +192,7 @@ def apart(
         group_jaxpr = whole.replace(eqns=equations.get(root, []))
         jaxpr = part(group_jaxpr, [whole.outvars[k] for k in numbers], known=known)
         group_operands = tuple(known[v] for v in jaxpr.invars)
-        groups.append(ResultGroup(tuple(numbers), jaxpr, group_operands, _like(jaxpr)))
+        groups.append(ResultGroup(tuple(numbers), jaxpr, group_operands, _program_key(jaxpr)))
     return groups
 
 
@@ -227,7 +226,7 @@ def _roots(equations: Sequence[Any], known: dict[Any, Any]) -> dict[Any, Any]:
     return {v: root(v) for v in parents}
 
 
-def _like(jaxpr: Any) -> Any:
+def _program_key(jaxpr: Any) -> Any:
     """A key of equal programs: the text, or the identity if a text would hide arrays."""
     if any(_closes_over_arrays(eqn) for eqn in jaxpr.eqns):
         return id(jaxpr)

@@ -162,10 +162,10 @@ def bit_settings(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
         ConfigError: If a setting of JAX differs in this thread only, or flags cannot be read.
     """
     settings = {name: str(value) for name, value in jax.config.values.items()}
-    settings = {n: v for n, v in settings.items() if not _is_any(n, _HARMLESS_OF_JAX)}
+    settings = {n: v for n, v in settings.items() if not _matches_any(n, _HARMLESS_OF_JAX)}
     _refuse_local(settings)
     for name, value in _flags(environ).items():
-        if not _is_any(name, _HARMLESS_OF_XLA) and _SET_BY_HXLA.get(name) != value:
+        if not _matches_any(name, _HARMLESS_OF_XLA) and _SET_BY_HXLA.get(name) != value:
             settings[name] = value
     settings |= {name: environ[name] for name in _ALONE if environ.get(name)}
     return tuple(sorted(f"{n}={v}" for n, v in settings.items() if _USUAL_OF_JAX.get(n) != v))
@@ -186,7 +186,7 @@ def unlike_settings(there: Sequence[str], here: Sequence[str]) -> Iterator[tuple
 
 
 @functools.cache
-def _is_any(name: str, patterns: tuple[str, ...]) -> bool:
+def _matches_any(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 

@@ -438,14 +438,16 @@ def functional(
         made = from_linen(
             model, loss, eval_loss, variables=variables, seed=seed, example=example, rngs=rngs
         )
-        return _completed(made, trainable, merge)
+        return _with_user_choices(made, trainable, merge)
     model, make = as_module(model)
     if variables is not None:
         raise ConfigError("variables is for Linen modules: an NNX model has its variables")
-    return _completed(from_nnx(model, loss, eval_loss, make=make, seed=seed), trainable, merge)
+    return _with_user_choices(
+        from_nnx(model, loss, eval_loss, make=make, seed=seed), trainable, merge
+    )
 
 
-def _completed(model: Functional, trainable: Trainable, merge: Merge) -> Functional:
+def _with_user_choices(model: Functional, trainable: Trainable, merge: Merge) -> Functional:
     """Add trained parameters and merge rules, and make all arrays plain, for both kinds."""
     model = dataclasses.replace(
         model,

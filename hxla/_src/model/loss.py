@@ -205,7 +205,7 @@ def _is_array(x: Any) -> bool:
 def as_sums(
     out: Any, num_examples: int, *, mean_weight: float = 1, padded_size: int | None = None
 ) -> MicrobatchSums:
-    """Read what the user's loss returned.
+    """Read the result of the user's loss.
 
     Args:
         out: See the message of the error.

@@ -53,7 +53,7 @@ def called(loss: Loss, argument: str = "loss") -> CalledLoss:
                 "step; draw in embed(model, batch, key), whose key is another one for each "
                 "microbatch of each step, and return the random numbers with the embeddings"
             )
-        return loss.by_passes(called(loss.embed, "embed"))
+        return loss.in_passes(called(loss.embed, "embed"))
     takes_key = _takes_key(loss, argument)
     for name, what in _closed_over_keys(loss):
         raise LossError(closed_over_key_message(name, what, argument))

@@ -8,7 +8,7 @@ from flax import nnx
 
 from ..core.errors import ConfigError
 from ..core.types import PyTree
-from .trainable import chooses, entries_of, nearest
+from .trainable import as_predicate, entries_of, nearest
 
 #: The argument `merge`: a rule for each pattern of paths or NNX filter.
 Merge = Mapping[Any, str] | None
@@ -42,29 +42,29 @@ def merges_of(aux: PyTree, merge: Merge) -> tuple[str | None, ...]:
         )
     entries = list(entries_of(aux))
     problems, rules = [], dict[str, str]()
-    for one, rule in merge.items():
+    for selector, rule in merge.items():
         if rule not in RULES:
-            problems.append(f"  {one!r}: {rule!r} is no rule: use {', '.join(RULES)}")
+            problems.append(f"  {selector!r}: {rule!r} is no rule: use {', '.join(RULES)}")
             continue
-        fits = chooses(one, "merge")
-        matches = [name for path, name, value in entries if fits(path, name, value)]
+        is_match = as_predicate(selector, "merge")
+        matches = [name for path, name, value in entries if is_match(path, name, value)]
         if not matches:
-            near = nearest(one, [name for _, name, _ in entries])
-            problems.append(f"  {one!r} is no variable that the model keeps{near}")
+            nearest_path = nearest(selector, [name for _, name, _ in entries])
+            problems.append(f"  {selector!r} is no variable that the model keeps{nearest_path}")
         for name in matches:
             rules.setdefault(name, rule)
     if problems:
         raise ConfigError("merge:\n" + "\n".join(problems))
-    each: list[str | None] = []
+    array_rules: list[str | None] = []
     for _, name, value in entries:
-        each += [rules.get(name)] * len(jax.tree.leaves(value))
-    return tuple(each)
+        array_rules += [rules.get(name)] * len(jax.tree.leaves(value))
+    return tuple(array_rules)
 
 
 def statistics_of(aux: PyTree) -> tuple[bool, ...]:
     """Whether each array of the other variables is a batch statistic of Flax."""
-    each: list[bool] = []
+    are_statistics: list[bool] = []
     for path, _, value in entries_of(aux):
         is_statistic = isinstance(value, nnx.BatchStat) or path[0] == "batch_stats"
-        each += [is_statistic] * len(jax.tree.leaves(value))
-    return tuple(each)
+        are_statistics += [is_statistic] * len(jax.tree.leaves(value))
+    return tuple(are_statistics)

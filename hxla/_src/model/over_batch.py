@@ -60,7 +60,7 @@ class OverBatch:
     def __call__(self, model: Any, batch: PyTree, **key: jax.Array) -> Any:
         return self.contrast(self.embed(model, batch, **key), batch)
 
-    def by_passes(self, embed: Callable[[Any, Any, jax.Array], Any]) -> Callable[..., Any]:
+    def in_passes(self, embed: Callable[[Any, Any, jax.Array], Any]) -> Callable[..., Any]:
         """The loss as the programs call it; its result depends on the type of the batch.
 
         Args:
@@ -241,12 +241,12 @@ class TracedOverBatch:
     def program(self) -> Any:
         """`OverBatch.outputs` traced for the whole batch, and the shapes of its results."""
         num = self.batch_size
-        shapes = _of_size(self.embeddings, num), _of_size(self.batch, num)
+        shapes = _with_num_examples(self.embeddings, num), _with_num_examples(self.batch, num)
         return jax.make_jaxpr(self.loss.outputs, return_shape=True)(*shapes)
 
     def second(self) -> WithGradients:
         """The shapes of a microbatch of the second pass."""
-        out = _of_size(self.program[1], self.size)
+        out = _with_num_examples(self.program[1], self.size)
         return WithGradients(self.batch, out, self.embeddings)
 
     @functools.cached_property
@@ -264,12 +264,12 @@ class TracedOverBatch:
         """The shapes of embeddings and of the arrays that `contrast` reads, for `num_examples`."""
         batch = jax.tree.leaves(self.batch)
         shapes = [*jax.tree.leaves(self.embeddings), *(batch[i] for i in self._reads)]
-        return _of_size(shapes, num_examples)
+        return _with_num_examples(shapes, num_examples)
 
     def arguments(self, operands: Sequence[jax.Array]) -> tuple[PyTree, PyTree]:
         """The embeddings and the batch for `contrast`; arrays that it does not read are zero."""
         num, num_embeddings = len(operands[0]), len(jax.tree.leaves(self.embeddings))
-        leaves, treedef = jax.tree.flatten(_of_size(self.batch, num))
+        leaves, treedef = jax.tree.flatten(_with_num_examples(self.batch, num))
         read = dict(zip(self._reads, operands[num_embeddings:], strict=True))
         filled = [read.get(i, jnp.zeros(x.shape, x.dtype)) for i, x in enumerate(leaves)]
         embeddings_treedef = jax.tree.structure(self.embeddings)
@@ -310,6 +310,6 @@ def trace_over_batch(
     return TracedOverBatch(loss=loss, batch_size=batch_size, batch=batch, embeddings=shapes)
 
 
-def _of_size(tree: PyTree, num: int) -> PyTree:
+def _with_num_examples(tree: PyTree, num: int) -> PyTree:
     """Shapes with another number of examples."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((num, *x.shape[1:]), x.dtype), tree)

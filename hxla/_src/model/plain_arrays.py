@@ -1,7 +1,7 @@
 """Arrays of any dtype as plain arrays, for programs, sums, stores and checkpoints.
 
-Random keys become their bits, elements of less than a byte take one, and a complex parameter
-becomes two real parts in an added last dimension: optimizers and exact sums take real numbers.
+Random keys become their bits, and elements of less than a byte take one. A complex parameter
+becomes two real parts in an added last dimension, for optimizers and exact sums take real numbers.
 """
 
 from collections.abc import Sequence

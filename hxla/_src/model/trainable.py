@@ -41,17 +41,17 @@ def frozen_names(params: PyTree, trainable: Trainable) -> frozenset[str]:
     chosen: set[str] = set()
     problems = []
     for selector in trainable if isinstance(trainable, list | tuple) else [trainable]:
-        is_chosen = chooses(selector, "trainable")
-        matches = {name for path, name, value in entries if is_chosen(path, name, value)}
+        is_match = as_predicate(selector, "trainable")
+        matches = {name for path, name, value in entries if is_match(path, name, value)}
         chosen |= matches
         if not matches:
-            near = nearest(selector, [name for _, name, _ in entries])
+            nearest_path = nearest(selector, [name for _, name, _ in entries])
             shown = (
                 repr(selector)
                 if isinstance(selector, str)
                 else getattr(selector, "__name__", selector)
             )
-            problems.append(f"  {shown}{near}")
+            problems.append(f"  {shown}{nearest_path}")
     if problems:
         raise ConfigError(
             "trainable names no parameter of the model by\n"
@@ -90,11 +90,11 @@ def entries_of(params: PyTree) -> Iterator[tuple[tuple[Any, ...], str, Any]]:
 
 def nearest(selector: Any, names: Sequence[str]) -> str:
     """The path nearest to a pattern, for a message."""
-    near = difflib.get_close_matches(str(selector), names, n=1, cutoff=0.0)
-    return f" (the nearest path is {near[0]!r})" if near else ""
+    matches = difflib.get_close_matches(str(selector), names, n=1, cutoff=0.0)
+    return f" (the nearest path is {matches[0]!r})" if matches else ""
 
 
-def chooses(selector: Any, argument: str) -> Callable[[tuple[Any, ...], str, Any], bool]:
+def as_predicate(selector: Any, argument: str) -> Callable[[tuple[Any, ...], str, Any], bool]:
     """A pattern of paths or an NNX filter as a predicate of path, name and value.
 
     Raises:
