@@ -38,7 +38,7 @@ def run_part(
         PlanError: If hxla has no local form of the equation.
     """
     shapes = [
-        _local_shape(v.aval.shape, dim, part) for v, dim in zip(eqn.outvars, results, strict=True)
+        _shard_shape(v.aval.shape, dim, part) for v, dim in zip(eqn.outvars, results, strict=True)
     ]
     run = _BY_NAME.get(eqn.primitive.name)
     try:
@@ -78,7 +78,7 @@ def _refusal(eqn: Any) -> str:
     )
 
 
-def _local_shape(shape: Sequence[int], dim: int | None, part: PartOf) -> tuple[int, ...]:
+def _shard_shape(shape: Sequence[int], dim: int | None, part: PartOf) -> tuple[int, ...]:
     return tuple(part(n)[0] if d == dim else n for d, n in enumerate(shape))
 
 

@@ -132,7 +132,7 @@ class _Walk:
         if op.name.startswith(_OPAQUE):
             return [_UNKNOWN] * len(op.outputs)
         if not _keeps_sums(op, tags):
-            return [self._mixed_tag(op)] * len(op.outputs)
+            return [self._mixed(op)] * len(op.outputs)
         return [t if t.mixed or t.unknown else dataclasses.replace(t, total=True) for t in row_tags]
 
     def _rows(self, op: Op, tags: Sequence[_Tag]) -> list[_Tag]:
@@ -142,13 +142,11 @@ class _Walk:
             return [_SAME] * len(op.outputs)
         factors = {k: _factor_of(op, k, dim) for k, dim in rows.items()}
         if None in factors.values():
-            return [self._mixed_tag(op) if op.name in _ALONG else _UNKNOWN] * len(op.outputs)
+            return [self._mixed(op) if op.name in _ALONG else _UNKNOWN] * len(op.outputs)
         [factor, *others] = {id(f): f for f in factors.values()}.values()
         assert factor is not None
         if others:
-            return [_UNKNOWN if op.name.startswith(_OPAQUE) else self._mixed_tag(op)] * len(
-                op.outputs
-            )
+            return [_UNKNOWN if op.name.startswith(_OPAQUE) else self._mixed(op)] * len(op.outputs)
         result_tags = []
         for dim in factor.results:
             if dim is not None:
@@ -156,10 +154,10 @@ class _Walk:
             elif op.name in _LINEAR:
                 result_tags.append(_SAME if self._is_normalization(op) else _TOTAL)
             else:
-                result_tags.append(_UNKNOWN if op.name.startswith(_OPAQUE) else self._mixed_tag(op))
+                result_tags.append(_UNKNOWN if op.name.startswith(_OPAQUE) else self._mixed(op))
         return result_tags
 
-    def _mixed_tag(self, op: Op) -> _Tag:
+    def _mixed(self, op: Op) -> _Tag:
         if self._is_normalization(op):
             return _SAME
         where = ", ".join(filter(None, (op.stack, op.source)))

@@ -140,16 +140,14 @@ def splice(eqn: Any, function: Callable[..., Any]) -> list[Any]:
     """
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     traced = jax.make_jaxpr(function)(*shapes).jaxpr
-    made = {v for inner in traced.eqns for v in inner.outvars}
+    made = {v for e in traced.eqns for v in e.outvars}
     results = variables(traced.outvars)
     if traced.constvars or len(results) < len(eqn.outvars) or not made.issuperset(results):
         return [eqn]
     names = dict(zip(traced.invars, eqn.invars, strict=True))
     names |= dict(zip(traced.outvars, eqn.outvars, strict=True))
 
-    return [
-        renamed(inner, names, source_info=eqn.source_info, ctx=eqn.ctx) for inner in traced.eqns
-    ]
+    return [renamed(e, names, source_info=eqn.source_info, ctx=eqn.ctx) for e in traced.eqns]
 
 
 def renamed(eqn: Any, names: Mapping[Any, Any], **others: Any) -> Any:

@@ -97,9 +97,7 @@ def needed_for(closed: ClosedJaxpr, result: int) -> Needed:
     consts = dict(
         zip(needed.constvars, itertools.compress(closed.consts, used_consts), strict=True)
     )
-    needed = part(
-        needed, needed.outvars
-    )  # drops equations with effects, which `dce_jaxpr_consts` keeps
+    needed = part(needed, needed.outvars)  # without equations that are kept for their effects
     used_arrays = [np.asarray(consts[v]) for v in needed.invars if v in consts]
     arguments = frozenset(places[v] for v in needed.invars if v in places)
     return Needed(f"{program_text(needed)} {fingerprint(used_arrays)}", arguments)

@@ -280,7 +280,7 @@ def _is_sum(eqn: Any) -> bool:
 
 
 def _inputs_read(jaxpr: Any, made: Container[int]) -> Callable[[Any], frozenset[int]]:
-    """From a variable to the arguments that it depends on, but through the equations `made`."""
+    """Map a variable to the arguments that it depends on, except through `made` equations."""
     known: dict[Any, frozenset[int]] = {v: frozenset((i,)) for i, v in enumerate(jaxpr.invars)}
     none: frozenset[int] = frozenset()
 
@@ -343,7 +343,7 @@ def _on_slices(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     if inner is None:
         if eqn.primitive.name in _SAME_ORDER:
             return [operands[0]]
-        if not eqn.outvars[0].aval.shape:  # scalars, of which those of arrays are flat slices
+        if not eqn.outvars[0].aval.shape:  # scalars, or flat slices of arrays of one element
             operands = jnp.broadcast_arrays(*operands)
         outputs = eqn.primitive.bind(*operands, **eqn.params)
         return list(outputs) if eqn.primitive.multiple_results else [outputs]

@@ -438,17 +438,15 @@ def functional(
         made = from_linen(
             model, loss, eval_loss, variables=variables, seed=seed, example=example, rngs=rngs
         )
-        return _with_user_choices(made, trainable, merge)
+        return _finished(made, trainable, merge)
     model, make = as_module(model)
     if variables is not None:
         raise ConfigError("variables is for Linen modules: an NNX model has its variables")
-    return _with_user_choices(
-        from_nnx(model, loss, eval_loss, make=make, seed=seed), trainable, merge
-    )
+    return _finished(from_nnx(model, loss, eval_loss, make=make, seed=seed), trainable, merge)
 
 
-def _with_user_choices(model: Functional, trainable: Trainable, merge: Merge) -> Functional:
-    """Add trained parameters and merge rules, and make all arrays plain, for both kinds."""
+def _finished(model: Functional, trainable: Trainable, merge: Merge) -> Functional:
+    """A functional model with the user's choices, and with plain arrays."""
     model = dataclasses.replace(
         model,
         frozen=frozen_names(model.params, trainable),
@@ -467,9 +465,7 @@ def _with_user_choices(model: Functional, trainable: Trainable, merge: Merge) ->
     def call(run: Any) -> Any:
         def with_plain(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
             old = from_plain(aux, original[1])
-            before = jax.tree.leaves(
-                old
-            )  # read now, for a call writes into the variables of a tree
+            before = jax.tree.leaves(old)  # read now, for a call writes into variables
             out, new = run(from_plain(params, original[0]), old, key, batch)
             if str(jax.tree.structure(old)) != str(jax.tree.structure(new)):
                 return out, new  # the tracing refuses it

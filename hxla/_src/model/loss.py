@@ -263,7 +263,7 @@ def _weighted(
     """The sum of a microbatch's losses, and their weights.
 
     Args:
-        user_weights: Empty, or one array.
+        user_weights: The user's weights, if there are any.
     """
     if not jnp.issubdtype(values.dtype, jnp.floating):
         raise _wrong(out, f"a loss must be real and floating, not {values.dtype}")

@@ -18,9 +18,7 @@ from ..jax.jaxpr import backward_slice, inlined, variables
 from .functional import leaf_names
 from .plain_arrays import as_plain, from_plain
 
-_ARGUMENTS = (
-    "an update gets the gradient, the state, the parameters, and by name `value` and `grad`"
-)
+_PASSED = "an update gets the gradient, the state, the parameters, and by name `value` and `grad`"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +113,7 @@ class Optimizer:
         except Exception as error:  # whatever the user's transformation raises
             raise ConfigError(
                 f"the optimizer cannot update these parameters: {type(error).__name__}: {error}\n"
-                f"{_ARGUMENTS}; a transformation that needs more (value_fn, obj_fn, grad_fn, a "
+                f"{_PASSED}; a transformation that needs more (value_fn, obj_fn, grad_fn, a "
                 "Hessian) has to be replaced by one that does not"
             ) from error
         _check_state(state, after)
@@ -145,6 +143,6 @@ def _check_state(before: PyTree, after: PyTree) -> None:
 def _no_value_fn(*_: Any, **__: Any) -> Any:
     raise ConfigError(
         "the optimizer calls `value_fn`: a line search evaluates the loss of the whole global "
-        f"batch several times in one update, and an update has no examples ({_ARGUMENTS}). Use "
+        f"batch several times in one update, and an update has no examples ({_PASSED}). Use "
         "optax.lbfgs(learning_rate, linesearch=None), or an optimizer without a line search"
     )
