@@ -242,7 +242,7 @@ def _factor_for(eqn: Any, dims: Dims) -> Factor:
 def _resharded(
     arrays: Sequence[Any], dims: Dims, wanted: Dims, eqn: Any, part: PartOf
 ) -> list[Any]:
-    """Arrays with the wanted cut dimensions: shards are taken of whole arrays."""
+    """Arrays with the wanted cut dimensions; whole arrays are cut."""
     out = []
     for x, dim, other in zip(arrays, dims, wanted, strict=True):
         if dim is not None and dim != other:

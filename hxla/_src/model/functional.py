@@ -336,7 +336,6 @@ def from_linen(
     Args:
         module: Unbound module. The loss gets it bound, so `model(batch["x"])`,
             `model.method(...)` and `model.variables` work as inside `nn.apply`.
-        eval_loss: The same, for evaluation.
         variables: Initial variables, or None to initialise them by running the loss once.
         example: One microbatch, arrays or shapes, for the shapes of the initialisation.
         rngs: Names of the module's random streams.

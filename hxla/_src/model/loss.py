@@ -304,8 +304,6 @@ def _columns(
     """The columns of a metric, and their description.
 
     Args:
-        weights: The losses' weights.
-        weight: Their sum.
         missing: The number of examples by which a `concat` is padded.
     """
     asked = user_value if isinstance(user_value, Metric) else Metric(user_value)
