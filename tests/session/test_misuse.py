@@ -142,7 +142,7 @@ CALLS = {
     ),
     "a maker of something else": (dict(model=lambda: X), CONFIG, "returns ndarray, not an"),
     "an apply function": (dict(model=LINEN.apply), CONFIG, "method apply of Dense: pass the"),
-    "variables of an nnx module": (dict(variables=VARIABLES), CONFIG, "NNX model has its variables"),
+    "variables of an nnx module": (dict(variables=VARIABLES), CONFIG, "NNX model has its"),
     "parameters as variables": (
         dict(model=LINEN, variables=PARAMS),
         CONFIG,
