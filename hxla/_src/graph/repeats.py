@@ -58,10 +58,8 @@ def _layer_cuts(crossing: np.ndarray, ops: Sequence[Op], num: int) -> tuple[int,
     cuts = set()
     for k in range(1, num):
         distance = np.abs(done / done[-1] - k / num)
-        candidates = [i + 1 for i in range(len(ops) - 1) if distance[i] <= 0.5 / num]
-        cuts |= (
-            {min(candidates, key=lambda i: (crossing[i], distance[i - 1]))} if candidates else set()
-        )
+        places = [i + 1 for i in range(len(ops) - 1) if distance[i] <= 0.5 / num]
+        cuts |= {min(places, key=lambda i: (crossing[i], distance[i - 1]))} if places else set()
     return tuple(sorted(cuts))
 
 

@@ -147,9 +147,7 @@ class ResidualEstimator:
         cotangents, closed_over = {**grads}, [*consts.values()]
         names: dict[int, Any] = consts | read
         equations: list[Any] = []
-        names_of_ops: list[
-            dict[Any, Any]
-        ] = []  # new names of the variables of each operation's kind
+        names_of_ops: list[dict[Any, Any]] = []  # from variables of each kind to new ones
         for op, kind in zip(ops, kinds, strict=True):
             operands = [names[v] for v in op.inputs if isinstance(v, int)]
             op_names = dict(zip(kind.operands, operands, strict=True))

@@ -229,18 +229,16 @@ def ranged(graph: Graph, points: Sequence[int]) -> tuple[Graph, tuple[int, ...]]
         The graph, and the same cuts counted in its equations.
     """
     cuts: dict[tuple[int, ...], Sequence[int]] = {}
-    coarse_points: list[int] = []
+    new_points: list[int] = []
     fine = coarse = 0
     for op in chain_ops(graph):
         end = fine + num_iterations(graph, op)
         inner = [p - fine for p in points if fine < p < end]
         if inner:
             cuts[op.outputs] = inner
-        coarse_points += [
-            coarse + bisect.bisect(inner, p - fine) for p in points if fine <= p < end
-        ]
+        new_points += [coarse + bisect.bisect(inner, p - fine) for p in points if fine <= p < end]
         fine, coarse = end, coarse + len(inner) + 1
-    return opened(graph, cuts), tuple(coarse_points)
+    return opened(graph, cuts), tuple(new_points)
 
 
 _OUTSIDE = "stages can be cut between its layers where it stands outside"
@@ -258,26 +256,24 @@ _REMEDIES = {
 
 def uncut_scans(graph: Graph) -> tuple[str, ...]:
     """A remark on each scan over layers that is nested in another equation, with a remedy."""
-    return tuple(dict.fromkeys(_nested_scans(graph, graph.ops, "")))
+    return tuple(dict.fromkeys(_remarks(graph, graph.ops, "")))
 
 
-def _nested_scans(graph: Graph, ops: Sequence[Op], around: str) -> Iterator[str]:
+def _remarks(graph: Graph, ops: Sequence[Op], around: str) -> Iterator[str]:
     for op in ops:
         over_layers = op.iterations is not None or is_over_layers(graph, op)
         if over_layers and around:
             yield _remark(op.eqn, around)
         if op.kind == "scan":
-            yield from _nested_scans(
-                graph, op.body, around or "a scan" + " over layers" * over_layers
-            )
+            yield from _remarks(graph, op.body, around or "a scan" + " over layers" * over_layers)
         elif op.body:
             inside = "a checkpoint" if op.kind == "remat" else "a function with its own gradient"
-            yield from _nested_scans(graph, op.body, around or inside)
+            yield from _remarks(graph, op.body, around or inside)
         elif op.name == "cond":
-            yield from _scans_in_branches(graph, op, around or "a cond")
+            yield from _branch_remarks(graph, op, around or "a cond")
 
 
-def _scans_in_branches(graph: Graph, op: Op, around: str) -> Iterator[str]:
+def _branch_remarks(graph: Graph, op: Op, around: str) -> Iterator[str]:
     """Remarks on the scans in a cond, whose first operand is the index of the branch."""
     params = [isinstance(v, int) and graph.values[v].param is not None for v in op.inputs[1:]]
     for branch in op.eqn.params["branches"]:
