@@ -131,7 +131,7 @@ def test_a_composed_program_makes_the_gradients_that_jax_makes(name):
     @jax.jit
     def by_equations(arrays):
         env = {composed.arguments[v]: x for v, x in arrays.items()}
-        env |= {v: jnp.float32(1) for v in composed.coming.values()}
+        env |= {v: jnp.float32(1) for v in composed.cotangents.values()}
         env |= dict(zip(composed.constvars, (x for _, x in graph.consts), strict=False))
         for eqn in composed.eqns:
             operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
