@@ -37,7 +37,7 @@ import hxla
 from support import families, scanned_models
 from support.inside.graph import PrecisionCalls, trace_functional
 from support.inside.jax import as_function, multiprocessors
-from support.inside.lower import Programs, UpdateInputs, _streamed_update, lower
+from support.inside.lower import Programs, UpdateInputs, _updates, lower
 from support.inside.model import functional
 from support.inside.plan import as_precision
 
@@ -232,7 +232,7 @@ def compiled(programs: Programs) -> dict[str, Any]:
     programs.compile(over)
     sums = [f"sum {k}" for k in range(len(programs.reducer.buckets))]
     own = ["fill", "ticks", "finish"] if programs.pipelines else ["microbatch"]
-    [*terms, _] = programs._updates.names(0)
+    [*terms, _] = programs._updates.each[0].names
     found = dict(zip([*own, "empty", *terms, "update", *sums], made, strict=False))
     return {name: program for name, program in found.items() if name not in terms}
 
@@ -351,7 +351,7 @@ class _Host(NamedTuple):
 def offloaded() -> dict[str, Any]:
     """Some of the programs that update the state of `large_gpt` from host memory."""
     host = _Host()
-    _streamed_update.in_memory, mlir._get_mem_kind = host.of, host.kind_of
+    _updates.in_memory, mlir._get_mem_kind = host.of, host.kind_of
     size = gpu_jobs.SIZES["124m"]
     data = {"text": jax.ShapeDtypeStruct((64, size.length + 1), np.int32)}
     config = {"memory": {"offload": {"optimizer": "host"}}}
@@ -365,9 +365,9 @@ def offloaded() -> dict[str, Any]:
     sums = programs.reducer.result_shapes(0, [x.shape for x in tensors.others])
     exponents, one = programs.reducer.local[0].like(scales), np.float32(1)
     given = UpdateInputs(*sums, exponents_T=exponents, weight=one, value=one)
-    updates = programs._updates
-    every = updates.lower(0, programs._of_trained(params), opt_state, aux, given)
-    groups = updates._streamed[0].groups
+    [update] = programs._updates.each
+    every = update.lower(programs._of_trained(params), opt_state, aux, given)
+    groups = update.groups
     sizes = [sum(unit.num_bytes for unit in group) for group in groups.groups]
     found = []
     for g in (1, len(sizes) // 2, len(sizes) - 1):

@@ -16,7 +16,7 @@ from flax import nnx
 
 import hxla
 from support import zero_jobs
-from support.inside.lower import Store, _lower, _own_update
+from support.inside.lower import Store, _lower, _updates
 
 COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|reduce-scatter|collective-\w+|all-to-all)[.\w-]*\("
@@ -58,7 +58,8 @@ def collectives(programs):
 def programs_of(session):
     """Collectives in the programs of the devices that train, and in those of the hosts."""
     own = session._programs
-    on_devices = [own.runners[0]._programs.of(0)["loss"], *own._updates.compiled[0]]
+    loss = own.runners[0]._programs.of(0)["loss"]
+    on_devices = [loss, *own._updates.each[0].compiled]
     between = list(own.reducer.programs)
     if own.gather is not None:
         between += own.gather._programs
@@ -98,7 +99,7 @@ class Unlike(Model):
 def on_unlike_devices():
     """Processes that start from other bits and round the statistics in their own way."""
     _lower.are_unlike = lambda kinds: True
-    usual, hand_on, handed = _own_update.new_aux, Store.hand_on, []
+    usual, hand_on, handed = _updates.new_aux, Store.hand_on, []
 
     def rounded_otherwise(*arguments):
         found = usual(*arguments)
@@ -110,7 +111,7 @@ def on_unlike_devices():
         after = map(np.asarray, store.held[0].leaves())
         handed.append(any((a != b).any() for a, b in zip(before, after, strict=True)))
 
-    _own_update.new_aux, Store.hand_on = rounded_otherwise, watched
+    _updates.new_aux, Store.hand_on = rounded_otherwise, watched
     told = trained("host", 1, model=Unlike)
     return told | {"handed": sum(handed)}
 

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 import hxla
-from support.inside.lower import _update_groups
+from support.inside.lower import _units
 
 WIDTH = 256
 
@@ -35,7 +35,7 @@ def main():
     tier, folder, steps = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
     for most in map(int, sys.argv[4:]):
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-    _update_groups._LEAST_BYTES, _update_groups._NUM_GROUPS = 1 << 14, 6
+    _units._LEAST_BYTES, _units._NUM_GROUPS = 1 << 14, 6
     rng = np.random.default_rng(0)
     data = {k: rng.normal(size=(64, n)).astype(np.float32) for k, n in (("x", 16), ("y", 4))}
     offload = {"optimizer": tier, "directory": str(folder)}

@@ -60,7 +60,7 @@ def programs(case, devices, reduction="exact"):
     with job.open(plan, mesh=mesh) as session:
         found = session._programs
         runners = [text(runner._programs.of(0)["loss"]) for runner in found.runners]
-        updates = [text(programs[-1]) for programs in found._updates.compiled]
+        updates = [text(own.compiled[-1]) for own in found._updates.each]
     return list(zip(runners, updates, strict=True))
 
 

@@ -74,7 +74,7 @@ def lowered(optimizer, num_groups, reduction="float", num=NUM, **options):
     sums = np.random.default_rng(0).normal(size=num * SIDE * SIDE).astype(np.float32)
     read = UpdateInputs([sums], [], np.zeros(num, np.int32), np.float32(2), np.float32(1))
     arguments = params, optimizer.init(params), [], read
-    return made._updates.lower(0, *arguments), arguments
+    return made._updates.each[0].lower(*arguments), arguments
 
 
 def temporary_tensors(optimizer, num_groups, *form, **options):

@@ -13,7 +13,7 @@ import pytest
 
 import hxla
 from support.blocks import Layers, Scanned, job, trained
-from support.inside.lower import _update_groups
+from support.inside.lower import _units
 from support.relays import bytes_of_devices, relayed, straight
 from support.shared_state import WIDTH, Few, planned, shared
 from support.tiers import rows
@@ -112,8 +112,8 @@ def told(name):
     wanted = straight(*one, len(forms), HELD_OUT)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         # So small that parameters are cut into slices.
-        patch.setattr(_update_groups, "_LEAST_BYTES", 512)
-        patch.setattr(_update_groups, "_NUM_GROUPS", 2)
+        patch.setattr(_units, "_LEAST_BYTES", 512)
+        patch.setattr(_units, "_NUM_GROUPS", 2)
         return wanted, relayed(forms, folder, HELD_OUT, look)
 
 

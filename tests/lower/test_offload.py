@@ -19,7 +19,7 @@ from flax import nnx
 import hxla
 from hxla import ConfigError
 from support import families, shared_state
-from support.inside.lower import DirectFile, _update_groups
+from support.inside.lower import DirectFile, _units
 from support.launched import own_environment
 from support.paths import JOBS
 from support.tiers import rows
@@ -29,8 +29,8 @@ from support.zero_jobs import BY_ELEMENT, BY_PARAMETER, STEPS, close, job, plann
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch):
     """So small that parameters are cut into slices."""
-    monkeypatch.setattr(_update_groups, "_LEAST_BYTES", 128)
-    monkeypatch.setattr(_update_groups, "_NUM_GROUPS", 5)
+    monkeypatch.setattr(_units, "_LEAST_BYTES", 128)
+    monkeypatch.setattr(_units, "_NUM_GROUPS", 5)
 
 
 def memory(tier, **more):

@@ -9,15 +9,15 @@ import pytest
 import hxla
 from support import shared_state
 from support.blocks import job, trained
-from support.inside.lower import _update_groups
+from support.inside.lower import _units
 from support.live_bytes import live_bytes
 
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch):
     """So small that parameters are cut into slices."""
-    monkeypatch.setattr(_update_groups, "_LEAST_BYTES", 512)
-    monkeypatch.setattr(_update_groups, "_NUM_GROUPS", 5)
+    monkeypatch.setattr(_units, "_LEAST_BYTES", 512)
+    monkeypatch.setattr(_units, "_NUM_GROUPS", 5)
 
 
 def away(optimizer=None, stash="device", **more):

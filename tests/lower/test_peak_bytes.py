@@ -157,6 +157,6 @@ def test_little_is_whole_at_a_time():
         with own.open(plan, steps=1) as session:
             found.append(session.memory_bytes)
             largest = max(p.num_bytes for p in plan.parameters)
-            update = session._programs._updates.extra_bytes()
+            update = session._programs._updates.each[0].extra_bytes()
     assert found[1] < 0.75 * found[0]
     assert update < 16 * largest  # of one matrix: itself, its gradient, products, and parts of all

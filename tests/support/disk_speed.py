@@ -15,6 +15,7 @@ import time
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from support.inside.lower import _AHEAD, DiskBuffer, Replica, Unit, UpdateGroups, _buffers
 from support.paths import ROOT
@@ -34,7 +35,7 @@ def groups(num_bytes):
     unit = Unit(
         domain=0, params=(0,), leaves=(0, 1), shapes=((size,),) * 2, dtypes=dtypes, stop=size
     )
-    return UpdateGroups(((unit,),) * _GROUPS, ())
+    return UpdateGroups(((unit,),) * _GROUPS, (), P(), waits=True)
 
 
 def streamed(shelf):

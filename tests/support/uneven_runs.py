@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -35,6 +36,11 @@ NETS = {
 OPTIMIZERS = {
     "sgd": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.5, momentum=0.9)),
     "adamw": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)),
+    "shifted": optax.chain(
+        optax.stateless(lambda grads, _: jax.tree.map(lambda x: x + 0.1, grads)),
+        optax.clip_by_global_norm(0.5),
+        optax.sgd(0.5),
+    ),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
 }
 

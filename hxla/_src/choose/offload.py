@@ -19,7 +19,7 @@ from ..plan.plan import Plan
 from .memory_candidates import MemoryForm
 
 FLOPS_OF_FORWARD = 3  #: Of a microbatch: the backward is two more.
-#: Of the state that a copy updates, what is on its device at most, see `_lower._update_groups`.
+#: Of the state that a copy updates, what is on its device at most, see `lower/units.py`.
 PART_ON_DEVICE = 1 / 8
 
 

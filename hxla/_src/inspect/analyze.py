@@ -52,7 +52,6 @@ _OWNERS = {
     "jit_hxla_sum": {"values": "gradient", "ints": "gradient", "own": "temporary"},
     "jit_hxla_update": _OF_UPDATE,
     "jit_hxla_update_group": _OF_UPDATE,
-    "jit_hxla_update_rest": _OF_UPDATE,
     "jit_hxla_largest": _OF_UPDATE,
     "jit_hxla_digits": _OF_UPDATE,
     "jit_hxla_micro": {"sums": "gradient", "aux": "parameter"},

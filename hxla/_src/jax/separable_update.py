@@ -12,6 +12,7 @@ References:
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Protocol
@@ -85,6 +86,14 @@ class SeparableUpdate:
         """The equations of all levels, in the order of the argument `sums`."""
         return tuple(i for level in self.levels for i in level)
 
+    @functools.cached_property
+    def _domains(self) -> "_Domains":
+        return _Domains(self.closed, self.domain_of, self.sums)
+
+    @functools.cached_property
+    def _to_round(self) -> set[int]:
+        return to_round(self.closed)
+
     def read_by_sums(self) -> set[int]:
         """The indices of the arguments that `sums` depend on."""
         jaxpr = self.closed.jaxpr
@@ -108,7 +117,7 @@ class SeparableUpdate:
             In the order of the program; `MISSING` for domains of other devices.
         """
         jaxpr = self.closed.jaxpr
-        read, domains = self._env(arguments, part, zero, sums, jaxpr.outvars)
+        read, domains = self._env(arguments, part, zero, sums, jaxpr.outvars), self._domains
         return [
             MISSING
             if d is not None and not part.owns(d)
@@ -120,8 +129,8 @@ class SeparableUpdate:
 
     def summed_domains(self, level: int) -> tuple[int, ...]:
         """The domains of the arrays that a level sums."""
-        domains = _Domains(self.closed, self.domain_of, self.sums)
-        of_level = (domains.of(self.closed.jaxpr.eqns[i].invars[0]) for i in self.levels[level])
+        eqns = self.closed.jaxpr.eqns
+        of_level = (self._domains.of(eqns[i].invars[0]) for i in self.levels[level])
         return tuple(d for d in of_level if d is not None)
 
     def summed(
@@ -137,7 +146,7 @@ class SeparableUpdate:
             For each sum of the level, in order; `MISSING` for domains of other devices.
         """
         wanted = [self.closed.jaxpr.eqns[i].invars[0] for i in self.levels[level]]
-        read, domains = self._env(arguments, part, zero, sums, wanted)
+        read, domains = self._env(arguments, part, zero, sums, wanted), self._domains
         shards = []
         for v in wanted:
             domain, x = domains.of(v), read(v)
@@ -152,22 +161,20 @@ class SeparableUpdate:
         zero: jax.Array,
         sums: jax.Array,
         wanted: Sequence[Any],
-    ) -> tuple[Callable[[Any], Any], "_Domains"]:
-        """Values and domains of variables, after running all equations that `wanted` needs."""
-        jaxpr, sums_at = self.closed.jaxpr, self.sums
-        domains = _Domains(self.closed, self.domain_of, sums_at)
+    ) -> Callable[[Any], Any]:
+        """Values of variables, after running all equations that `wanted` needs."""
+        jaxpr, are_sums, domains = self.closed.jaxpr, set(self.sums), self._domains
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, self.closed.consts, strict=True))
         env |= dict(zip(jaxpr.invars, arguments, strict=True))
-        env |= {jaxpr.eqns[i].outvars[0]: sums[k] for k, i in enumerate(sums_at)}
+        env |= {jaxpr.eqns[i].outvars[0]: sums[k] for k, i in enumerate(self.sums)}
 
         def read(v: Any) -> Any:
             return v.val if isinstance(v, Literal) else env[v]
 
-        sum_results = {jaxpr.eqns[i].outvars[0] for i in sums_at}
+        sum_results = {jaxpr.eqns[i].outvars[0] for i in are_sums}
         needed = set(map(id, backward_slice(jaxpr.eqns, wanted, sum_results)))
-        chosen = to_round(self.closed)
         for i, eqn in enumerate(jaxpr.eqns):
-            if i in sums_at or id(eqn) not in needed:
+            if i in are_sums or id(eqn) not in needed:
                 continue
             domain = domains.of_equation(eqn)
             operands = [read(v) for v in eqn.invars]
@@ -187,10 +194,10 @@ class SeparableUpdate:
                     results = run_equation(eqn, pieces)
                 else:
                     results = _on_slices(eqn, pieces)
-            if i in chosen and results[0] is not MISSING:
+            if i in self._to_round and results[0] is not MISSING:
                 results = [rounded(results[0], zero)]
             env.update(zip(eqn.outvars, results, strict=True))
-        return read, domains
+        return read
 
 
 def independent(

@@ -237,11 +237,16 @@ class JobContext:
             patterns=self._arguments.patterns,
         )
 
+    @functools.cached_property
+    def plain_optimizer(self) -> Optimizer:
+        """The optimizer as updates run it, which is traced once."""
+        return Optimizer(self.optimizer)
+
     def optimizer_bytes(self, size: int) -> int:
         """Bytes of the optimizer's state for the whole model: as many at every size."""
         if not self._optimizer_bytes:
             trained = self.functional(size).trained
-            state = jax.eval_shape(Optimizer(self.optimizer).init, trained)
+            state = jax.eval_shape(self.plain_optimizer.init, trained)
             self._optimizer_bytes.append(tree_bytes(state))
         return self._optimizer_bytes[0]
 
@@ -250,7 +255,7 @@ class JobContext:
         if not self._updates:
             params = jax.eval_shape(lambda tree: tree, self.functional(size).trained)
             norm = self.settings.communication.update_clip_norm
-            self._updates.append(traced_update(Optimizer(self.optimizer), params, norm))
+            self._updates.append(traced_update(self.plain_optimizer, params, norm))
         return self._updates[0]
 
     def facts(self) -> dict[str, str]:
@@ -408,11 +413,10 @@ class JobContext:
                 f"optimizer.num_apply_groups={num_groups} but the model has {num_params} "
                 f"parameters: use {num_params} at most"
             )
-        optimizer = Optimizer(self.optimizer)
-        optimizer.check(model.trained)
+        self.plain_optimizer.check(model.trained)
         return Training(
             model=model,
-            optimizer=optimizer,
+            optimizer=self.plain_optimizer,
             seed=self.seed,
             mean=communication.gradient == "mean",
             microbatch_clip_norm=communication.microbatch_clip_norm,

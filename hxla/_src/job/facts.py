@@ -12,7 +12,6 @@ from ..graph.trace import loss_digest
 from ..jax.settings import unlike_settings
 from ..model.functional import leaf_names
 from ..model.loss_scale import own_variables
-from ..model.optimizer import Optimizer
 from ..plan.plan import Plan
 from ..plan.precision import Precision
 from .agreement import facts_of_data, facts_of_versions
@@ -53,7 +52,7 @@ def told_of_run(job: JobContext, plan: Plan) -> dict[str, Any]:
         | {"devices": ", ".join(sorted({device.arithmetic for device in plan.devices}))},
         "data": ({} if num is None else {"number of examples": str(num)})
         | ({} if sample is None else facts_of_data(sample, "first ")),
-        "optimizer": Optimizer(job.optimizer).digests(job.functional(plan.microbatch_size).trained),
+        "optimizer": job.plain_optimizer.digests(job.functional(plan.microbatch_size).trained),
         "settings": {
             "communication.clip_norm": str(communication.clip_norm),
             "communication.clip": communication.clip,

@@ -28,7 +28,7 @@ from ..plan.parts import Tier
 from .bitcast_packing import array_bytes
 from .offload import DEVICE, GroupState, HostBuffer, OffloadBuffer, check_host_memory, in_memory
 from .replica import Replica
-from .update_groups import Group, UpdateGroups
+from .units import Group, UpdateGroups
 
 _BLOCK = 4096  # bytes: what direct I/O is aligned to
 _AHEAD = 3  # groups that are read while one is updated, and that wait to be written
@@ -186,7 +186,7 @@ class DiskBuffer(OffloadBuffer):
     """
 
     def __init__(self, directory: str | None, replica: Replica, groups: UpdateGroups):
-        self.groups, self.lie, self._layout = groups.groups, groups.lie, _Layout(groups.groups)
+        self.groups, self.spec, self._layout = groups.groups, groups.spec, _Layout(groups.groups)
         self._file = DirectFile(directory or tempfile.gettempdir(), self._layout.num_bytes)
         self._device = in_memory(replica.sharding(P()), DEVICE)
         self._is_cpu = replica.devices[0].platform == "cpu"

@@ -16,20 +16,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from ..core.powers_of_two import times_power_of_two
-from ..core.types import PyTree
-from ..jax.separable_update import MISSING, Part, SeparableUpdate
+from ..jax.separable_update import MISSING, SeparableUpdate
 from .contribution import largest
-from .sharded_update import ShardedUpdate
+from .units import ShardedUpdate, UnitsPart
 from .update import UpdateInputs
 
 _LIMB_BITS, _NUM_LIMBS = 15, 4
 _ROW = 1 << 12  # so many limbs add up below 2**27
 _DIGIT = 16  # bits; rows and devices add up 2**15 of these
 
-#: From an update's arguments to those of its traced program, and to what the copy has of them.
-Arguments = Callable[..., tuple[list[Any], Part]]
+#: From an update's arrays and inputs to arguments of its traced program, and what they have.
+Arguments = Callable[[Any, UpdateInputs], tuple[list[Any], UnitsPart]]
 
 
 def digits_of(x: jax.Array, exponent: jax.Array) -> jax.Array:
@@ -82,62 +82,52 @@ def sum_programs(
     update: SeparableUpdate,
     arguments: Arguments,
     options: Mapping[str, Any],
-    on: ShardedUpdate | None = None,
+    on: ShardedUpdate | None,
+    specs: tuple[Any, UpdateInputs],
 ) -> list[tuple[Any, Any]]:
     """For each level of an update's sums the programs of their largest terms, and of their digits.
 
-    `(params, opt_state, given) -> float32[K]`, and `(params, opt_state, given, exponents) ->
-    int32[K, 4, 4]`, for the K sums of the level; `UpdateInputs.sums` are those of earlier levels.
+    `(arrays, given) -> float32[K]`, and `(arrays, given, exponents) -> int32[K, 4, 4]`, for the K
+    sums of the level; `UpdateInputs.sums` are those of earlier levels.
 
     Args:
-        arguments: From those of the update's program.
-        on: The devices of a copy of several; None: it is of one.
+        arguments: From the first two.
+        on: The devices of a replica of several; None: it is of one.
+        specs: PartitionSpecs of the first two.
     """
 
     def programs(level: int) -> tuple[Any, Any]:
+        num = len(update.levels[level])
+
         def of_terms(
-            made: Callable[[int, jax.Array], jax.Array],
-            params: Sequence[jax.Array],
-            opt_state: PyTree,
-            given: UpdateInputs,
+            made: Callable[[int, jax.Array], jax.Array], arrays: Any, given: UpdateInputs
         ) -> list[jax.Array]:
             """What is made of the terms of each sum, from its number and them."""
 
-            def run(own: Sequence[Any], part: Part) -> dict[int, jax.Array]:
+            def run(own: Sequence[Any], part: UnitsPart) -> dict[int, jax.Array]:
                 found = update.summed(level, own, part, given.where[1], given.sums)
                 return {k: made(k, x) for k, x in enumerate(found) if x is not MISSING}
 
-            own, part = arguments(params, opt_state, given)
+            own, part = arguments(arrays, given)
             found = run(own, part) if on is None else on.each(run, own, part, given.where[1])
-            return [
-                found[k] if k in found else made(k, jnp.zeros(0))
-                for k in range(len(update.levels[level]))
-            ]
+            return [found[k] if k in found else made(k, jnp.zeros(0)) for k in range(num)]
 
-        def hxla_largest(
-            params: Sequence[jax.Array], opt_state: PyTree, given: UpdateInputs
-        ) -> jax.Array:
-            here = jnp.stack(of_terms(lambda _, x: largest(x), params, opt_state, given))
+        def hxla_largest(arrays: Any, given: UpdateInputs) -> jax.Array:
+            here = jnp.stack(of_terms(lambda _, x: largest(x), arrays, given))
             return here if on is None else on.largest(here)
 
-        def hxla_digits(
-            params: Sequence[jax.Array],
-            opt_state: PyTree,
-            given: UpdateInputs,
-            exponents: jax.Array,
-        ) -> jax.Array:
-            digits = of_terms(lambda k, x: digits_of(x, exponents[k]), params, opt_state, given)
+        def hxla_digits(arrays: Any, given: UpdateInputs, exponents: jax.Array) -> jax.Array:
+            digits = of_terms(lambda k, x: digits_of(x, exponents[k]), arrays, given)
             if on is not None:
                 digits = list(map(on.added, digits, update.summed_domains(level)))
             return jnp.stack(digits)
 
-        own = dict(options)
-        first, second = (
-            (hxla_largest, hxla_digits)
-            if on is None
-            else (on.sums(hxla_largest, 0), on.sums(hxla_digits, 1))
-        )
-        return jax.jit(first, compiler_options=own), jax.jit(second, compiler_options=own)
+        runs: list[Callable[..., jax.Array]] = [hxla_largest, hxla_digits]
+        if on is not None:
+            each = [specs, (*specs, P())]
+            runs = [on.mapped(run, own, P()) for run, own in zip(runs, each, strict=True)]
+        first, second = (jax.jit(run, compiler_options=dict(options)) for run in runs)
+        return first, second
 
     return [programs(level) for level in range(len(update.levels))]
 
@@ -160,7 +150,7 @@ def lowered_sums(
 def summed(
     update: SeparableUpdate,
     compiled: Sequence[Sequence[Any]],
-    given: Sequence[tuple[Any, PyTree, UpdateInputs]],
+    given: Sequence[tuple[Any, UpdateInputs]],
     counted: Sequence[bool],
     exchange: Callable[[np.ndarray], np.ndarray],
     rank: tuple[int, int],
@@ -181,7 +171,7 @@ def summed(
     start = 0
     for k, level in enumerate(update.levels):
         here = range(len(given))
-        read = [(params, state, own._replace(sums=sums)) for params, state, own in given]
+        read = [(arrays, own._replace(sums=sums)) for arrays, own in given]
         rows = np.zeros((rank[1], len(level)), np.float32)
         for i in here:
             found = np.abs(np.asarray(compiled[i][2 * k](*read[i])))

@@ -2,13 +2,16 @@
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
 
 from ..core.errors import PlanError
 from ..graph.graph import Graph
-from ..jax.separable_update import SeparableUpdate
+from ..jax.jaxpr import ClosedJaxpr
 from ..model.functional import Functional, leaf_names
 from ..model.optimizer import Optimizer
 from ..model.over_batch import OverBatch, TracedOverBatch
@@ -18,6 +21,7 @@ from ..plan.linked_dims import LinkedDims, planned_parts
 from ..plan.ownership import SUMMED_STATE, Ownership, TracedUpdate, ownership, traced_update
 from ..plan.plan import Plan
 from ..plan.sharding import Sharded
+from .padding import Padding
 from .uneven import Uneven
 
 
@@ -50,9 +54,18 @@ class Training:
 
     @functools.cached_property
     def traced_update(self) -> TracedUpdate:
-        """The optimizer's, of what it trains."""
+        """The optimizer's, of what it trains, with the clip of a step's gradient before it."""
+        return self._traced(self.update_clip_norm)
+
+    @property
+    def written_update(self) -> ClosedJaxpr:
+        """The same without the clip."""
+        is_same = self.update_clip_norm is None
+        return (self.traced_update if is_same else self._traced(None)).update.closed
+
+    def _traced(self, clip_norm: float | None) -> TracedUpdate:
         params = jax.eval_shape(lambda tree: tree, self.model.trained)
-        return traced_update(self.optimizer, params, self.update_clip_norm)
+        return traced_update(self.optimizer, params, clip_norm)
 
 
 def ownership_of(training: Training, plan: Plan) -> Ownership | None:
@@ -77,28 +90,47 @@ def ownership_of(training: Training, plan: Plan) -> Ownership | None:
 
 def _on_axes(own: Ownership, training: Training, plan: Plan) -> Ownership:
     """Who updates what, where several devices hold each copy."""
-    trained = zip(plan.parameters, training.model.is_trained, strict=True)
-    lies = [to_spec(layout.spec) for layout, is_trained in trained if is_trained]
+    trained = itertools.compress(plan.parameters, training.model.is_trained)
     specs = [P()] * len(own.owners)
-    for spec, domain in zip(lies, own.update.domain_of, strict=False):
+    parts: list[Any] = [()] * len(own.owners)
+    for layout, domain in zip(trained, own.update.domain_of, strict=False):
         if domain is not None:
-            specs[domain] = spec
+            specs[domain], parts[domain] = to_spec(layout.spec), layout.sizes
     axes = tuple((axis.name, axis.size) for axis in plan.axes)
-    return dataclasses.replace(own, axes=axes, specs=tuple(specs))
+    is_uneven = any(map(any, parts))
+    return dataclasses.replace(
+        own, axes=axes, specs=tuple(specs), parts=tuple(parts) if is_uneven else ()
+    )
 
 
-def whole_update_of(training: Training, plan: Plan) -> SeparableUpdate | None:
-    """The update that each copy makes of everything, where it is that of `placement.zero` too.
+def whole_ownership_of(
+    training: Training, plan: Plan, leaves: Sequence[tuple[P, Padding]]
+) -> Ownership | None:
+    """What each replica updates where each updates everything, by the arithmetic of shared state.
 
-    None where sums are of floats, where copies of several devices lie otherwise, and where the
-    optimizer treats parameters as a whole: there bits depend on the program around them.
+    None where sums are of floats, and where the optimizer treats parameters as a whole or keeps
+    state in another shape than the sharded parameter of it: there one program decides the bits.
+
+    Args:
+        leaves: How each leaf of the optimizer's state is sharded and padded.
     """
-    if plan.placement.zero or plan.axes or plan.pipeline is not None or plan.sums.kind != "exact":
+    if plan.placement.zero or (plan.sums.kind != "exact" and not plan.is_uneven):
         return None
-    update = training.traced_update.update
-    num = training.traced_update.num_params
-    domains = {d for d in update.domain_of[:num] if d is not None}
-    return update if all(update.slices[d] for d in domains) else None
+    traced = training.traced_update
+    own = dataclasses.replace(ownership(traced, (1,)), is_whole=True)
+    domains = own.update.domain_of
+    if any(d is not None and not own.update.slices[d] for d in domains[: own.num_params]):
+        return None
+    if not plan.axes:
+        return own
+    own = _on_axes(own, training, plan)
+    state = zip(domains[own.num_params :], leaves, strict=False)
+    alike = [
+        (spec, padding) == (own.spec(d), Padding(own.parts_of(d)))
+        for d, (spec, padding) in state
+        if d is not None
+    ]
+    return own if all(alike) else None
 
 
 def sharded_of(graph: Graph, plan: Plan) -> Sharded | None:

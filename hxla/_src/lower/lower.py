@@ -34,7 +34,8 @@ from .disk import shelf_maker
 from .evaluation import Evaluation
 from .first_pass import OverBatchPasses
 from .forward import Forward
-from .inputs import Training, ownership_of, sharded_of, uneven_of, whole_update_of
+from .gather import Gather
+from .inputs import Training, ownership_of, sharded_of, uneven_of, whole_ownership_of
 from .layerwise import LayerwiseStep, sum_groups
 from .padding import Padding, StatePadding
 from .pipeline import Pipeline
@@ -46,11 +47,10 @@ from .store import Store
 from .sum import Reducer
 from .uneven import Uneven
 from .uneven_collectives import Cut
-from .update import UpdateInputs, UpdateSpec, num_rows
-from .updates import Updates
+from .update import UpdateInputs, UpdateSpec, num_rows, traced_program
+from .updates import Updates, WrittenUpdate, updates_of
 from .zero_pipeline import ZeroPipeline, stage_groups
 from .zero_state import ZeroState
-from .zero_update import Gather
 
 
 class Programs:
@@ -178,28 +178,17 @@ class Programs:
         elif sums_of is not None:
             self.layered = self._layered(groups)
         update = UpdateSpec(
-            optimizer=training.optimizer,
-            param_tree=jax.tree.structure(model.trained),
             tensors=self.tensors,
             contribution=self.contribution,
             num_microbatches=plan.num_microbatches,
-            clip_norm=training.update_clip_norm,
             num_groups=training.num_groups,
             of_totals=self.reducer.of_totals,
+            chunks=self.reducer.chunks,
             padding=padding,
         )
         #: Of tables of totals; none where the devices of a replica have parts of them.
         self.num_rows = 0 if local[0].axes else num_rows(update)
-        own_specs = self._of_trained(specs), self._specs.opt_state, aux
-        self._updates = Updates(
-            update,
-            self.reducer,
-            self.own,
-            whole_update_of(training, plan),
-            *own_specs,
-            tier=plan.placement.optimizer,
-            state=lambda i: self._shapes(i)[2],
-        )
+        self._updates = self._updates_of(update, aux)
         self.update = self._updates.run
         forward = functools.partial(
             Forward,
@@ -211,6 +200,26 @@ class Programs:
         )
         self.evaluation = Evaluation(model, training.seed, plan.microbatch_size, forward)
         self.over_batch = OverBatchPasses(training, plan, self.reducer.host, local[0], forward)
+
+    def _updates_of(self, spec: UpdateSpec, aux: Sequence[P]) -> Updates:
+        """What runs the updates of the local replicas."""
+        training, plan, is_spec = self.training, self.plan, lambda s: isinstance(s, P)
+        params, opt_state = self._of_trained(self._specs.params), self._specs.opt_state
+        leaves = jax.tree.leaves(opt_state, is_leaf=is_spec)
+        own = self.own
+        words_are_whole = not any(map(any, itertools.compress(aux, self.tensors.is_decided)))
+        if own is None and words_are_whole:
+            paddings = spec.padding.of_opt_state
+            own = whole_ownership_of(training, plan, [*zip(leaves, paddings, strict=True)])
+        if own is not None:
+            specs, tier = (params, leaves, aux), plan.placement.optimizer
+            return updates_of(spec, self.reducer, own, specs, tier, lambda i: self._shapes(i)[2])
+        closed, norm = training.written_update, training.update_clip_norm
+        programs = [
+            traced_program(spec, closed, norm, replica, params, opt_state, aux)
+            for replica in self.reducer.local
+        ]
+        return Updates(self.reducer, None, list(map(WrittenUpdate, programs)))
 
     def _cuts_of_sums(
         self, uneven: Uneven | None, replicas: Sequence[Replica]
@@ -297,7 +306,7 @@ class Programs:
             check: Is given the text of each program by its name, before any is compiled; but for
                 the forwards of copies that are cut, which say how what they keep lies.
         """
-        if self._updates.compiled:
+        if self._updates.each[0].compiled:
             return
         local = self.reducer.local
         tell("tracing and lowering the programs")
@@ -316,7 +325,7 @@ class Programs:
             check({"program of the sums": of_sums} | self.over_batch.texts() | dict(texts))
         named: list[tuple[str, Any]] = []
         for i, own in lowered.items():  # the longest first
-            names = (*self.runners[i].names, *self._updates.names(i))
+            names = (*self.runners[i].names, *self._updates.each[i].names)
             named += zip(names, own, strict=True)
         named += [("the sum of gradients", program) for program in sums]
         named += [("the gather of parameters", program) for program in gathers]
@@ -328,9 +337,9 @@ class Programs:
         if len(local) > len(compiled):
             tell(f"loading the programs for all {len(local)} copies of the model")
         programs = for_others(local, lowered, compiled, self._lowered, over, self._more)
-        for runner, own in zip(self.runners, programs, strict=True):
+        for runner, update, own in zip(self.runners, self._updates.each, programs, strict=True):
             runner.adopt(own[: len(runner.names)])
-            self._updates.adopt(own[len(runner.names) :])
+            update.compiled = own[len(runner.names) :]
         self.over_batch.compile(tell)
         if check is not None and self.runners[0].text:
             check(orders_of(programs[0], self.reducer.programs))
@@ -367,13 +376,14 @@ class Programs:
         first = self.over_batch.memory_bytes()
         totals = self._bytes_of_params()
         sums = totals * self.contribution.form.num_parts
-        update = self._updates.extra_bytes()
+        update = max(own.extra_bytes() for own in self._updates.each)
         most = 4 * self.reducer.num_held
         if self.layered is not None:
             gathers = 0 if self.gather is None else self.gather.memory_bytes()
             microbatches = self.layered.memory_bytes(max(self.plan.counts))
             if self.plan.placement.parameters != "device":
-                update += self._updates.params_at_once(self._of_trained(self._shapes(0)[0]))
+                each = map(device_bytes, self._of_trained(self._shapes(0)[0]))
+                update += self._updates.each[0].params_at_once(list(each))
             kept = held_bytes + runner.kept_bytes
             return kept + max(first, microbatches, most + update, most + gathers)
         microbatches = runner.memory_bytes(sums)
@@ -440,7 +450,7 @@ class Programs:
         own = self._of_trained(params), opt_state, aux, given
         return [
             *self.runners[i].lower(*self._whole_shapes(i), exponents),
-            *self._updates.lower(i, *own),
+            *self._updates.each[i].lower(*own),
         ]
 
 

@@ -23,7 +23,7 @@ from jax.sharding import Sharding
 
 from ..core.errors import PlanError
 from .replica import Replica
-from .update_groups import Group, UpdateGroups, update_groups
+from .units import Group, UpdateGroups, streamed, units_of
 from .zero_state import ZeroState
 
 DEVICE, HOST = "device", "pinned_host"
@@ -57,7 +57,7 @@ class OffloadBuffer(Protocol):
     """The state of a copy that waits elsewhere, by groups of its update."""
 
     groups: tuple[Group, ...]
-    lie: P
+    spec: P
 
     def put(self, g: int, unit: int, k: int, x: jax.Array) -> None:
         """Keep an array of a unit."""
@@ -91,8 +91,8 @@ class HostBuffer(OffloadBuffer):
     """State in pinned memory of the host: a group's program brings the next, takes the last."""
 
     def __init__(self, replica: Replica, groups: UpdateGroups):
-        self.groups, self.lie = groups.groups, groups.lie
-        self._device = in_memory(replica.sharding(groups.lie), DEVICE)
+        self.groups, self.spec = groups.groups, groups.spec
+        self._device = in_memory(replica.sharding(groups.spec), DEVICE)
         self._host = in_memory(self._device, HOST)
         self._state: list[list[list[Any]]] = [
             [[None] * len(unit.leaves) for unit in group] for group in self.groups
@@ -183,12 +183,12 @@ class OffloadedLeaf:
         """A function of flat arrays, of what each device of the copy has of them."""
         if not self._replica.axes:
             return run(*arrays)
-        lie = self.shelf.lie
+        spec = self.shelf.spec
         mapped = jax.shard_map(
             run,
             mesh=self._replica.mesh,
-            in_specs=(lie,) * len(arrays),
-            out_specs=lie,
+            in_specs=(spec,) * len(arrays),
+            out_specs=spec,
             check_vma=False,
         )
         found: jax.Array = jax.jit(mapped)(*arrays)
@@ -272,9 +272,8 @@ class OffloadedArrays:
         if make_shelf is not None and own is not None:
             for i, replica in enumerate(local):
                 leaves = [own.like(k, replica.index) for k in state]
-                shelf = make_shelf(
-                    replica, update_groups(own.own, own.own.member(replica.index), leaves)
-                )
+                units = units_of(own.own, own.own.member(replica.index), leaves)
+                shelf = make_shelf(replica, streamed(own.own, units))
                 self.shelves.append(shelf)
                 self._away[i] = away_leaves(shelf, replica, leaves)
 

@@ -27,10 +27,10 @@ from ..plan.ownership import Ownership
 from ..plan.stage_storage import piece_shape
 from .chunks import Chunks, all_gather
 from .compile import extra_bytes, firsts_alike, for_each
+from .gather import gathered_dtype, unflat
 from .offload import is_on_host, on_device
 from .replica import ReplicaArrays
 from .sum import Reducer
-from .zero_update import gathered_dtype, unflat
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from ..core.types import PyTree
 from ..model.loss_scale import ScaleState
 from ..model.optimizer import Optimizer
 from .padding import StatePadding, padded, unpadded
-from .update_groups import most_at_once
+from .units import most_at_once
 
 
 @jax.tree_util.register_dataclass

@@ -150,6 +150,11 @@ class Reducer:
         return self.buckets if self.chunks else [list(self._packs[p]) for p in packs]
 
     @property
+    def total_specs(self) -> list[P]:
+        """How each array of the totals is sharded over the inner axes, where they are whole."""
+        return [self._specs[p] for p in itertools.chain(*self._buckets)]
+
+    @property
     def num_held(self) -> int:
         """Elements of its own chunks that the first local replica keeps."""
         if self._own is None:

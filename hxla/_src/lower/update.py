@@ -1,27 +1,30 @@
-"""The program that updates a replica's state from the sums of a step."""
+"""What an update reads: gradients out of the totals of a step, and other variables' changes.
+
+Most updates run unit by unit, see `units`. An update that is one program as the optimizer wrote it
+is here: where sums are of floats, and where the optimizer treats arrays as a whole and every
+replica updates everything.
+"""
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import PartitionSpec as P
 
 from ..core.types import PyTree
+from ..jax.jaxpr import ClosedJaxpr, as_function
 from ..jax.program_parts import balanced, in_groups
-from ..model.optimizer import Optimizer
+from ..jax.rounded import divided, rounded
+from .chunks import Chunks
 from .compile import update_options
 from .contribution import Contribution, Tensors
 from .microbatch import clip
 from .padding import NOT_PADDED, StatePadding, padded, unpadded
-from .padding_safe import keeps_padding
 from .replica import Replica
 from .state_sums import changed, decided
-from .uneven_update import Lies, UnevenUpdate
 
 _FEWEST_ROWS = 16  # of a table, for fewer slices are compiled as soon
 
@@ -31,21 +34,18 @@ class UpdateSpec:
     """What an update is made from.
 
     Attributes:
-        param_tree: Structure of the user's parameters.
-        clip_norm: Global norm to which the gradient is clipped; None: not at all.
         num_groups: Parts in which parameters are updated one after another.
         of_totals: `Reducer.of_totals`.
+        chunks: For each bucket of the sums how they are shared out; none: all have the whole.
         padding: Of the state: the optimizer sees arrays without it.
     """
 
-    optimizer: Optimizer
-    param_tree: Any
     tensors: Tensors
     contribution: Contribution
     num_microbatches: int
-    clip_norm: float | None = None
     num_groups: int = 1
     of_totals: Sequence[Sequence[int]]
+    chunks: Sequence[Chunks] = ()
     padding: StatePadding
 
 
@@ -53,10 +53,10 @@ class UpdateInputs(NamedTuple):
     """What an update reads and does not change.
 
     Attributes:
-        totals: Those of `Reducer.reduce`; where copies own parts, those of the copy's parts.
-        words: Those of other variables, of all microbatches, see `_state_sums`.
+        totals: Those of `Reducer.reduce`; where replicas own parts, those of the replica's parts.
+        words: Those of other variables, of all microbatches, see `state_sums`.
         weight: What the sums are divided by.
-        where: int32[2], the copy's first granule and a zero that no compiler knows; None, with
+        where: int32[2], the replica's first granule and a zero that no compiler knows; None, with
             `sums`: the one program decides how it rounds.
         sums: float32[S], of the update's sums over whole arrays, what `summed` gave.
         rows: int32 scalars 0, 1 and so on, see `num_rows`.
@@ -72,68 +72,13 @@ class UpdateInputs(NamedTuple):
     rows: Any = ()
 
 
-def _updated(
-    spec: UpdateSpec,
-    params: Sequence[jax.Array],
-    grads: Sequence[jax.Array],
-    opt_state: PyTree,
-    value: jax.Array,
-) -> tuple[list[jax.Array], PyTree]:
-    """What the user's optimizer makes of its own arrays."""
-    if _is_by_element(spec, params, opt_state, value):
-        return _updated_as_given(spec, params, grads, opt_state, value)
-    of_params, of_state = spec.padding.of_trained, spec.padding.of_opt_state
-    new_params, state = _updated_as_given(
-        spec,
-        unpadded(list(params), of_params),
-        unpadded(list(grads), of_params),
-        unpadded(opt_state, of_state),
-        value,
-    )
-    return padded(new_params, of_params), padded(state, of_state)
-
-
-def _updated_as_given(
-    spec: UpdateSpec,
-    params: Sequence[jax.Array],
-    grads: Sequence[jax.Array],
-    opt_state: PyTree,
-    value: jax.Array,
-) -> tuple[list[jax.Array], PyTree]:
-    """The same, of arrays with or without padding."""
-    tree, own = (jax.tree.unflatten(spec.param_tree, arrays) for arrays in (params, grads))
-    updates, state = spec.optimizer.update(own, opt_state, tree, value=value)
-    return jax.tree.leaves(optax.apply_updates(tree, updates)), state
-
-
-def _is_by_element(
-    spec: UpdateSpec, params: Sequence[jax.Array], opt_state: PyTree, value: jax.Array
-) -> bool:
-    """Whether the optimizer may have padded arrays: else they are gathered for it."""
-    if spec.padding.is_none:
-        return True
-    of_params, of_state = spec.padding.of_trained, spec.padding.of_opt_state
-    leaves, state_def = jax.tree.flatten(opt_state)
-    each = [*of_params, *of_params, *of_state, NOT_PADDED]
-    arrays = [*params, *params, *leaves, value]
-    plain = [
-        jax.eval_shape(p.unpad, jax.ShapeDtypeStruct(x.shape, x.dtype))
-        for p, x in zip(each, arrays, strict=True)
-    ]
-    num = len(params)
-
-    def run(*arrays: jax.Array) -> list[jax.Array]:
-        state = jax.tree.unflatten(state_def, arrays[2 * num : -1])
-        new_params, state = _updated_as_given(
-            spec, arrays[:num], arrays[num : 2 * num], state, arrays[-1]
-        )
-        return [*new_params, *jax.tree.leaves(state)]
-
-    return keeps_padding(run, plain, [*each, *of_params, *of_state])
+# -- totals ---------------------------------------------------------------------------------------
 
 
 def num_rows(spec: UpdateSpec) -> int:
     """Rows of the largest pack whose tensors the update cuts out by numbers that are arguments."""
+    if spec.chunks:
+        return 0
     return max((len(tensors) for tensors in spec.of_totals if _is_table(spec, tensors)), default=0)
 
 
@@ -147,77 +92,151 @@ def _is_table(spec: UpdateSpec, tensors: Sequence[int]) -> bool:
     return len(tensors) >= _FEWEST_ROWS and len(sizes) == 1 and 0 not in sizes
 
 
-def whole_sums(spec: UpdateSpec, given: UpdateInputs) -> list[jax.Array]:
-    """The sums of all tensors, in their own shapes.
+def sums_of(
+    spec: UpdateSpec,
+    given: UpdateInputs,
+    member: int = 0,
+    wanted: Collection[int] | None = None,
+) -> dict[int, jax.Array]:
+    """The sums of tensors, by number: whole, or flat pieces of those that replicas share out.
 
     Args:
-        spec: What the update is made from.
+        member: The replica's number in its group, where they do.
+        wanted: Numbers of the tensors; None: all.
     """
-    floats, found = spec.tensors.floats, {}
-    for total, tensors in zip(given.totals, spec.of_totals, strict=True):
-        x = jax.lax.bitcast_convert_type(total, jnp.float32)
+    totals = [jax.lax.bitcast_convert_type(x, jnp.float32) for x in given.totals]
+    every = range(len(spec.tensors.floats))
+    needed = every if wanted is None else wanted
+    if spec.chunks:
+        return _of_chunks(spec, given, totals, member, needed)
+    return _of_packs(spec, given, totals, needed)
+
+
+def _of_chunks(
+    spec: UpdateSpec,
+    given: UpdateInputs,
+    totals: Sequence[jax.Array],
+    member: int,
+    wanted: Collection[int],
+) -> dict[int, jax.Array]:
+    floats, num = spec.tensors.floats, len(spec.tensors.params)
+    left = iter(totals)
+    found: dict[int, jax.Array] = {}
+    for bucket, chunk in zip(spec.of_totals, spec.chunks, strict=True):
+        if chunk.tensors:
+            found |= dict(zip(chunk.tensors, chunk.pieces(next(left), member), strict=True))
+        others = [i for i in bucket if i >= num]
+        if others:
+            each = _split(next(left), [floats[i].size for i in others])
+            found |= {i: x.reshape(floats[i].shape) for i, x in zip(others, each, strict=True)}
+    value = spec.contribution.value
+    return {i: value(x, given.exponents_T[i]) for i, x in found.items() if i in wanted}
+
+
+def _of_packs(
+    spec: UpdateSpec,
+    given: UpdateInputs,
+    totals: Sequence[jax.Array],
+    wanted: Collection[int],
+) -> dict[int, jax.Array]:
+    floats, value = spec.tensors.floats, spec.contribution.value
+    found: dict[int, jax.Array] = {}
+    for x, tensors in zip(totals, spec.of_totals, strict=True):
         if given.rows and _is_table(spec, tensors):
             table = x.reshape(len(tensors), -1)
             exponents = given.exponents_T[np.array(tensors)][:, None]
-            table = jax.lax.optimization_barrier(spec.contribution.value(table, exponents))
+            table = jax.lax.optimization_barrier(value(table, exponents))
             for i, row in zip(tensors, given.rows, strict=False):
-                found[i] = jax.lax.dynamic_index_in_dim(table, row, keepdims=False)
-            continue
-        ends = np.cumsum([floats[i].size for i in tensors])
-        each = jnp.split(x.reshape(-1), ends[:-1]) if len(tensors) > 1 else [x]
-        for i, own in zip(tensors, each, strict=True):
-            found[i] = spec.contribution.value(own, given.exponents_T[i])
-    return [found[i].reshape(x.shape) for i, x in enumerate(floats)]
+                if i in wanted:
+                    found[i] = jax.lax.dynamic_index_in_dim(table, row, keepdims=False)
+        else:
+            each = _split(x, [floats[i].size for i in tensors])
+            for i, own in zip(tensors, each, strict=True):
+                if i in wanted:
+                    found[i] = value(own, given.exponents_T[i])
+    return {i: x.reshape(floats[i].shape) for i, x in found.items()}
+
+
+def _split(x: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
+    """The arrays that follow each other in one; a single one keeps its shape."""
+    return jnp.split(x.reshape(-1), np.cumsum(sizes)[:-1]) if len(sizes) > 1 else [x]
+
+
+def mean_of(x: jax.Array, given: UpdateInputs) -> jax.Array:
+    """A gradient from its sum, rounded: what follows must not join the division."""
+    zero = given.where[1]
+    return rounded(divided(x, given.weight, zero), zero)
 
 
 def new_aux(
-    spec: UpdateSpec,
-    aux: Sequence[jax.Array],
-    sums: Sequence[jax.Array],
-    words: Sequence[jax.Array],
+    spec: UpdateSpec, aux: Sequence[jax.Array], sums: dict[int, jax.Array], given: UpdateInputs
 ) -> list[jax.Array]:
     """The other variables after a step.
 
     Args:
-        spec: What the update is made from.
-        sums: Of the changes of those that are averaged or added up.
-        words: Of the others that change.
+        sums: By number of the tensor, those of `sums_of`.
     """
-    tensors, changed_by, said, out = spec.tensors, iter(sums), iter(words), []
+    tensors, out = spec.tensors, []
+    changed_by = iter(range(len(tensors.params), len(tensors.floats)))
+    words = iter(given.words)
     for rule, x, is_summed in zip(tensors.merges, aux, tensors.is_summed, strict=True):
         if rule == "same":
             out.append(x)
         elif is_summed:
-            by = next(changed_by)
+            by = sums[next(changed_by)]
             out.append(changed(x, by / spec.num_microbatches if rule == "mean" else by))
         else:
-            out.append(decided(rule, x, next(said)))
+            out.append(decided(rule, x, next(words)))
     return out
 
 
-def update_program(
+# -- as the optimizer wrote it --------------------------------------------------------------------
+
+
+def traced_program(
     spec: UpdateSpec,
+    closed: ClosedJaxpr,
+    clip_norm: float | None,
     replica: Replica,
     params: Sequence[P],
     opt_state: PyTree,
     aux: Sequence[P],
 ) -> Any:
-    """The program of an update, whose first three arguments are donated.
+    """The program of a whole update that decides itself how it rounds.
 
-    `(params, opt_state, aux, given) -> (the first three, tick)`.
+    `(params, opt_state, aux, given) -> (the first three, tick)`; these three are donated.
 
     Args:
-        spec: What the update is made from.
+        closed: The update, traced without a clip.
+        clip_norm: Global norm to which the gradient is clipped; None: not at all.
         opt_state: Tree of the PartitionSpecs of the optimizer's state.
         aux: PartitionSpec of each other variable.
     """
-    tensors, contribution = spec.tensors, spec.contribution
-    run = update_function(spec)
-    own = _on_own_parts(spec, replica, params, opt_state, aux)
-    if own is not None:
-        run = own
-    elif spec.num_groups > 1:
-        sizes = [x.size * x.dtype.itemsize for x in tensors.params]
+    num, of_state = len(spec.tensors.params), spec.padding.of_opt_state
+    of_results = [*spec.padding.of_trained, *of_state]
+    of_arguments = [*of_results, *spec.padding.of_trained, NOT_PADDED]
+    update: Callable[..., list[Any]] = as_function(closed)
+
+    def hxla_update(
+        params: Sequence[jax.Array],
+        opt_state: PyTree,
+        aux: Sequence[jax.Array],
+        given: UpdateInputs,
+    ) -> tuple[list[jax.Array], PyTree, list[jax.Array], jax.Array]:
+        found = sums_of(spec, given)
+        grads = [(found[i] / given.weight).astype(p.dtype) for i, p in enumerate(params)]
+        if clip_norm is not None:
+            grads = clip(grads, clip_norm)
+        leaves, state_tree = jax.tree.flatten(opt_state)
+        arguments = unpadded([*params, *leaves, *grads, given.value], of_arguments)
+        results = padded(update(*arguments), of_results)
+        others = new_aux(spec, aux, found, given)
+        state = jax.tree.unflatten(state_tree, results[num:])
+        return results[:num], state, others, given.weight + 0
+
+    run: Callable[..., Any] = hxla_update
+    if spec.num_groups > 1:
+        sizes = [x.size * x.dtype.itemsize for x in spec.tensors.params]
         run = in_groups(run, balanced(sizes, spec.num_groups))
     shardings: Any = None
     if replica.axes:
@@ -229,82 +248,6 @@ def update_program(
     return jax.jit(
         run,
         donate_argnums=(0, 1, 2),
-        compiler_options=update_options(replica.devices[0].platform, contribution.form),
+        compiler_options=update_options(replica.devices[0].platform, spec.contribution.form),
         out_shardings=shardings,
     )
-
-
-def update_function(spec: UpdateSpec, updated: Callable[..., Any] = _updated) -> Callable[..., Any]:
-    """What `update_program` compiles, for a copy with no process of its own for each device.
-
-    Args:
-        spec: What the update is made from.
-        updated: What the user's optimizer makes of its arrays.
-    """
-    num_params = len(spec.tensors.params)
-
-    def hxla_update(
-        params: Sequence[jax.Array],
-        opt_state: PyTree,
-        aux: Sequence[jax.Array],
-        given: UpdateInputs,
-    ) -> tuple[list[jax.Array], PyTree, list[jax.Array], jax.Array]:
-        found = whole_sums(spec, given)
-        grads = [(found[i] / given.weight).astype(p.dtype) for i, p in enumerate(params)]
-        if spec.clip_norm is not None:
-            grads = clip(grads, spec.clip_norm)
-        new_params, opt_state = updated(spec, params, grads, opt_state, given.value)
-        others = new_aux(spec, aux, found[num_params:], given.words)
-        return new_params, opt_state, others, given.weight + 0
-
-    return hxla_update
-
-
-def _on_own_parts(
-    spec: UpdateSpec,
-    replica: Replica,
-    params: Sequence[P],
-    opt_state: PyTree,
-    aux: Sequence[P],
-) -> Callable[..., Any] | None:
-    """The same for the one device of a copy that is here; None where that is not to be."""
-    tensors, padding, place = spec.tensors, spec.padding, replica.only_place
-    words_are_cut = any(map(any, itertools.compress(aux, tensors.is_decided)))
-    if place is None or padding.is_none or spec.num_groups > 1 or words_are_cut:
-        return None
-    own_device = UnevenUpdate(mesh=replica.mesh, place=place)
-    of_params, of_aux = (
-        [Lies(s, p) for s, p in zip(specs, paddings, strict=True)]
-        for specs, paddings in ((params, padding.of_trained), (aux, padding.aux))
-    )
-    state_specs = jax.tree.leaves(opt_state, is_leaf=lambda s: isinstance(s, P))
-    of_state = list(map(Lies, state_specs, padding.of_opt_state))
-    held = [*of_params, *of_state, *of_aux]
-    of_sums = [*of_params, *itertools.compress(of_aux, tensors.is_summed)]
-    own_tensors = dataclasses.replace(
-        tensors,
-        params=tuple(map(own_device.like, tensors.params, of_params)),
-        aux=tuple(map(own_device.like, tensors.aux, of_aux)),
-    )
-    own_spec = dataclasses.replace(spec, tensors=own_tensors)
-    on_own, on_padded = (
-        update_function(own_spec, _updated_as_given),
-        update_function(spec),
-    )
-
-    def hxla_update(*arguments: Any) -> Any:
-        params, opt_state, aux, given = arguments
-        if not _is_by_element(spec, params, opt_state, given.value):
-            return on_padded(*arguments)
-        leaves, structure = jax.tree.flatten(arguments)
-
-        def flat(*arrays: jax.Array) -> list[jax.Array]:
-            return jax.tree.leaves(on_own(*jax.tree.unflatten(structure, arrays)))
-
-        lies = [*held, *of_sums]
-        lies += [Lies(P(), NOT_PADDED)] * (len(leaves) - len(lies))
-        found = own_device.run(flat, leaves, lies, [*range(len(held)), None])
-        results = params, opt_state, aux, given.weight
-        return jax.tree.unflatten(jax.tree.structure(results), found)
-
-    return hxla_update

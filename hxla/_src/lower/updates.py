@@ -1,12 +1,15 @@
-"""The updates of the local replicas, whole ones and those that need each other.
+"""The updates of the local replicas: programs of groups of units, one after another.
 
-Each product is rounded by itself and sums over whole arrays are made of integers, as where copies
-share the state out: so whether they do changes no bit. Arrays keep their own shapes; only the few
-whose arithmetic a compiler would treat as that of single numbers are flat and padded, as granules
-are.
+While a group is updated whose state waits elsewhere, the state of the next one comes to the device
+and the new state of the one before goes back: one program does all three, so that a GPU copies both
+ways while it computes. So no more than three groups are ever on the device.
+
+References:
+    Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models",
+    SC 2020, section 5 (stage 1, the optimizer's state).
 """
 
-import functools
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,311 +20,550 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ..core.types import PyTree
-from ..jax.program_parts import balanced, in_groups
-from ..jax.separable_update import Part, SeparableUpdate
-from ..plan.ownership import LEAST_GRANULE, Ownership
+from ..jax.separable_update import MISSING
+from ..plan.ownership import Ownership
 from ..plan.parts import Tier
 from .compile import extra_bytes, update_options
 from .exact_norms import lowered_sums, sum_programs, summed
-from .offload import on_device
+from .gather import gathered_dtype
+from .offload import (
+    DEVICE,
+    HOST,
+    OffloadBuffer,
+    OffloadedLeaf,
+    in_memory,
+    is_on_host,
+    on_device,
+    on_host,
+)
 from .replica import Replica
-from .sharded_update import ShardedUpdate
-from .streamed_update import StreamedUpdate
 from .sum import Reducer
-from .update import UpdateInputs, UpdateSpec, new_aux, update_function, update_program, whole_sums
-from .zero_update import mean_of, own_arguments, own_update_program
+from .units import Group, ShardedUpdate, Unit, UnitsPart, at_once, streamed, units_of
+from .update import UpdateInputs, UpdateSpec, mean_of, new_aux, sums_of
 
 
-class WholePart(Part):
-    """All of an update's arrays."""
-
-    def __init__(self, update: SeparableUpdate):
-        self._update = update
-        self._sizes = {
-            d: math.prod(v.aval.shape)
-            for v, d in zip(update.closed.jaxpr.outvars, update.domain_of, strict=False)
-            if d is not None
-        }
-
-    def owns(self, domain: int) -> bool:
-        """Every domain."""
-        return True
-
-    def has_whole(self, domain: int) -> bool:
-        """Whether its arrays keep their shapes: those of too few elements are flat and padded."""
-        return not self._update.slices[domain] or self._sizes[domain] >= LEAST_GRANULE
-
-    def piece(self, domain: int, x: Any) -> Any:
-        """The whole array, as it is run."""
-        return x if self.has_whole(domain) else _flat(x)
-
-    def own(self, domain: int, x: Any) -> Any:
-        """The same with zeros where it is padding."""
-        if self.has_whole(domain):
-            return x
-        return jnp.where(jnp.arange(x.size) < self._sizes[domain], x, jnp.zeros((), x.dtype))
-
-    def of(self, k: int, x: Any) -> Any:
-        """One of the update's arrays, as it is run."""
-        domain = self._update.domain_of[k]
-        return x if domain is None else self.piece(domain, x)
-
-
-def _flat(x: jax.Array) -> jax.Array:
-    return jnp.pad(x.reshape(-1), (0, LEAST_GRANULE - x.size))
-
-
-def whole_arguments(
-    spec: UpdateSpec,
-    update: SeparableUpdate,
-    params: Sequence[jax.Array],
-    opt_state: PyTree,
-    given: UpdateInputs,
-) -> tuple[list[Any], WholePart]:
-    """Those of the traced update.
+class ReplicaUpdate:
+    """The update of one local replica, with a program for each group of its units.
 
     Args:
-        spec: What the update is made from.
-        given: What else is read.
-    """
-    found, part = whole_sums(spec, given), WholePart(update)
-    leaves, num = jax.tree.leaves(opt_state), len(params)
-    means = [mean_of(x, given).astype(p.dtype) for x, p in zip(found[:num], params, strict=True)]
-    arrays = [*params, *leaves, *means]
-    return [*(part.of(k, x) for k, x in enumerate(arrays)), given.value], part
-
-
-def whole_update_program(spec: UpdateSpec, update: SeparableUpdate, replica: Replica) -> Any:
-    """The program of an update, whose first three arguments are donated; see `update_program`.
-
-    Args:
-        spec: What the update is made from.
-        replica: The copy, of one device.
-    """
-    num = len(spec.tensors.params)
-
-    def hxla_update(
-        params: Sequence[jax.Array],
-        opt_state: PyTree,
-        aux: Sequence[jax.Array],
-        given: UpdateInputs,
-    ) -> tuple[list[jax.Array], PyTree, list[jax.Array], jax.Array]:
-        arguments, part = whole_arguments(spec, update, params, opt_state, given)
-        leaves, state_tree = jax.tree.flatten(opt_state)
-        results = [
-            new if new.shape == x.shape else new[: x.size].reshape(x.shape)
-            for new, x in zip(
-                update.run(arguments, part, given.where[1], given.sums),
-                (*params, *leaves),
-                strict=True,
-            )
-        ]
-        others = whole_sums(spec, given)[num:]
-        state = jax.tree.unflatten(state_tree, results[num:])
-        return results[:num], state, new_aux(spec, aux, others, given.words), given.weight + 0
-
-    run: Any = hxla_update
-    if spec.num_groups > 1:
-        sizes = [x.size * x.dtype.itemsize for x in spec.tensors.params]
-        run = in_groups(run, balanced(sizes, spec.num_groups))
-    return jax.jit(
-        run,
-        donate_argnums=(0, 1, 2),
-        compiler_options=update_options(replica.devices[0].platform, spec.contribution.form),
-    )
-
-
-class Updates:
-    """Runs the updates of the local copies.
-
-    Args:
-        spec: What they are made from.
-        own: Which copy updates what; None: each updates everything.
-        whole: The traced update, where each updates everything by the arithmetic of shared updates;
-            None: where its one program decides how it rounds.
-        params: PartitionSpec of each trained parameter.
-        opt_state: Tree of the PartitionSpecs of the optimizer's state.
+        spec: What it is made from, with the shapes of a device's parts.
+        own: What the replica updates.
+        state: Shapes of the leaves of the optimizer's state as the replica has them.
+        tier: Where the optimizer's state waits.
+        on: The devices of the replica, if there are several.
         aux: PartitionSpec of each other variable.
-        tier: Where the optimizer's state waits, `device`, `host` or `disk`.
-        state: From the number of a local copy to the shapes of its optimizer state.
+        totals: PartitionSpecs of the totals.
     """
 
     def __init__(
         self,
         spec: UpdateSpec,
-        reducer: Reducer,
-        own: Ownership | None,
-        whole: SeparableUpdate | None,
-        params: Sequence[P],
-        opt_state: PyTree,
-        aux: Sequence[P],
+        own: Ownership,
+        replica: Replica,
+        state: Sequence[Any],
         tier: Tier,
-        state: Callable[[int], PyTree],
+        on: ShardedUpdate | None,
+        aux: Sequence[P],
+        totals: Any,
     ):
-        self._spec, self._reducer, self._own = spec, reducer, own
-        self._traced = whole if own is None else own.update
-        self._tier, self._state_of = tier, state
-        self._is_of_one_device = any(
-            replica.only_place is not None and not spec.padding.is_none for replica in reducer.local
+        self._spec, self._own, self._replica, self._on = spec, own, replica, on
+        self._member = own.member(replica.index)
+        units = units_of(own, self._member, state)
+        num_groups = spec.num_groups if own.is_whole else 1
+        is_here = tier == "device"
+        self._units = units
+        self.groups = at_once(own, units, num_groups) if is_here else streamed(own, units)
+        #: Whether the programs bring and take state themselves, to and from the host.
+        self._carries = tier == "host"
+        domains = own.update.domain_of[own.num_params : own.num_arrays]
+        self._common = tuple(k for k, d in enumerate(domains) if d is None)
+        self._aux = list(aux)
+        #: Of what an update reads besides; what is whole is so everywhere.
+        self._given = UpdateInputs(totals, *[P()] * (len(UpdateInputs._fields) - 1))
+        self._options = update_options(replica.devices[0].platform, spec.contribution.form)
+        self._where = np.array([own.first(replica.index), 0], np.int32)
+        arrays = *self._specs(units), P()
+        self._sums = sum_programs(
+            own.update,
+            lambda arrays, given: self._arguments(units, *arrays, given),
+            self._options,
+            on,
+            (arrays, self._given),
         )
-        self._of_whole = ""
-        chunks, local = reducer.chunks, reducer.local
-        self.programs: list[Any] = []  #: Of each local copy, before compilation.
-        self._sums: list[list[tuple[Any, Any]]] = []
-        self._on: list[ShardedUpdate | None] = []
-        self._of_device = spec
-        for replica in local:
-            on: ShardedUpdate | None = None
-            if own is not None:
-                of_device = spec
-                if own.axes:
-                    state_specs: Any = own.state_specs(opt_state)
-                    if tier != "device":  # what waits elsewhere is none of the arguments
-                        leaves = jax.tree.leaves(state_specs, is_leaf=lambda x: isinstance(x, P))
-                        state_specs = [None if x == own.parts_spec else x for x in leaves]
-                    on = ShardedUpdate(
-                        own=own,
-                        replica=replica,
-                        params=params,
-                        aux=aux,
-                        state=state_specs,
-                        leaves=jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, P)),
+        self.compiled: list[Any] = []  #: First those of sums.
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its programs: for sums two of each level, one for each group."""
+        num = len(self.groups.groups) + 1
+        return (*["a sum in the update"] * (2 * len(self._sums)), *["the update"] * num)
+
+    def placed(self, given: UpdateInputs, sums: np.ndarray) -> UpdateInputs:
+        """With the replica's place among others, and the sums over whole arrays."""
+        return given._replace(where=self._where, sums=sums)
+
+    # -- the arithmetic --------------------------------------------------------------------------
+
+    def _arguments(
+        self,
+        group: Group,
+        params: dict[int, Any],
+        state: Sequence[Sequence[Any]],
+        common: Sequence[Any],
+        given: UpdateInputs,
+    ) -> tuple[list[Any], UnitsPart]:
+        """Those of the traced update, and what they have of its arrays."""
+        own, num, is_shared = self._own, self._own.num_params, bool(self._spec.chunks)
+        part = UnitsPart(own, self._member, 0 if own.is_alone else given.where[0], group)
+        arguments: list[Any] = [MISSING] * len(own.update.closed.jaxpr.invars)
+        arguments[-1] = given.value
+        sums = sums_of(self._spec, given, self._member, {i for u in group for i in u.params})
+        for unit, arrays in zip(group, state, strict=True):
+            for i in unit.params:
+                grad = part.taken(unit, sums[i], is_flat=is_shared)
+                if unit.stop is None:
+                    grad = grad.reshape(params[i].shape)
+                arguments[i] = part.taken(unit, params[i], is_flat=own.cuts_params)
+                arguments[own.num_arrays + i] = mean_of(grad, given).astype(params[i].dtype)
+            for k, x in zip(unit.leaves, arrays, strict=True):
+                arguments[num + k] = part.taken(unit, x) if own.is_whole else x
+        for k, x in zip(self._common, common, strict=True):
+            arguments[num + k] = x
+        return arguments, part
+
+    def _updated(
+        self,
+        group: Group,
+        params: dict[int, Any],
+        state: Sequence[Sequence[Any]],
+        common: Sequence[Any],
+        given: UpdateInputs,
+    ) -> tuple[dict[int, Any], list[list[Any]], list[Any]]:
+        """The new parameters of a group, its state, and the leaves that all replicas have.
+
+        Parameters that are sent are flat, only what the group made of them.
+        """
+        own, num = self._own, self._own.num_params
+        arguments, part = self._arguments(group, params, state, common, given)
+        run = own.update.run if self._on is None else self._on.run
+        results = run(arguments, part, given.where[1], given.sums)
+
+        def new(unit: Unit, i: int) -> jax.Array:
+            if own.sends_params:
+                return results[i].reshape(-1)  # type: ignore[no-any-return]
+            return part.kept(unit, params[i], results[i])  # type: ignore[no-any-return]
+
+        after = [
+            [part.kept(unit, x, results[num + k]) for k, x in zip(unit.leaves, arrays, strict=True)]
+            for unit, arrays in zip(group, state, strict=True)
+        ]
+        made = {i: new(unit, i) for unit in group for i in unit.params}
+        return made, after, [results[num + k] for k in self._common]
+
+    # -- programs --------------------------------------------------------------------------------
+
+    def _specs(self, group: Group) -> tuple[dict[int, P], list[list[P]]]:
+        """PartitionSpecs of the parameters of a group, and of its state."""
+        own, on = self._own, self._on
+        parts = own.parts_spec
+        params = {
+            i: parts if own.cuts_params or on is None else on.params[i]
+            for unit in group
+            for i in unit.params
+        }
+        state = [
+            [on.leaves[k] if own.is_whole and on is not None else parts for k in unit.leaves]
+            for unit in group
+        ]
+        return params, state
+
+    def _group_program(self, group: Group) -> Any:
+        def update(params: Any, state: Any, common: Any, given: UpdateInputs) -> Any:
+            return self._updated(group, params, state, common, given)[:2]
+
+        if self._on is not None:
+            params, state = self._specs(group)
+            new = self._own.parts_spec if self._own.sends_params else params
+            update = self._on.mapped(update, (params, state, P(), self._given), (new, state))
+
+        def hxla_update_group(
+            params: dict[int, jax.Array],
+            state: list[list[jax.Array]],
+            common: list[jax.Array],
+            given: UpdateInputs,
+            coming: list[list[jax.Array]],
+            going: list[list[jax.Array]],
+        ) -> Any:
+            new, state = update(params, state, common, given)
+            # Without these two nothing would be copied, whatever the shardings say.
+            brought = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), coming)
+            taken = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), going)
+            return new, state, brought, taken
+
+        where: Any = None
+        if self.groups.waits:
+            device = in_memory(self._replica.sharding(self.groups.spec), DEVICE)
+            where = device, device, device, in_memory(device, HOST)
+        return jax.jit(
+            hxla_update_group,
+            donate_argnums=(1,) if self._own.sends_params else (0, 1),
+            out_shardings=where,
+            compiler_options=self._options,
+        )
+
+    def _last_program(self) -> Any:
+        spec, own = self._spec, self._own
+        num, floats = own.num_params, spec.tensors.floats
+        dtype = gathered_dtype(spec.tensors.params)
+
+        def hxla_update(
+            params: dict[int, jax.Array],
+            state: list[list[jax.Array]],
+            made: dict[int, list[jax.Array]],
+            common: list[jax.Array],
+            aux: list[jax.Array],
+            given: UpdateInputs,
+        ) -> Any:
+            group = self.groups.last
+            new, state, common = self._updated(group, params, state, common, given)
+            sent: Any = new
+            if own.sends_params:
+                every = {i: jnp.concatenate(parts) for i, parts in made.items() if parts} | new
+                none = jnp.zeros(1, dtype)
+                sent = [
+                    chunk.chunk(
+                        [every.get(i, none).astype(dtype) for i in chunk.tensors], self._member
                     )
-                    self._of_device = of_device = on.local(spec)
-                arguments: Any = functools.partial(
-                    own_arguments, of_device, own, chunks, own.member(replica.index)
-                )
-                if tier == "device":
-                    self.programs.append(own_update_program(of_device, own, chunks, replica, on))
-            elif whole is not None:
-                arguments = functools.partial(whole_arguments, spec, whole)
-                self.programs.append(whole_update_program(spec, whole, replica))
-            else:
-                self.programs.append(update_program(spec, replica, params, opt_state, aux))
-            self._on.append(on)
-            options = update_options(replica.devices[0].platform, spec.contribution.form)
-            traced = self._traced
-            self._sums.append(
-                [] if traced is None else sum_programs(traced, arguments, options, on)
-            )
-        firsts = [0 if own is None else own.first(r.index) for r in local]
-        self._where = [np.array([first, 0], np.int32) for first in firsts]
-        self.compiled: list[list[Any]] = []  #: Of each local copy, the update last.
+                    for chunk in spec.chunks
+                    if chunk.tensors
+                ]
+            others = sums_of(spec, given, self._member, range(num, len(floats)))
+            return sent, state, common, new_aux(spec, aux, others, given), given.weight + 0
 
-    @functools.cached_property
-    def _read_by_sums(self) -> set[int]:
-        """The parameters that sums of the update need, and others of its arguments."""
-        return set() if self._traced is None else self._traced.read_by_sums()
+        run: Any = hxla_update
+        if self._on is not None:
+            params, state = self._specs(self.groups.last)
+            arguments = params, state, own.parts_spec, P(), self._aux, self._given
+            new = own.parts_spec if own.sends_params else params
+            run = self._on.mapped(run, arguments, (new, state, P(), self._aux, P()))
+        # A replica that owns nothing makes zeros, and makes them where it is.
+        is_placed = own.sends_params and self._on is None
+        return jax.jit(
+            run,
+            out_shardings=self._replica.sharding(P()) if is_placed else None,
+            donate_argnums=(1, 3, 4) if own.sends_params else (0, 1, 3, 4),
+            compiler_options=self._options,
+        )
 
-    @functools.cached_property
-    def _streamed(self) -> list[StreamedUpdate]:
-        """Of each local copy, where state waits elsewhere."""
-        if self._own is None or self._tier == "device":
-            return []
-        leaves = [jax.tree.leaves(self._state_of(i)) for i in range(len(self._reducer.local))]
-        spec, own, chunks = self._of_device, self._own, self._reducer.chunks
+    # -- before compilation ----------------------------------------------------------------------
+
+    def lower(
+        self, params: Sequence[Any], opt_state: PyTree, aux: Sequence[Any], given: UpdateInputs
+    ) -> list[Any]:
+        """The programs before compilation, in the order of `names`.
+
+        Args:
+            params: Shapes of the trained parameters, as they are sharded.
+            given: Shapes of what else is read.
+        """
+        leaves = jax.tree.leaves(opt_state)
+        given = self.placed(given, np.zeros(len(self._own.update.sums), np.float32))
+        common, without_words = [leaves[k] for k in self._common], given._replace(words=[])
+        read = self.read_by_sums(params, leaves), without_words
+        lowered = lowered_sums(self._own.update, self._sums, read)
+        groups, last = self.groups.groups, self.groups.last
+        for g, group in enumerate(groups):
+            moved: tuple[Any, Any] = [], []
+            if self._carries:
+                near = groups[g + 1 : g + 2], groups[max(g - 1, 0) : g]
+                moved = self._waiting(near[0], HOST), self._waiting(near[1], DEVICE)
+            state = self._state(group, leaves)
+            if self.groups.waits:
+                state = self._waiting((group,), DEVICE)
+            program, own = self._group_program(group), _params_of(group, params)
+            lowered.append(program.lower(own, state, common, without_words, *moved))
+        own, state = _params_of(last, params), self._state(last, leaves)
+        made = {i: self._made_shapes(i, params[i].dtype) for i in self.groups.params}
+        lowered.append(self._last_program().lower(own, state, made, common, aux, given))
+        return lowered
+
+    def read_by_sums(self, params: Sequence[Any], leaves: Sequence[Any]) -> Any:
+        """What programs of sums take: parameters, state that is on the device, common leaves."""
+        away = self.groups.away
+        here = [None if k in away else x for k, x in enumerate(leaves)]
+        common = [leaves[k] for k in self._common]
+        return _params_of(self._units, params), self._state(self._units, here), common
+
+    @staticmethod
+    def _state(group: Group, leaves: Sequence[Any]) -> list[list[Any]]:
+        return [[leaves[k] for k in unit.leaves] for unit in group]
+
+    def _waiting(self, groups: Sequence[Group], kind: str) -> list[list[Any]]:
+        """Shapes of the state of a group that waits elsewhere, if there is one."""
+        sharding = in_memory(self._replica.sharding(self.groups.spec), kind)
+        num = self._own.num_inner
+
+        def whole(shape: tuple[int, ...]) -> tuple[int, ...]:
+            return shape if num == 1 else (math.prod(shape) * num,)
+
         return [
-            StreamedUpdate(spec, own, chunks, replica, state, self._tier == "host", on)
-            for replica, state, on in zip(self._reducer.local, leaves, self._on, strict=True)
+            [
+                jax.ShapeDtypeStruct(whole(shape), dtype, sharding=sharding)
+                for shape, dtype in zip(unit.shapes, unit.dtypes, strict=True)
+            ]
+            for group in groups
+            for unit in group
         ]
 
-    def names(self, i: int) -> tuple[str, ...]:
-        """Of a local copy's programs."""
-        num = self._streamed[i].num_programs if self._streamed else 1
-        return (*["a sum in the update"] * (2 * len(self._sums[i])), *["the update"] * num)
+    def _made_shapes(self, i: int, dtype: Any) -> list[Any]:
+        """What groups made of a parameter, where it is sent."""
+        if not self._own.sends_params:
+            return []
+        size = self._spec.tensors.params[i].size
+        units = [u for group in self.groups.groups for u in group if i in u.params]
+        sizes = [size if u.stop is None else u.stop - u.start for u in units]
+        num, spec = self._own.num_inner, self.groups.spec
+        return [self._replica.like(jax.ShapeDtypeStruct((n * num,), dtype), spec) for n in sizes]
+
+    # -- run -------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        params: Sequence[Any],
+        opt_state: PyTree,
+        aux: Sequence[jax.Array],
+        given: UpdateInputs,
+    ) -> Any:
+        """Update.
+
+        Args:
+            params: The trained parameters; those that wait on the host go back there.
+            opt_state: The optimizer's state, leaves of which may be `OffloadedLeaf`.
+            given: What else is read.
+
+        Returns:
+            The new parameters, or chunks of them for each bucket where they are sent, the state,
+            the other variables, and a tick.
+        """
+        leaves, treedef = jax.tree.flatten(opt_state)
+        common, params = [leaves[k] for k in self._common], list(params)
+        away = list(map(is_on_host, params))
+        made = self._run_groups(params, leaves, common, given, away)
+        last = self.groups.last
+        own = {i: on_device(x) for i, x in _params_of(last, params).items()}
+        sent, state, common, aux, tick = self.compiled[-1](
+            own, self._state(last, leaves), made, common, aux, given
+        )
+        _keep(last, state, leaves)
+        for k, x in zip(self._common, common, strict=True):
+            leaves[k] = x
+        if not self._own.sends_params:
+            for i, x in sent.items():
+                params[i] = on_host(x) if away[i] else x
+            sent = params
+        return sent, jax.tree.unflatten(treedef, leaves), aux, tick
+
+    def _run_groups(
+        self,
+        params: list[Any],
+        leaves: list[Any],
+        common: Sequence[jax.Array],
+        given: UpdateInputs,
+        away: Sequence[bool],
+    ) -> dict[int, list[jax.Array]]:
+        """All but the last, whose arrays are replaced; what they made of parameters to be sent."""
+        groups, num_sums = self.groups.groups, 2 * len(self._sums)
+        made: dict[int, list[jax.Array]] = {i: [] for i in self.groups.params}
+        buffer = _buffer_of(leaves) if self.groups.waits and groups else None
+        given = given._replace(words=[])
+        if buffer is not None:
+            buffer.begin()
+        brought: Any = []
+        going: Any = []
+        for g, group in enumerate(groups):
+            here = self._state(group, leaves)
+            state = here if buffer is None else buffer.arrived(g, brought)
+            for near in groups[g : g + 2]:  # the next one's come while this one is updated
+                for i in (i for unit in near for i in unit.params):
+                    params[i] = on_device(params[i])
+            coming = buffer.coming(g + 1) if buffer is not None else []
+            new, state, brought, gone = self.compiled[num_sums + g](
+                _params_of(group, params), state, common, given, coming, going
+            )
+            if buffer is None:
+                _keep(group, state, leaves)
+            else:
+                buffer.gone(g - 1, gone)
+                going = buffer.going(g, state)
+            for i, x in new.items():
+                if self._own.sends_params:
+                    made[i].append(x)
+                else:
+                    params[i] = on_host(x) if away[i] and self.groups.last_of[i] == g else x
+        if buffer is not None:
+            buffer.end()
+        return made
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def params_at_once(self, sizes: Sequence[int]) -> int:
+        """Bytes of parameters that wait on the host, as far as they are here at once.
+
+        Args:
+            sizes: Of each parameter, of what the replica has.
+        """
+        groups, last = self.groups.groups, self.groups.last
+        each = [{i for u in group for i in u.params} for group in groups]
+        near = (set().union(*each[max(g - 1, 0) : g + 2]) for g in range(len(each)))
+        rest = {i for unit in last for i in unit.params}
+        return max(sum(sizes[i] for i in own) for own in (*near, rest))
+
+    def extra_bytes(self) -> int:
+        """Bytes that one device needs beside parameters, totals and what all replicas have."""
+        if not self.groups.waits:
+            return max(map(extra_bytes, self.compiled))
+        stats = [p.memory_analysis() for p in self.compiled[2 * len(self._sums) :]]
+        temporary = max((int(s.temp_size_in_bytes) for s in stats if s is not None), default=0)
+        sent = self._own.sends_params * sum(
+            x.size // self._own.num_inner * np.dtype(x.dtype).itemsize
+            for i in self.groups.params
+            for x in self._made_shapes(i, self._spec.tensors.params[i].dtype)
+        )
+        return temporary + self.groups.bytes_at_once + 2 * sent
+
+
+def _params_of(group: Group, params: Sequence[Any]) -> dict[int, Any]:
+    return {i: params[i] for unit in group for i in unit.params}
+
+
+def _keep(group: Group, state: Sequence[Sequence[Any]], leaves: list[Any]) -> None:
+    """Put a group's new state among all leaves."""
+    for unit, arrays in zip(group, state, strict=True):
+        for k, x in zip(unit.leaves, arrays, strict=True):
+            leaves[k] = x
+
+
+def _buffer_of(leaves: Sequence[Any]) -> OffloadBuffer:
+    return next(x.shelf for x in leaves if isinstance(x, OffloadedLeaf))
+
+
+class WrittenUpdate:
+    """The update of one local replica as the optimizer wrote it: one program."""
+
+    names = ("the update",)
+
+    def __init__(self, program: Any):
+        self._program = program
+        self.compiled: list[Any] = []
+
+    def lower(
+        self, params: Sequence[Any], opt_state: PyTree, aux: Sequence[Any], given: UpdateInputs
+    ) -> list[Any]:
+        """See `ReplicaUpdate`."""
+        return [self._program.lower(params, opt_state, aux, given)]
+
+    def run(
+        self, params: Sequence[Any], opt_state: PyTree, aux: Sequence[Any], given: UpdateInputs
+    ) -> Any:
+        """See `ReplicaUpdate`."""
+        return self.compiled[-1](params, opt_state, aux, given)
+
+    def params_at_once(self, sizes: Sequence[int]) -> int:
+        """See `ReplicaUpdate`."""
+        return sum(sizes)
+
+    def extra_bytes(self) -> int:
+        """See `ReplicaUpdate`."""
+        return extra_bytes(self.compiled[-1])
+
+
+class Updates:
+    """Runs the updates of all local replicas.
+
+    Args:
+        own: Which replica updates what; None: each runs one program as the optimizer wrote it.
+        each: Of each local replica.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        own: Ownership | None,
+        each: Sequence[ReplicaUpdate] | Sequence[WrittenUpdate],
+    ):
+        self._reducer, self._own, self.each = reducer, own, each
 
     @property
     def text(self) -> str:
-        """What stands for the update where copies or their devices have unlike programs of it."""
-        return self._of_whole if self._own is None else str(self._own.update.closed)
-
-    def lower(
-        self, i: int, params: Any, opt_state: Any, aux: Any, given: UpdateInputs
-    ) -> list[Any]:
-        """A local copy's programs before compilation, in the order of `names`.
-
-        Args:
-            i: Number of the local copy.
-            params: Shapes of the trained parameters, as they lie.
-            given: Of what else is read.
-        """
-        if self._traced is None:
-            whole = params, opt_state, aux, given
-            if self._is_of_one_device:
-                run = update_function(self._spec)
-                self._of_whole = str(jax.make_jaxpr(run)(*whole))
-            return [self.programs[i].lower(*whole)]
-        sums = np.zeros(len(self._traced.sums), np.float32)
-        given = given._replace(where=self._where[i], sums=sums)
-        read = params, self._here(i, opt_state), given._replace(words=[])
-        before = lowered_sums(self._traced, self._sums[i], read)
-        if self._streamed:
-            return [*before, *self._streamed[i].lower(params, opt_state, aux, given)]
-        return [*before, self.programs[i].lower(params, opt_state, aux, given)]
-
-    def _here(self, i: int, opt_state: PyTree) -> PyTree:
-        """The leaves of a local copy's optimizer state that are on the device, None for others."""
-        if not self._streamed:
-            return opt_state
-        away = self._streamed[i].groups.away
-        return [None if k in away else x for k, x in enumerate(jax.tree.leaves(opt_state))]
-
-    def adopt(self, compiled: Sequence[Any]) -> None:
-        """Take over the programs of the next local copy, compiled."""
-        i = len(self.compiled)
-        self.compiled.append(list(compiled))
-        if self._streamed:
-            self._streamed[i].adopt(compiled[-self._streamed[i].num_programs :])
+        """What stands for the update where replicas or their devices have unlike programs of it."""
+        own = self._own
+        is_unlike = own is not None and (not own.is_whole or own.parts)
+        return str(own.update.closed) if own is not None and is_unlike else ""
 
     def run(self, local: Sequence[tuple[Any, Any, Any, UpdateInputs]]) -> list[Any]:
-        """Update: see `update_program` and `own_update_program`.
+        """Update: see `ReplicaUpdate.run`.
 
         Args:
-            local: For each local copy its parameters, state, other variables, and what else is
+            local: For each local replica its parameters, state, other variables, and what else is
                 read.
         """
-        last = [programs[-1] for programs in self.compiled]
-        if self._traced is None:
-            return [update(*own) for update, own in zip(last, local, strict=True)]
-        read = [
-            (
-                [on_device(x) if k in self._read_by_sums else x for k, x in enumerate(params)],
-                self._here(i, state),
-                given._replace(words=[], where=self._where[i]),
-            )
-            for i, (params, state, _, given) in enumerate(local)
-        ]
-        if self._own is None:  # any copy has all terms
-            sums = summed(self._traced, self.compiled[:1], read[:1], [True], lambda x: x, (0, 1))
-        else:
-            counted = [
-                self._own.is_counted(replica.index) and replica.is_led_here
-                for replica in self._reducer.local
+        if self._own is not None:
+            sums = self._summed(self._own, local)
+            local = [
+                (*arrays, update.placed(given, sums))
+                for update, (*arrays, given) in zip(self.each, local, strict=True)
+                if isinstance(update, ReplicaUpdate)
             ]
-            exchange, rank = self._reducer.host.exchange, (jax.process_index(), jax.process_count())
-            sums = summed(self._traced, self.compiled, read, counted, exchange, rank)
-        run = [streamed.run for streamed in self._streamed] or last
-        if not self._streamed:  # one program reads all parameters
-            local = [([*map(on_device, own[0])], *own[1:]) for own in local]
-        return [
-            update(params, state, aux, given._replace(where=where, sums=sums))
-            for update, where, (params, state, aux, given) in zip(
-                run, self._where, local, strict=True
+        return [update.run(*own) for update, own in zip(self.each, local, strict=True)]
+
+    def _summed(self, own: Ownership, local: Sequence[tuple[Any, Any, Any, UpdateInputs]]) -> Any:
+        """The sums over whole arrays, the same on all replicas."""
+        wanted, read = own.update.read_by_sums(), []
+        for update, (params, state, _, given) in zip(self.each, local, strict=True):
+            here = [on_device(x) if k in wanted else x for k, x in enumerate(params)]
+            arrays = update.read_by_sums(here, jax.tree.leaves(state))
+            read.append((arrays, update.placed(given._replace(words=[]), None)))
+        compiled = [update.compiled for update in self.each]
+        if own.is_alone:  # any replica has all terms, and those of several devices need each other
+            num = len(compiled) if own.axes else 1
+            counted = [True] + [False] * (num - 1)
+            return summed(own.update, compiled[:num], read[:num], counted, lambda x: x, (0, 1))
+        counted = [own.is_counted(r.index) and r.is_led_here for r in self._reducer.local]
+        rank = jax.process_index(), jax.process_count()
+        return summed(own.update, compiled, read, counted, self._reducer.host.exchange, rank)
+
+
+def updates_of(
+    spec: UpdateSpec,
+    reducer: Reducer,
+    own: Ownership,
+    specs: tuple[Sequence[P], Sequence[P], Sequence[P]],
+    tier: Tier,
+    state: Callable[[int], PyTree],
+) -> Updates:
+    """The updates of all local replicas, unit by unit.
+
+    Args:
+        spec: What they are made from.
+        specs: PartitionSpecs of the trained parameters, of the leaves of the optimizer's state and
+            of the other variables.
+        tier: Where the optimizer's state waits.
+        state: From the number of a local replica to the shapes of its optimizer state.
+    """
+    params, leaves, aux = specs
+    totals = own.parts_spec if spec.chunks else reducer.total_specs
+    each = []
+    for i, replica in enumerate(reducer.local):
+        of_device, on = spec, None
+        here = dataclasses.replace(own, place=replica.only_place if own.parts else None)
+        if own.axes:
+            on = ShardedUpdate(own=here, replica=replica, params=params, leaves=leaves)
+            tensors = dataclasses.replace(
+                spec.tensors,
+                params=tuple(map(on.shape, spec.tensors.params, params)),
+                aux=tuple(map(on.shape, spec.tensors.aux, aux)),
             )
-        ]
-
-    def params_at_once(self, params: Sequence[Any]) -> int:
-        """Bytes of parameters that wait on the host, as far as the update has them on the device.
-
-        Args:
-            params: Shapes of what the first local copy has of each.
-        """
-        num = self._reducer.arrays.num_inner
-        sizes = [x.size * x.dtype.itemsize // num for x in params]
-        return self._streamed[0].params_at_once(sizes) if self._streamed else sum(sizes)
-
-    def extra_bytes(self) -> int:
-        """Bytes that one device needs beside the arguments."""
-        if self._streamed:
-            return max(streamed.extra_bytes() for streamed in self._streamed)
-        return max(extra_bytes(program) for programs in self.compiled for program in programs)
+            of_device = dataclasses.replace(spec, tensors=tensors)
+        shapes = jax.tree.leaves(state(i))
+        each.append(ReplicaUpdate(of_device, here, replica, shapes, tier, on, aux, totals))
+    return Updates(reducer, own, each)

@@ -14,7 +14,7 @@ import optax
 from ..core.errors import ConfigError, HxlaError
 from ..core.types import PyTree
 from ..jax.digest import program_digest
-from ..jax.jaxpr import backward_slice, inlined, variables
+from ..jax.jaxpr import ClosedJaxpr, backward_slice, inlined, variables
 from .functional import leaf_names
 from .plain_arrays import as_plain, from_plain
 
@@ -30,6 +30,9 @@ class Optimizer:
     """
 
     user: Any
+    _traced: dict[Any, Any] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def _transformation(self) -> optax.GradientTransformationExtraArgs:
@@ -73,18 +76,31 @@ class Optimizer:
         updates, state = transformation.update(grads, from_plain(state, like), params, **extra)
         return updates, as_plain(state)
 
+    def traced(self, params: PyTree) -> tuple[ClosedJaxpr, Any]:
+        """An update of gradients, state, parameters and loss, traced once, and its results' shapes.
+
+        Args:
+            params: Arrays or shapes.
+        """
+        shapes = jax.eval_shape(lambda tree: tree, params)
+        leaves, tree = jax.tree.flatten(shapes)
+        key = tree, tuple((x.shape, x.dtype) for x in leaves)
+        if key not in self._traced:
+
+            def update(grads: PyTree, state: PyTree, params: PyTree, value: jax.Array) -> Any:
+                return self.update(grads, state, params, value=value)
+
+            state, value = jax.eval_shape(self.init, shapes), jax.ShapeDtypeStruct((), "float32")
+            trace = jax.make_jaxpr(update, return_shape=True)
+            self._traced[key] = trace(shapes, state, shapes, value)
+        return self._traced[key]  # type: ignore[no-any-return]
+
     def digests(self, params: PyTree) -> dict[str, str]:
         """Digests of the initial state and of an update, with numbers such as a learning rate."""
         shapes = jax.eval_shape(lambda tree: tree, params)
-        state = jax.eval_shape(self.init, shapes)
-
-        def update(grads: PyTree, state: PyTree, params: PyTree, value: jax.Array) -> Any:
-            return self.update(grads, state, params, value=value)
-
-        value = jax.ShapeDtypeStruct((), "float32")
         return {
             "start": program_digest(jax.make_jaxpr(self.init)(shapes)),
-            "update": program_digest(jax.make_jaxpr(update)(shapes, state, shapes, value)),
+            "update": program_digest(self.traced(params)[0]),
         }
 
     def restored(self, state: PyTree, params: PyTree) -> PyTree:
@@ -92,7 +108,7 @@ class Optimizer:
         return from_plain(state, jax.eval_shape(self._transformation.init, params))
 
     def check(self, params: PyTree) -> None:
-        """Run an update on shapes.
+        """Trace an update.
 
         Args:
             params: The parameters or their shapes.
@@ -101,13 +117,9 @@ class Optimizer:
             ConfigError: If the optimizer needs an argument that updates lack, or its state changes
                 shape.
         """
-        shapes = jax.eval_shape(lambda tree: tree, params)
-        state = jax.eval_shape(self.init, shapes)
-        value = jax.ShapeDtypeStruct((), "float32")
+        state = jax.eval_shape(self.init, jax.eval_shape(lambda tree: tree, params))
         try:
-            _, after = jax.eval_shape(
-                lambda g, s, p, v: self.update(g, s, p, value=v), shapes, state, shapes, value
-            )
+            _, (_, after) = self.traced(params)
         except HxlaError:
             raise
         except Exception as error:  # whatever the user's transformation raises

@@ -11,6 +11,7 @@ References:
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -23,9 +24,10 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from ..core.types import PyTree
+from ..jax.jaxpr import as_function
 from ..jax.separable_update import SeparableUpdate, independent
 from ..model.optimizer import Optimizer
-from .layout import to_spec
+from .layout import padded_shape, to_spec
 from .stage_storage import piece_shape
 
 #: Elements: arithmetic on a single number is compiled in another way than on several.
@@ -115,8 +117,13 @@ class Ownership:
         granules: Of each copy of a group; all groups have the same.
         owners: For each domain of the update the copy of a group that owns it; None: it is cut.
         cuts_params: Whether each copy has only its share of the parameters, as of the state.
+        is_whole: Whether every copy updates everything, and keeps arrays in their own shapes.
         axes: Names and sizes of the mesh axes inside a copy: each device's part is cut then.
         specs: For each domain how its arrays lie on them; empty: there are none.
+        parts: For each domain the sizes of unlike parts, see `ParameterLayout.sizes`; empty: none
+            are unlike.
+        place: Of the one device that programs are made for, where parts are unlike: its own have no
+            padding then; None: any device runs them.
     """
 
     update: SeparableUpdate
@@ -124,16 +131,30 @@ class Ownership:
     owners: tuple[int | None, ...]
     num_params: int
     cuts_params: bool = False
+    is_whole: bool = False
     axes: tuple[tuple[str, int], ...] = ()
     specs: tuple[P, ...] = ()
+    parts: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    place: int | None = None
 
     def spec(self, domain: int) -> P:
         """How the arrays of a domain lie on the axes inside a copy."""
         return self.specs[domain] if self.specs else P()
 
-    def local_size(self, domain: int, shape: Sequence[int]) -> int:
-        """Elements of an array of a domain on each device of a copy."""
-        return math.prod(piece_shape(shape, self.spec(domain), dict(self.axes)))
+    def local_shape(self, domain: int) -> tuple[int, ...]:
+        """The shape of a device's part of the first array of a domain, as it is updated."""
+        k = self.update.domain_of.index(domain)
+        parts = self.parts_of(domain)
+        whole = padded_shape(self.update.closed.out_avals[k].shape, parts)
+        shape = list(piece_shape(whole, self.spec(domain), dict(self.axes)))
+        for dim, sizes in enumerate(parts):
+            if sizes and self.place is not None:
+                shape[dim] = sizes[self.place]
+        return tuple(shape)
+
+    def parts_of(self, domain: int) -> tuple[tuple[int, ...], ...]:
+        """For each dimension the sizes of its parts, where they are unlike; else nothing."""
+        return self.parts[domain] if self.parts else ()
 
     @property
     def num_inner(self) -> int:
@@ -177,7 +198,7 @@ class Ownership:
             k in read and domains[k] is not None for k in range(self.num_params, self.num_arrays)
         )
 
-    @property
+    @functools.cached_property
     def shares(self) -> Shares:
         """Of the parameters."""
         return self._of(self.update.domain_of[: self.num_params])
@@ -274,16 +295,18 @@ def traced_update(
         clip_norm: Global norm to which gradients are clipped first; None: not at all.
     """
     leaves, tree = jax.tree.flatten(params)
-    state, state_tree = jax.tree.flatten(jax.eval_shape(optimizer.init, params))
+    state = jax.tree.leaves(jax.eval_shape(optimizer.init, params))
+    program, shapes = optimizer.traced(params)
+    run, results = as_function(program), jax.tree.structure(shapes)
     num, num_arrays = len(leaves), len(leaves) + len(state)
 
     def update(*arrays: Any) -> list[Any]:
         own = jax.tree.unflatten(tree, arrays[:num])
-        held = jax.tree.unflatten(state_tree, arrays[num:num_arrays])
-        grads = jax.tree.unflatten(tree, arrays[num_arrays:-1])
+        grads = list(arrays[num_arrays:-1])
         if clip_norm is not None:
             grads, _ = optax.clip_by_global_norm(clip_norm).update(grads, optax.EmptyState())
-        updates, after = optimizer.update(grads, held, own, value=arrays[-1])
+        made = run(*grads, *arrays[num:num_arrays], *arrays[:num], arrays[-1])
+        updates, after = jax.tree.unflatten(results, made)
         return [*jax.tree.leaves(optax.apply_updates(own, updates)), *jax.tree.leaves(after)]
 
     value = jax.ShapeDtypeStruct((), np.float32)

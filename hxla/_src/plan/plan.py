@@ -78,12 +78,17 @@ def deciding(plan: Any) -> dict[str, Any]:
         found["chain"] = plan.chain.points
     if plan.microbatches_per_call > 1:
         found["microbatches_per_call"] = plan.microbatches_per_call
-    # Each that devices of a copy put together is compiled apart from what else the copy owns.
+    # Each that devices of a copy put together is compiled apart from what else the copy owns, and
+    # copies of several devices update in parts in every stage.
     is_whole = plan.placement.whole and not plan.axes
     decides = is_whole or len(kinds) > 1
-    if plan.placement.zero and (decides or plan.axes or plan.sums.kind == "float"):
+    is_exact = plan.sums.kind == "exact"
+    in_parts = plan.axes and (plan.placement.zero or is_exact or plan.is_uneven)
+    if in_parts or (plan.placement.zero and (decides or not is_exact)):
         # Sums over a whole tensor depend on the program around them.
-        own = plan.granules if decides else ()
+        own: Any = ()
+        if decides:
+            own = plan.granules if plan.placement.zero else "each"
         tier = plan.placement.tier_of_whole if is_whole else ()
         found["zero"] = [plan.placement.whole, own, *tier]
         if plan.placement.shard_groups > 1 and (decides or plan.sums.kind == "float"):
@@ -276,10 +281,9 @@ class Plan(PlanValue):
         devices are do not enter, unless the sums are of floats or the devices are of unlike kinds.
         That the optimizer's state is shared out (`placement.zero`), and whose share is where, enter
         only if a parameter of copies of one device has an owner, the sums are of floats or the
-        devices of unlike kinds; that it is shared out, and no more of it, also if copies are of
-        several devices. Of a schedule only this enters: whether weight gradients are operations of
-        their own, as in `zb-h1`. Compiled apart from the gradients of the inputs they are rounded
-        elsewhere.
+        devices of unlike kinds; of copies of several devices only which parameters have an owner.
+        Of a schedule only this enters: whether weight gradients are operations of their own, as in
+        `zb-h1`. Compiled apart from the gradients of the inputs they are rounded elsewhere.
 
         A plan does not say which CPU devices share a process, and XLA computes by it: it cuts long
         contractions by the threads of a process, and more than two devices of one copy add floats

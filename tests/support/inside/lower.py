@@ -6,9 +6,8 @@ from hxla._src.lower import exact as _exact
 from hxla._src.lower import lower as _lower
 from hxla._src.lower import pipeline as _pipeline
 from hxla._src.lower import state_sums as _state_sums
-from hxla._src.lower import streamed_update as _streamed_update
-from hxla._src.lower import update_groups as _update_groups
-from hxla._src.lower import zero_update as _own_update
+from hxla._src.lower import units as _units
+from hxla._src.lower import updates as _updates
 from hxla._src.lower.actions import FIELDS, KINDS, crossed, exchanges
 from hxla._src.lower.bitcast_packing import BitcastPacking
 from hxla._src.lower.chain_runner import ChainRunner
@@ -24,7 +23,6 @@ from hxla._src.lower.inputs import Training, sharded_of, uneven_of
 from hxla._src.lower.lower import Programs, lower
 from hxla._src.lower.offload import OffloadedLeaf
 from hxla._src.lower.padding import NOT_PADDED, Granules, Padding, padded, unpadded
-from hxla._src.lower.padding_safe import keeps_padding
 from hxla._src.lower.pipeline import PieceTimes, Pipeline
 from hxla._src.lower.replica import Replica
 from hxla._src.lower.segment_programs import segment_costs
@@ -34,5 +32,5 @@ from hxla._src.lower.stage import StagePart, check_permutes
 from hxla._src.lower.store import Store
 from hxla._src.lower.sum import Reducer
 from hxla._src.lower.uneven_collectives import Cut
+from hxla._src.lower.units import Unit, UpdateGroups
 from hxla._src.lower.update import UpdateInputs
-from hxla._src.lower.update_groups import Unit, UpdateGroups
