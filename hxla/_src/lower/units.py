@@ -287,8 +287,8 @@ class UnitsPart(Part):
             [axis] = (name for name, _ in own.axes)
             for dim, sizes in enumerate(parts):
                 if sizes:
-                    size = jnp.asarray(sizes)[jax.lax.axis_index(axis)]
-                    inside &= jax.lax.broadcasted_iota(jnp.int32, shape, dim) < size
+                    here = jnp.asarray(sizes)[jax.lax.axis_index(axis)]
+                    inside &= jax.lax.broadcasted_iota(jnp.int32, shape, dim) < here
             return jnp.where(self.taken(unit, inside), x, jnp.zeros((), x.dtype))
         size = math.prod(shape)
         places = self._first * own.shares.granule(size) + unit.start + jnp.arange(x.size)

@@ -92,33 +92,44 @@ def _is_table(spec: UpdateSpec, tensors: Sequence[int]) -> bool:
     return len(tensors) >= _FEWEST_ROWS and len(sizes) == 1 and 0 not in sizes
 
 
+#: From a total and its exponents to what is wanted of it.
+_Value = Callable[[jax.Array, jax.Array], jax.Array]
+
+
 def sums_of(
-    spec: UpdateSpec,
-    given: UpdateInputs,
-    member: int = 0,
-    wanted: Collection[int] | None = None,
+    spec: UpdateSpec, given: UpdateInputs, wanted: Collection[int], member: int = 0
 ) -> dict[int, jax.Array]:
     """The sums of tensors, by number: whole, or flat pieces of those that replicas share out.
 
     Args:
         member: The replica's number in its group, where they do.
-        wanted: Numbers of the tensors; None: all.
     """
-    totals = [jax.lax.bitcast_convert_type(x, jnp.float32) for x in given.totals]
-    every = range(len(spec.tensors.floats))
-    needed = every if wanted is None else wanted
-    if spec.chunks:
-        return _of_chunks(spec, given, totals, member, needed)
-    return _of_packs(spec, given, totals, needed)
+    return _tensors(spec, given, wanted, member, spec.contribution.value)
 
 
-def _of_chunks(
-    spec: UpdateSpec,
-    given: UpdateInputs,
-    totals: Sequence[jax.Array],
-    member: int,
-    wanted: Collection[int],
+def means_of(
+    spec: UpdateSpec, given: UpdateInputs, wanted: Collection[int], member: int
 ) -> dict[int, jax.Array]:
+    """Gradients from their sums, rounded: what follows must not join the division."""
+    zero = given.where[1]
+
+    def mean(total: jax.Array, exponent: jax.Array) -> jax.Array:
+        return rounded(divided(spec.contribution.value(total, exponent), given.weight, zero), zero)
+
+    return _tensors(spec, given, wanted, member, mean)
+
+
+def _tensors(
+    spec: UpdateSpec, given: UpdateInputs, wanted: Collection[int], member: int, value: _Value
+) -> dict[int, jax.Array]:
+    totals = [jax.lax.bitcast_convert_type(x, jnp.float32) for x in given.totals]
+    if spec.chunks:
+        pieces = _of_chunks(spec, totals, member)
+        return {i: value(x, given.exponents_T[i]) for i, x in pieces.items() if i in wanted}
+    return _of_packs(spec, given, totals, wanted, value)
+
+
+def _of_chunks(spec: UpdateSpec, totals: Sequence[jax.Array], member: int) -> dict[int, jax.Array]:
     floats, num = spec.tensors.floats, len(spec.tensors.params)
     left = iter(totals)
     found: dict[int, jax.Array] = {}
@@ -129,8 +140,7 @@ def _of_chunks(
         if others:
             each = _split(next(left), [floats[i].size for i in others])
             found |= {i: x.reshape(floats[i].shape) for i, x in zip(others, each, strict=True)}
-    value = spec.contribution.value
-    return {i: value(x, given.exponents_T[i]) for i, x in found.items() if i in wanted}
+    return found
 
 
 def _of_packs(
@@ -138,8 +148,9 @@ def _of_packs(
     given: UpdateInputs,
     totals: Sequence[jax.Array],
     wanted: Collection[int],
+    value: _Value,
 ) -> dict[int, jax.Array]:
-    floats, value = spec.tensors.floats, spec.contribution.value
+    floats = spec.tensors.floats
     found: dict[int, jax.Array] = {}
     for x, tensors in zip(totals, spec.of_totals, strict=True):
         if given.rows and _is_table(spec, tensors):
@@ -160,12 +171,6 @@ def _of_packs(
 def _split(x: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
     """The arrays that follow each other in one; a single one keeps its shape."""
     return jnp.split(x.reshape(-1), np.cumsum(sizes)[:-1]) if len(sizes) > 1 else [x]
-
-
-def mean_of(x: jax.Array, given: UpdateInputs) -> jax.Array:
-    """A gradient from its sum, rounded: what follows must not join the division."""
-    zero = given.where[1]
-    return rounded(divided(x, given.weight, zero), zero)
 
 
 def new_aux(
@@ -223,7 +228,7 @@ def traced_program(
         aux: Sequence[jax.Array],
         given: UpdateInputs,
     ) -> tuple[list[jax.Array], PyTree, list[jax.Array], jax.Array]:
-        found = sums_of(spec, given)
+        found = sums_of(spec, given, range(len(spec.tensors.floats)))
         grads = [(found[i] / given.weight).astype(p.dtype) for i, p in enumerate(params)]
         if clip_norm is not None:
             grads = clip(grads, clip_norm)

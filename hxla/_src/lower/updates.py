@@ -39,7 +39,7 @@ from .offload import (
 from .replica import Replica
 from .sum import Reducer
 from .units import Group, ShardedUpdate, Unit, UnitsPart, at_once, streamed, units_of
-from .update import UpdateInputs, UpdateSpec, mean_of, new_aux, sums_of
+from .update import UpdateInputs, UpdateSpec, means_of, new_aux, sums_of
 
 
 class ReplicaUpdate:
@@ -82,14 +82,13 @@ class ReplicaUpdate:
         self._given = UpdateInputs(totals, *[P()] * (len(UpdateInputs._fields) - 1))
         self._options = update_options(replica.devices[0].platform, spec.contribution.form)
         self._where = np.array([own.first(replica.index), 0], np.int32)
-        arrays = *self._specs(units), P()
-        self._sums = sum_programs(
-            own.update,
-            lambda arrays, given: self._arguments(units, *arrays, given),
-            self._options,
-            on,
-            (arrays, self._given),
-        )
+
+        def arguments(arrays: Any, given: UpdateInputs) -> tuple[list[Any], UnitsPart]:
+            params, state, common = arrays
+            return self._arguments(units, params, state, common, given)
+
+        specs = (*self._specs(units), P()), self._given
+        self._sums = sum_programs(own.update, arguments, self._options, on, specs)
         self.compiled: list[Any] = []  #: First those of sums.
 
     @property
@@ -98,7 +97,7 @@ class ReplicaUpdate:
         num = len(self.groups.groups) + 1
         return (*["a sum in the update"] * (2 * len(self._sums)), *["the update"] * num)
 
-    def placed(self, given: UpdateInputs, sums: np.ndarray) -> UpdateInputs:
+    def placed(self, given: UpdateInputs, sums: np.ndarray | None = None) -> UpdateInputs:
         """With the replica's place among others, and the sums over whole arrays."""
         return given._replace(where=self._where, sums=sums)
 
@@ -117,14 +116,15 @@ class ReplicaUpdate:
         part = UnitsPart(own, self._member, 0 if own.is_alone else given.where[0], group)
         arguments: list[Any] = [MISSING] * len(own.update.closed.jaxpr.invars)
         arguments[-1] = given.value
-        sums = sums_of(self._spec, given, self._member, {i for u in group for i in u.params})
+        wanted = {i for unit in group for i in unit.params}
+        grads = means_of(self._spec, given, wanted, self._member)
         for unit, arrays in zip(group, state, strict=True):
             for i in unit.params:
-                grad = part.taken(unit, sums[i], is_flat=is_shared)
+                grad = part.taken(unit, grads[i], is_flat=is_shared)
                 if unit.stop is None:
                     grad = grad.reshape(params[i].shape)
                 arguments[i] = part.taken(unit, params[i], is_flat=own.cuts_params)
-                arguments[own.num_arrays + i] = mean_of(grad, given).astype(params[i].dtype)
+                arguments[own.num_arrays + i] = grad.astype(params[i].dtype)
             for k, x in zip(unit.leaves, arrays, strict=True):
                 arguments[num + k] = part.taken(unit, x) if own.is_whole else x
         for k, x in zip(self._common, common, strict=True):
@@ -237,7 +237,7 @@ class ReplicaUpdate:
                     for chunk in spec.chunks
                     if chunk.tensors
                 ]
-            others = sums_of(spec, given, self._member, range(num, len(floats)))
+            others = sums_of(spec, given, range(num, len(floats)), self._member)
             return sent, state, common, new_aux(spec, aux, others, given), given.weight + 0
 
         run: Any = hxla_update
@@ -489,16 +489,18 @@ class Updates:
         self,
         reducer: Reducer,
         own: Ownership | None,
-        each: Sequence[ReplicaUpdate] | Sequence[WrittenUpdate],
+        each: Sequence[ReplicaUpdate | WrittenUpdate],
     ):
         self._reducer, self._own, self.each = reducer, own, each
+        self._of_units = [update for update in each if isinstance(update, ReplicaUpdate)]
 
     @property
     def text(self) -> str:
         """What stands for the update where replicas or their devices have unlike programs of it."""
         own = self._own
-        is_unlike = own is not None and (not own.is_whole or own.parts)
-        return str(own.update.closed) if own is not None and is_unlike else ""
+        if own is None or (own.is_whole and not own.parts):
+            return ""
+        return str(own.update.closed)
 
     def run(self, local: Sequence[tuple[Any, Any, Any, UpdateInputs]]) -> list[Any]:
         """Update: see `ReplicaUpdate.run`.
@@ -511,18 +513,19 @@ class Updates:
             sums = self._summed(self._own, local)
             local = [
                 (*arrays, update.placed(given, sums))
-                for update, (*arrays, given) in zip(self.each, local, strict=True)
-                if isinstance(update, ReplicaUpdate)
+                for update, (*arrays, given) in zip(self._of_units, local, strict=True)
             ]
         return [update.run(*own) for update, own in zip(self.each, local, strict=True)]
 
     def _summed(self, own: Ownership, local: Sequence[tuple[Any, Any, Any, UpdateInputs]]) -> Any:
         """The sums over whole arrays, the same on all replicas."""
+        if not own.update.sums:
+            return np.zeros(0, np.float32)
         wanted, read = own.update.read_by_sums(), []
-        for update, (params, state, _, given) in zip(self.each, local, strict=True):
+        for update, (params, state, _, given) in zip(self._of_units, local, strict=True):
             here = [on_device(x) if k in wanted else x for k, x in enumerate(params)]
             arrays = update.read_by_sums(here, jax.tree.leaves(state))
-            read.append((arrays, update.placed(given._replace(words=[]), None)))
+            read.append((arrays, update.placed(given._replace(words=[]))))
         compiled = [update.compiled for update in self.each]
         if own.is_alone:  # any replica has all terms, and those of several devices need each other
             num = len(compiled) if own.axes else 1
