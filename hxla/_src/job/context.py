@@ -246,7 +246,7 @@ class JobContext:
         """Bytes of the optimizer's state for the whole model: as many at every size."""
         if not self._optimizer_bytes:
             trained = self.functional(size).trained
-            state = jax.eval_shape(self.plain_optimizer.init, trained)
+            state = self.plain_optimizer.state_shapes(trained)
             self._optimizer_bytes.append(tree_bytes(state))
         return self._optimizer_bytes[0]
 

@@ -260,7 +260,7 @@ class Programs:
         if self.own is None:
             return None
         model, optimizer = self.training.model, self.training.optimizer
-        state = jax.tree.leaves(jax.eval_shape(optimizer.init, model.trained))
+        state = jax.tree.leaves(optimizer.state_shapes(model.trained))
         params, aux = jax.tree.leaves(model.params), jax.tree.leaves(model.aux)
         has = self.own.of_leaves(model.is_trained, len(aux))
         leaves = [*params, *aux, *state]
@@ -420,7 +420,7 @@ class Programs:
     def _shapes(self, i: int) -> tuple[list[Any], list[Any], Any]:
         """Parameters, other variables and optimizer state of a local replica, as they lie."""
         replica, model = self.reducer.local[i], self.training.model
-        opt_state = jax.eval_shape(self.training.optimizer.init, model.trained)
+        opt_state = self.training.optimizer.state_shapes(model.trained)
         own = self._own_state
         if own is not None:
             num, num_aux = len(model.is_trained), len(jax.tree.leaves(model.aux))

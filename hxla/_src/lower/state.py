@@ -117,4 +117,4 @@ def of_opt_state(optimizer: Optimizer, params: PyTree, each: Sequence[Any], othe
         shape, said = next((own[end] for end in ends if end in own), (None, other))
         return said if x.shape == shape else other
 
-    return jax.tree_util.tree_map_with_path(said_of, jax.eval_shape(optimizer.init, params))
+    return jax.tree_util.tree_map_with_path(said_of, optimizer.state_shapes(params))

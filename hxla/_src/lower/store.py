@@ -70,7 +70,7 @@ class Store:
         self._aux_def = jax.tree.structure(model.aux)
         self._is_trained = model.is_trained
         self._trained_def = jax.tree.structure(model.trained)
-        self._opt_shapes = jax.eval_shape(optimizer.init, model.trained)
+        self._opt_shapes = optimizer.state_shapes(model.trained)
         self._shapes = [
             *jax.tree.leaves(model.params),
             *jax.tree.leaves(model.aux),

@@ -6,6 +6,7 @@ and the gradient, but not the loss function, for it has sums and no examples.
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -82,18 +83,31 @@ class Optimizer:
         Args:
             params: Arrays or shapes.
         """
-        shapes = jax.eval_shape(lambda tree: tree, params)
-        leaves, tree = jax.tree.flatten(shapes)
-        key = tree, tuple((x.shape, x.dtype) for x in leaves)
-        if key not in self._traced:
 
+        def trace(shapes: PyTree) -> tuple[ClosedJaxpr, Any]:
             def update(grads: PyTree, state: PyTree, params: PyTree, value: jax.Array) -> Any:
                 return self.update(grads, state, params, value=value)
 
-            state, value = jax.eval_shape(self.init, shapes), jax.ShapeDtypeStruct((), "float32")
-            trace = jax.make_jaxpr(update, return_shape=True)
-            self._traced[key] = trace(shapes, state, shapes, value)
-        return self._traced[key]  # type: ignore[no-any-return]
+            given = shapes, self.state_shapes(shapes), shapes, jax.ShapeDtypeStruct((), "float32")
+            return jax.make_jaxpr(update, return_shape=True)(*given)
+
+        return self._once("update", trace, params)  # type: ignore[no-any-return]
+
+    def state_shapes(self, params: PyTree) -> PyTree:
+        """Shapes of the state, traced once.
+
+        Args:
+            params: Arrays or shapes.
+        """
+        return self._once("state", lambda shapes: jax.eval_shape(self.init, shapes), params)
+
+    def _once(self, name: str, trace: Callable[[PyTree], Any], params: PyTree) -> Any:
+        """What is traced of the shapes of parameters, the first time or now."""
+        leaves, tree = jax.tree.flatten(jax.eval_shape(lambda tree: tree, params))
+        key = name, tree, tuple((x.shape, x.dtype) for x in leaves)
+        if key not in self._traced:
+            self._traced[key] = trace(jax.tree.unflatten(tree, leaves))
+        return self._traced[key]
 
     def digests(self, params: PyTree) -> dict[str, str]:
         """Digests of the initial state and of an update, with numbers such as a learning rate."""
@@ -117,7 +131,7 @@ class Optimizer:
             ConfigError: If the optimizer needs an argument that updates lack, or its state changes
                 shape.
         """
-        state = jax.eval_shape(self.init, jax.eval_shape(lambda tree: tree, params))
+        state = self.state_shapes(params)
         try:
             _, (_, after) = self.traced(params)
         except HxlaError:

@@ -295,7 +295,7 @@ def traced_update(
         clip_norm: Global norm to which gradients are clipped first; None: not at all.
     """
     leaves, tree = jax.tree.flatten(params)
-    state = jax.tree.leaves(jax.eval_shape(optimizer.init, params))
+    state = jax.tree.leaves(optimizer.state_shapes(params))
     program, shapes = optimizer.traced(params)
     run, results = as_function(program), jax.tree.structure(shapes)
     num, num_arrays = len(leaves), len(leaves) + len(state)
