@@ -362,7 +362,7 @@ def offloaded() -> dict[str, Any]:
     params, aux, opt_state = programs._shapes(0)
     tensors = programs.tensors
     scales = jax.ShapeDtypeStruct((len(tensors.floats),), np.int32)
-    sums = programs.reducer.result_shapes(0, [x.shape for x in tensors.others])
+    sums = programs.reducer.result_shapes(0)
     exponents, one = programs.reducer.local[0].like(scales), np.float32(1)
     given = UpdateInputs(*sums, exponents_T=exponents, weight=one, value=one)
     [update] = programs._updates.each

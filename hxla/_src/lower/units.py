@@ -86,11 +86,6 @@ class UpdateGroups:
         return frozenset(k for group in self.groups for unit in group for k in unit.leaves)
 
     @property
-    def num_bytes(self) -> int:
-        """Of the state of all groups but the last."""
-        return sum(unit.num_bytes for group in self.groups for unit in group)
-
-    @property
     def bytes_at_once(self) -> int:
         """Of the state of a group, of the one before and of the next one, the most of any."""
         each = [sum(unit.num_bytes for unit in group) for group in self.groups]
