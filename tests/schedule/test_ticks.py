@@ -4,7 +4,8 @@ import pytest
 
 from hxla import make_schedule
 from support.inside.lower import crossed, exchanges
-from support.inside.schedule import measured_timeline, replay, replay_ticks
+from support.inside.schedule import measured_timeline, replay_ticks
+from support.overlapped_replay import replay
 
 FORWARD, BACKWARD = "forward", "backward"
 

@@ -13,9 +13,10 @@ from support.inside.core import as_config
 from support.inside.inspect import lanes_of_file, last_step
 from support.inside.profile import dump_profile, merge_profiles
 from support.inside.report import FILE_NAME, MetricsWriter
-from support.inside.schedule import perfetto, replay
+from support.inside.schedule import perfetto
 from support.inside.scheduler import read_jobs
 from support.inside.session import plans_from_table
+from support.overlapped_replay import replay
 from support.paths import DATA, ROOT
 
 DUMPS = DATA / "dumps" / "jax-0.12"

@@ -29,7 +29,7 @@ def unit_chain(num_segments, *, backward_temporary_bytes=0):
     return [segment] * num_segments
 
 
-def random_chain(rng, num_segments, *, num_choices=2, offload=False):
+def random_chain(rng, num_segments, *, num_choices=2):
     """Segments of unlike sizes and times; choices that keep less take longer."""
 
     def residuals(name, share, forward_seconds):
@@ -60,8 +60,6 @@ def random_chain(rng, num_segments, *, num_choices=2, offload=False):
                     residuals(name, 1 - 0.35 * k, forward) for k, name in enumerate(names)
                 ),
                 parameter_gradient_bytes=int(rng.integers(0, 4)),
-                offload_seconds=rng.uniform(0.1, 1.0) if offload and rng.random() < 0.7 else None,
-                fetch_seconds=rng.uniform(0.1, 1.0) if offload else 0.0,
             )
         )
     return chain
@@ -70,12 +68,12 @@ def random_chain(rng, num_segments, *, num_choices=2, offload=False):
 def fastest_seconds(chain, memory_bytes):
     """The time of the fastest sequence, by Dijkstra over what is stored; None: there is none.
 
-    A state is the last segment without its backward, the inputs on the device, the residuals of
-    each segment and the inputs on the host. Anything may be dropped in no time.
+    A state is the last segment without its backward, the inputs and the residuals of each segment.
+    Anything may be dropped in no time.
     """
     num = len(chain)
     done = set()
-    start = (num - 1, frozenset([0]), (None,) * num, frozenset())
+    start = (num - 1, frozenset([0]), (None,) * num)
     queue = [(0.0, 0, start)]
     numbers = itertools.count(1)
     while queue:
@@ -91,7 +89,7 @@ def fastest_seconds(chain, memory_bytes):
     return None
 
 
-def _steps(chain, top, inputs, residuals, host):
+def _steps(chain, top, inputs, residuals):
     num = len(chain)
     # Residuals that include the input are one thing: it is there while they are.
     there = inputs | {i for i, r in enumerate(residuals) if r is not None and r.reads_input}
@@ -104,33 +102,27 @@ def _steps(chain, top, inputs, residuals, host):
         return (*residuals[:i], r, *residuals[i + 1 :])
 
     for i in inputs:
-        yield 0.0, held, (top, inputs - {i}, residuals, host)
-    for i in there - host:
-        if chain[i].offload_seconds is not None:
-            yield chain[i].offload_seconds, held, (top, inputs, residuals, host | {i})
-    for i in host - there:
-        peak = held + chain[i].input_bytes
-        yield chain[i].fetch_seconds, peak, (top, inputs | {i}, residuals, host)
+        yield 0.0, held, (top, inputs - {i}, residuals)
     for i, r in enumerate(residuals):
         if r is not None:
-            yield 0.0, held, (top, inputs, replaced(i, None), host)
+            yield 0.0, held, (top, inputs, replaced(i, None))
             if r.reads_input and i not in inputs:
-                yield 0.0, held, (top, inputs | {i}, replaced(i, None), host)
+                yield 0.0, held, (top, inputs | {i}, replaced(i, None))
     for i in there:
         cost = chain[i]
         made = held + (chain[i + 1].input_bytes if i + 1 < num else 0)
         after = inputs | {i + 1} if i < top else inputs
         if i < top and i + 1 not in there:
             peak = made + cost.forward_temporary_bytes
-            yield cost.forward_seconds, peak, (top, after, residuals, host)
+            yield cost.forward_seconds, peak, (top, after, residuals)
         for r in cost.residuals:
             if residuals[i] is None:
                 peak = made + r.num_bytes + r.forward_temporary_bytes
-                yield r.forward_seconds, peak, (top, after, replaced(i, r), host)
+                yield r.forward_seconds, peak, (top, after, replaced(i, r))
     cost = chain[top]
     for r in cost.residuals:
         if residuals[top] == r or (r.num_bytes == 0 and r.reads_input and top in there):
             peak = held + r.backward_temporary_bytes
             peak += cost.input_gradient_bytes + cost.parameter_gradient_bytes
-            after = (top - 1, inputs - {top}, replaced(top, None), host - {top})
+            after = (top - 1, inputs - {top}, replaced(top, None))
             yield r.backward_seconds, peak, after

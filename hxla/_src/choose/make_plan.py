@@ -1,6 +1,7 @@
 """The ways to make a plan of a job, told apart by what the user asks."""
 
 import os
+from collections.abc import Callable
 
 import jax
 
@@ -10,6 +11,7 @@ from ..cluster.mesh_file import load_cluster
 from ..core.errors import ConfigError, LaunchError, PlanError
 from ..job.context import JobContext
 from ..launch.join import uninitialised_cluster
+from ..plan.precision import Precision
 from ..profile.profile import Profile
 from ..profile.profile_file import load_profile
 from ..profile.segment_times import model_name
@@ -17,13 +19,16 @@ from .measure import Measure
 from .microbatch_sizes import default_sizes
 from .planning import PlanRequest, plan_for, size_asked
 from .search_plan import FoundPlan, SearchOptions, auto_plan, search_plan
+from .workload import Workload, Workloads
+
+MakeMeasure = Callable[[JobContext, tuple[jax.Device, ...]], Measure]
 
 
 def make_plan(
     job: JobContext,
     cluster: Cluster | str | None,
     wishes: PlanRequest,
-    measure: Measure,
+    measure: MakeMeasure,
     *,
     auto: bool | None = None,
     profile: Profile | str | os.PathLike[str] | None = None,
@@ -31,56 +36,83 @@ def make_plan(
 ) -> tuple[FoundPlan, bool]:
     """A plan, and whether its counts may follow measured times: see `Job.plan`."""
     described = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    mesh, size = wishes.mesh, size_asked(job, wishes)
+    jobs, sums = workloads(job), job.sums(wishes.reduction)
+    mesh, size = wishes.mesh, size_asked(jobs, wishes)
     fixed = mesh is not None or wishes.stages is not None or wishes.rules is not None
     if auto is None:
         auto = not fixed and (
             job.settings.auto.auto_parallel
             if described is None
-            else not _is_annotated(job, size or default_sizes(job.batch_size, 1)[0])
+            else not _is_annotated(jobs.at(size or default_sizes(job.batch_size, 1)[0]))
         )
     if described is None:
         check_joined()
     if isinstance(profile, str | os.PathLike):
         profile = load_profile(profile, model=model_name(job.functional(size or 1).params))
+    is_here = described is None
     if not auto:
         devices = None
-        if described is None:
+        if is_here:
             devices = job.all_devices(mesh if isinstance(mesh, jax.sharding.Mesh) else None)
         target = described or job.cluster(devices or ())
-        _check_dtypes(job, target)
-        plan, balance = plan_for(job, wishes, target, devices, measure, profile)
+        _check_dtypes(job.precision, target)
+        here = None if devices is None else measure(job, devices)
+        plan, balance = plan_for(jobs, wishes, target, sums, here, profile)
         return FoundPlan(plan=plan), balance
     if fixed:
         raise ConfigError("a search chooses what mesh, rules and stages say: leave them out")
-    sums, balance = job.sums(wishes.reduction), wishes.counts == "measured"
-    _check_dtypes(job, described or job.cluster(job.all_devices()))
-    if described is None and profile is None:
-        return FoundPlan(plan=auto_plan(job, job.all_devices(), sums=sums, size=size)), balance
     target = described or job.cluster(job.all_devices())
-    here = described is None
-    search = search or SearchOptions()
-    return search_plan(
-        job, target, profile, search, sums=sums, size=size, all_devices=here
-    ), balance
+    _check_dtypes(job.precision, target)
+    if is_here and profile is None:
+        here = measure(job, job.all_devices())
+        found = FoundPlan(plan=auto_plan(jobs, target, here, sums=sums, size=size))
+    else:
+        found = search_plan(
+            jobs,
+            target,
+            profile,
+            search or SearchOptions(),
+            sums=sums,
+            size=size,
+            all_devices=is_here,
+        )
+    return found, wishes.counts == "measured"
 
 
-def _check_dtypes(job: JobContext, cluster: Cluster) -> None:
+def workloads(job: JobContext) -> Workloads:
+    """What plans of a job are made of."""
+
+    def at(size: int) -> Workload:
+        return Workload(
+            settings=job.settings,
+            batch_size=job.batch_size,
+            microbatch_size=size,
+            graph=job.graph(size),
+            model=job.functional(size),
+            input_bytes=job.batch_bytes(size),
+            optimizer_bytes=job.optimizer_bytes(size),
+            trace_update=lambda: job.traced_update(size),
+        )
+
+    return Workloads(settings=job.settings, batch_size=job.batch_size, at=at)
+
+
+def _check_dtypes(precision: Precision, cluster: Cluster) -> None:
     """Refuse a precision that some device of a cluster cannot compute in.
 
     Raises:
         PlanError: With the kinds that lack it, and what all of them have.
     """
     kinds = [device.kind for device in cluster.devices]
-    if missing := list(missing_dtypes(job.precision.low_dtypes, kinds)):
+    if missing := list(missing_dtypes(precision.low_dtypes, kinds)):
         raise PlanError("\n".join(missing))
 
 
-def _is_annotated(job: JobContext, size: int) -> bool:
+def _is_annotated(work: Workload) -> bool:
     """Whether annotations or settings say how devices share the model."""
-    tasks = job.graph(size).task_graphs
+    tasks = work.graph.task_graphs
     annotated = any(t.strategy == "split" or t.device_count for t in tasks)
-    return annotated or job.settings.auto.num_stages is not None
+    return annotated or work.settings.auto.num_stages is not None
 
 
 def check_joined() -> None:

@@ -1,12 +1,16 @@
-"""What only training on the devices can tell of a plan: a session does it for those who plan."""
+"""What only a job's devices can tell of plans: a session does it for those who plan."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import jax
+import numpy as np
 
-from ..job.context import JobContext
+from ..cluster.cluster import Cluster, Link
+from ..plan.parts import SumsForm
 from ..plan.plan import Plan
+from ..profile.profile import Profile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,21 +27,50 @@ class TriedSizes:
 
 
 class Measure(Protocol):
-    """Trains some steps of a plan on its devices; every process of the job takes part."""
+    """A job on the devices that are here; every process of the job takes part in every call."""
 
-    def microbatch_seconds(
-        self, job: JobContext, plan: Plan, devices: tuple[jax.Device, ...]
-    ) -> tuple[float, ...]:
-        """Seconds of a microbatch on each replica."""
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """All devices of the job, by rank."""
         ...
 
-    def split_sizes(
-        self, job: JobContext, plan: Plan, devices: tuple[jax.Device, ...]
-    ) -> TriedSizes | None:
+    def microbatch_seconds(self, plan: Plan) -> tuple[float, ...]:
+        """Seconds of a microbatch on each replica, of some steps of training."""
+        ...
+
+    def split_sizes(self, plan: Plan) -> TriedSizes | None:
         """Sizes of a split by how long its devices work.
 
         Returns:
             The same on every process; None where devices have no clock that tells work from
             waiting.
+        """
+        ...
+
+    def segment_seconds(
+        self, cluster: Cluster, size: int, num_segments: int, sums: SumsForm
+    ) -> Mapping[int, np.ndarray]:
+        """[2, L] Seconds of the segments' forwards and backwards on each device, by rank."""
+        ...
+
+    def profile(
+        self, cluster: Cluster, sizes: Sequence[int], num_segments: int, sums: SumsForm
+    ) -> Profile:
+        """Times of the job's segments on each kind of device."""
+        ...
+
+    def link(self) -> Link:
+        """A link like the slowest between neighbours while all of them hand on at once."""
+        ...
+
+    def compiled_lack(self, plan: Plan, cluster: Cluster) -> float:
+        """The most bytes that a device lacks for a plan's compiled programs and their inputs."""
+        ...
+
+    def agree(self, plan: Plan) -> None:
+        """Refuse to go on where processes have made different plans.
+
+        Raises:
+            LaunchError: With every difference.
         """
         ...

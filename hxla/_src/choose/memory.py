@@ -1,140 +1,143 @@
-"""How a step lies in memory: state shared out, a microbatch recomputed, as settings or room ask."""
+"""The memory layout of a step: of those that the settings leave open the cheapest that fits."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ..cluster.cluster import Cluster
-from ..cluster.job_devices import Devices
 from ..core.errors import PlanError
 from ..core.format import num_bytes
-from ..job.context import JobContext
-from ..plan.parts import ChainSegment, DevicePrediction, PlannedChain, Prediction, RunnerUp
+from ..model.functional import leaf_names
+from ..plan.ownership import SUMMED_STATE, Ownership
+from ..plan.parts import (
+    ChainSegment,
+    DevicePrediction,
+    Placement,
+    PlannedChain,
+    Prediction,
+    RunnerUp,
+)
 from ..plan.plan import Plan
-from .memory_candidates import MemoryForm, MemoryForms, best_of
-from .memory_model import (
-    forms_to_try,
-    memory_forms,
-    microbatch_seconds,
-    model_bytes,
-    segments_of_job,
-    speeds_of,
+from .complete import placement_for
+from .measure import Measure
+from .memory_layout import (
+    Candidate,
+    MemoryLayout,
+    asked_candidates,
+    candidates_on_hosts,
+    is_described,
 )
-from .offload import fits_hosts, moving_seconds, on_hosts
-from .offload_candidates import asked_places, more_on_hosts
-from .zero_for_pipelines import (
-    check_cut_copies,
-    check_segments,
-    compiled_lack,
-    of_whole_programs,
-    tightest,
-)
-from .zero_placement import could_share, group_options, stages_to_try, with_shared_state
+from .memory_model import microbatch_seconds, segments_of, step_memory, tightest
+from .memory_price import PART_ON_DEVICE, ReplicaDevice, StepMemory, price, tier_of, upper_bound
+from .workload import Workload
 
 _MOST_RUNNERS_UP = 5
 
 
 def with_memory(
-    job: JobContext,
+    work: Workload,
     plan: Plan,
     cluster: Cluster,
-    devices: Devices | None = None,
+    measure: Measure | None = None,
     *,
     timed_form: str = "",
 ) -> Plan:
-    """The plan with state shared out and a microbatch recomputed as the settings ask.
+    """The plan in the cheapest memory layout that fits, of those that the settings leave open.
 
-    What they leave open is the cheapest form that fits into the memory with which the devices are
-    described: the plain one where it does. Before compilation that is estimated, and compilers keep
-    more of one program than it needs at least, so on devices that are here it is compiled first.
+    That is the plain one wherever it fits. Before compilation bytes are estimated, and compilers
+    keep more of one program than it needs at least, so on devices that are here it is compiled.
 
     Args:
-        plan: Of it, with the state whole on every copy.
-        devices: By rank, if they are here; None: bytes are told by owner, however few.
-        timed_form: In which the plan's times were measured, if they were while it trained: what it
-            runs again and moves is in them.
+        plan: With the state whole on every replica.
+        measure: None: the devices are not here.
+        timed_form: The layout that the plan's times were measured in: they count what it runs again
+            and moves.
 
     Raises:
         PlanError: If it cannot be as the settings ask, or nothing that they leave open fits.
     """
-    stages, asked = stages_to_try(job, plan), job.settings.memory.recompute
-    places = asked_places(job)
-    groups = group_options(job, plan, cluster)
-    if 1 not in groups:
-        stages = tuple(stage for stage in stages if stage)
-        if not stages:
-            raise PlanError(
-                "memory.shard_groups needs memory.zero of 1 to 3, and copies that can share the "
-                "state: set it, or leave them out"
-            )
-    if plan.pipeline is not None or plan.is_uneven:
-        return of_whole_programs(job, plan, cluster, devices, stages[0], groups[0])
-    if job.settings.memory.waves is not None:
-        stages = tuple(stage for stage in stages if stage > 1)
-        if not stages:
-            raise PlanError(
-                "memory.waves needs memory.zero of 2 or 3, which run segment by segment: set it, "
-                "or leave them out"
-            )
-    if places.parameters != "device":
-        stages = tuple(stage for stage in stages if stage > 2)
-        if not stages:
-            raise PlanError(
-                "memory.offload.parameters='host' needs memory.zero of 3, in which each copy of "
-                "the model has its share of them: set it, or leave it out"
-            )
-    if plan.axes:
-        check_cut_copies(job, plan)
-    _check_chain(job, plan)
-    is_described = any(cluster.devices[d.rank].memory_bytes is not None for d in plan.devices)
-    if asked == "auto" and not is_described:
-        raise PlanError(
-            "memory.recompute is 'auto', but no device is described with its memory: give it in "
-            "the mesh file, or set 'none' or 'boundaries'"
-        )
-    to_try = forms_to_try(job, plan, stages, places, is_described=is_described)
-    model = model_bytes(job, plan, places.stash)
-    forms = memory_forms(job, plan, cluster, model, places, groups[0])
-    if to_try[0][1] is None and not (devices is None and is_described):
-        sure = forms.surely(to_try[0][0])
-        if sure.fits:
-            return _in_form(job, plan, cluster, sure)
-    if is_described:
-        ways = [
-            forms,
-            *(memory_forms(job, plan, cluster, model, places, num) for num in groups[1:]),
-        ]
-        best, *others = best_of(ways, to_try)
-    else:
-        best, *others = forms.best(to_try[:1])
-    if is_described and not best.fits:
-        on_hosts = _best_on_hosts(job, plan, cluster, stages, groups)
-        if on_hosts:
-            others = [*on_hosts[1:], best, *others]
-            best = on_hosts[0]
-    found = _in_form(job, plan, cluster, best)
-    if best.recompute is None and devices is not None and best.fits:
-        lack = compiled_lack(job, found, cluster, devices)
-        others = [form for form in others if form.recompute is not None and form.tier == best.tier]
-        if lack > 0 and others:
-            said = f"one program lacks {num_bytes(lack)}, as compiled"
-            best, *others = others
-            found = _in_form(job, plan, cluster, best)
-            found = found.replaced(reasons=(*found.reasons, said))
-    if not best.fits and asked in (None, "auto"):
-        raise PlanError(_lacking(best, forms, plan))
-    is_timed = found.memory_form == timed_form
-    if found.prediction is not None and microbatch_seconds(plan) and not is_timed:
-        later = _with_more(found.prediction, best, moving_seconds(job, plan, cluster, best))
-        found = found.replaced(prediction=later)
-    return _told(found, cluster, best, others) if is_described else found
+    step, described = step_memory(work, plan, cluster), is_described(plan, cluster)
+    compiled_lack = None
+    if measure is not None and described:
+        compiled_lack = functools.partial(measure.compiled_lack, cluster=cluster)
+    ranked = _ranked(work, plan, cluster, step, are_here=measure is not None)
+    layout, found = _first_as_compiled(
+        ranked, functools.partial(_in_layout, work, plan, cluster, step), compiled_lack
+    )
+    if not layout.fits and work.settings.memory.recompute in (None, "auto"):
+        raise PlanError(_lacking(layout, step.devices, plan))
+    if microbatch_seconds(plan) and found.memory_form != timed_form:
+        found = found.replaced(prediction=_with_more(found.prediction, layout))
+    if not described or not layout.held:
+        return found
+    return _told(found, cluster, layout, ranked[ranked.index(layout) + 1 :])
 
 
-def _with_more(known: Prediction, form: MemoryForm, moving: float) -> Prediction:
-    """What a form adds to the seconds of a plan: what runs again, and what moves meanwhile."""
-    if not known.step_seconds:
+def _ranked(
+    work: Workload, plan: Plan, cluster: Cluster, step: StepMemory, *, are_here: bool
+) -> list[MemoryLayout]:
+    """The layouts of a step, those that fit first, and of these the cheapest.
+
+    Args:
+        are_here: Whether compilers will say more of devices that are here.
+    """
+
+    def priced(candidates: Sequence[Candidate]) -> list[MemoryLayout]:
+        return sorted((price(own, step) for own in candidates), key=lambda own: own.cost)
+
+    asked, described = asked_candidates(work, plan, cluster), is_described(plan, cluster)
+    if step.is_estimated and asked[0].recompute is None and (are_here or not described):
+        bound = upper_bound(asked[0], step)
+        if bound.fits:
+            return [bound]
+    ranked = priced(asked if described else asked[:1])
+    if not ranked[0].fits:
+        others = priced(candidates_on_hosts(work, plan, cluster))
+        fit = [own for own in others if own.fits and not _host_faults(own, step.devices)]
+        ranked = [*fit, *ranked]
+    return ranked
+
+
+def _first_as_compiled(
+    ranked: Sequence[MemoryLayout],
+    in_layout: Callable[[MemoryLayout], Plan],
+    compiled_lack: Callable[[Plan], float] | None,
+) -> tuple[MemoryLayout, Plan]:
+    """The first layout whose compiled programs fit; those of a chain are as they were estimated.
+
+    Raises:
+        PlanError: If none does.
+    """
+    first, *others = ranked
+    # Instead of one program there is a chain, which leaves the state where it was.
+    tier = first.candidate.optimizer
+    if first.held:
+        others = [x for x in others if x.sequence and x.candidate.optimizer == tier]
+    lacks: dict[str, float] = {}
+    for layout in (first, *others):
+        found = in_layout(layout)
+        is_sure = layout.sequence or not layout.fits or not others
+        lack = 0.0 if compiled_lack is None or is_sure else compiled_lack(found)
+        if lack <= 0:
+            said = [f"{layout}: {_lacks_in_words(lacks)}"] if lacks else []
+            return layout, found.replaced(reasons=(*found.reasons, *said))
+        lacks[str(layout)] = lack
+    raise PlanError(
+        f"memory.zero: {_lacks_in_words(lacks)}: use more stages or devices, a smaller "
+        "microbatch_size, or pipeline.recompute"
+    )
+
+
+def _lacks_in_words(lacks: Mapping[str, float]) -> str:
+    each = [f"{num_bytes(int(lack))} with {layout}" for layout, lack in lacks.items()]
+    return f"a device lacks {', '.join(each)}, as compiled"
+
+
+def _with_more(known: Prediction | None, layout: MemoryLayout) -> Prediction | None:
+    """What a layout adds to the seconds of a plan: what runs again, and what moves meanwhile."""
+    if known is None or not known.step_seconds:
         return known
-    more = max(form.extra_seconds + moving, 0.0)
-    again = min(more, max(form.extra_seconds, 0.0))
+    more = max(layout.extra_seconds + layout.moving_seconds, 0.0)
+    again = min(more, max(layout.extra_seconds, 0.0))
     devices = tuple(
         device.model_copy(
             update={
@@ -147,69 +150,215 @@ def _with_more(known: Prediction, form: MemoryForm, moving: float) -> Prediction
     return known.model_copy(update={"step_seconds": known.step_seconds + more, "devices": devices})
 
 
-def _check_chain(job: JobContext, plan: Plan) -> None:
-    """Refuse a stash on the host of what cannot be a chain of segments."""
-    if asked_places(job).stash == "device":
-        return
-    clips = job.settings.communication.microbatch_clip_norm is not None
-    if clips or plan.sums.sparse:
-        why = (
-            "each microbatch's own gradient is clipped (communication.clip)"
-            if clips
-            else "rows of a gradient travel alone (communication.sparse_embeddings)"
-        )
-        raise PlanError(
-            f"memory.offload.stash='host': {why}, so that a microbatch is one program, in which "
-            "nothing can be moved: leave either out"
-        )
+def _in_layout(
+    work: Workload,
+    plan: Plan,
+    cluster: Cluster,
+    step: StepMemory,
+    layout: MemoryLayout,
+) -> Plan:
+    """The plan in a layout.
 
-
-def _best_on_hosts(
-    job: JobContext, plan: Plan, cluster: Cluster, stages: Sequence[int], groups: Sequence[int]
-) -> list[MemoryForm]:
-    """The forms that fit with more in host memory than was asked for, the fastest first.
-
-    What is moved counts whole, though some of it hides behind programs.
+    Raises:
+        PlanError: If the settings ask for what it cannot have, or hosts have no room for it.
     """
-    model_of = functools.cache(functools.partial(model_bytes, job, plan))
-    found = []
-    for places in more_on_hosts(job, plan, cluster):
-        model = model_of(places.stash)
-        ways = [memory_forms(job, plan, cluster, model, places, num) for num in groups]
-        for form in best_of(ways, forms_to_try(job, plan, stages, places)):
-            if form.fits and fits_hosts(job, plan, cluster, form):
-                found.append((moving_seconds(job, plan, cluster, form), form))
-    is_timed = speeds_of(job, plan, cluster).are_known  # else the others' seconds are operations
-    found.sort(key=lambda own: own[0] + own[1].extra_seconds * is_timed)
-    return [form for _, form in found]
-
-
-def _in_form(job: JobContext, plan: Plan, cluster: Cluster, form: MemoryForm) -> Plan:
-    """The plan as a form has it."""
-    shares = form.shares if plan.axes or could_share(plan) else ()
-    plan = with_shared_state(job, plan, cluster, form.zero, shares, form.tier, form.shard_groups)
-    if form.recompute is None:
-        check_segments(job)
-        return plan
-    points, segments = segments_of_job(job, plan.microbatch_size)
-    chain = PlannedChain(
-        segments=tuple(
-            ChainSegment(name=segment.name, first=first)
-            for segment, first in zip(segments, (0, *points), strict=True)
+    own, memory = layout.candidate, work.settings.memory
+    if not own.zero and memory.shares not in ("auto", "even"):
+        raise PlanError("memory.shares needs memory.zero of 1 to 3: set it, or leave them out")
+    is_asked = own.optimizer != "device" or memory.offload.optimizer is not None
+    if own.zero and len(plan.replicas) == 1 and not is_asked:
+        raise PlanError(
+            f"memory.zero={own.zero}: one copy of the model has nobody to share with, leave it out"
+        )
+    placement, said = _sharded(work, plan, cluster, layout) if own.zero else (plan.placement, [])
+    if own.recompute is None and memory.segments is not None:
+        raise PlanError(
+            "memory.segments needs memory.recompute: set it to 'none', 'boundaries' or 'auto'"
+        )
+    if faults := _host_faults(layout, step.devices):
+        raise PlanError(faults[0])
+    said += _moves_in_words(work, plan, cluster, step.devices, layout)
+    replicas, chain = plan.replicas, None
+    if own.recompute is not None:
+        points, segments = segments_of(work)
+        chain = PlannedChain(
+            segments=tuple(
+                ChainSegment(name=segment.name, first=first)
+                for segment, first in zip(segments, (0, *points), strict=True)
+            ),
+            sequence=layout.sequence,
+        )
+    if plan.pipeline is not None and own.zero > 1:
+        if any(replica.start_seconds for replica in replicas):
+            why = "copies fill their slots together: none begins later, and cards are shared"
+            said.append(f"memory.zero={own.zero}: {why}")
+        replicas = tuple(x.model_copy(update={"start_seconds": 0.0}) for x in replicas)
+    return plan.replaced(
+        chain=chain,
+        placement=placement.model_copy(
+            update={
+                "zero": own.zero,
+                "waves": layout.waves,
+                "stash": own.stash,
+                "parameters": own.parameters,
+            }
         ),
-        sequence=form.sequence,
+        replicas=replicas,
+        reasons=(*plan.reasons, *said),
     )
-    if form.on_host:
-        plan = on_hosts(job, plan, cluster, form)
-    update = {"stash": form.stash, "parameters": form.parameters}
-    placement = plan.placement.model_copy(update=update)
-    if form.zero > 1:
-        placement = placement.model_copy(update={"zero": form.zero, "waves": form.waves})
-    return plan.replaced(chain=chain, placement=placement)
 
 
-def _told(plan: Plan, cluster: Cluster, best: MemoryForm, others: Sequence[MemoryForm]) -> Plan:
-    """The plan with what it holds, and what the other forms would."""
+def _sharded(
+    work: Workload, plan: Plan, cluster: Cluster, layout: MemoryLayout
+) -> tuple[Placement, list[str]]:
+    """Where state is that replicas shard, with the words.
+
+    Raises:
+        PlanError: If the optimizer's state cannot be where the layout has it.
+    """
+    own, members = layout.candidate, len(plan.replicas) // layout.candidate.shard_groups
+    granules = layout.shares or (1,) * members
+    owned = work.ownership(granules)
+    if own.optimizer != "device" and owned.summed_state:
+        raise PlanError(f"memory.offload.optimizer={own.optimizer!r}: {SUMMED_STATE}: use 'device'")
+    names, owners = leaf_names(work.model.trained), owned.shares.owners
+    whole = tuple(n for n, owner in zip(names, owners, strict=True) if owner is not None)
+    on_device = work.optimizer_bytes * (1 if own.optimizer == "device" else PART_ON_DEVICE)
+    placement = placement_for(
+        plan.parameters,
+        plan.axis_sizes,
+        plan.sums,
+        on_device * (max(granules) / sum(granules)),
+        [cluster.devices[d.rank] for d in plan.devices],
+    ).model_copy(
+        update={
+            "shares": layout.shares,
+            "shard_groups": own.shard_groups,
+            "whole": whole,
+            "optimizer": own.optimizer,
+        }
+    )
+    said = _shares_in_words(owned, whole, names, layout)
+    if own.shard_groups > 1:
+        said.append(
+            f"the copies are {own.shard_groups} groups of {members}: those of a group share the "
+            "state out, and every group has all of it"
+        )
+    if work.settings.optimizer.num_apply_groups > 1:
+        said.append("optimizer.num_apply_groups: not used, a copy updates only what it owns")
+    return placement, said
+
+
+def _shares_in_words(
+    owned: Ownership, whole: Sequence[str], names: Sequence[str], layout: MemoryLayout
+) -> list[str]:
+    stage = layout.candidate.zero
+    ratio = ":".join(map(str, layout.shares)) if layout.shares else "even shares"
+    what = ("", ", the sums of gradients", ", the sums of gradients and the parameters")[stage - 1]
+    said = [f"ZeRO stage {stage}: each copy has its share of the optimizer's state{what}, {ratio}"]
+    domains = owned.update.domain_of[: owned.num_params]
+    if len(names) > 1 and len(set(domains)) == 1 and whole:
+        said.append(
+            "the optimizer ties all parameters together, as one that branches over all of them "
+            "does, so one copy owns all of its state"
+        )
+    elif whole:
+        shown = ", ".join(whole[:4]) + (f" and {len(whole) - 4} more" if len(whole) > 4 else "")
+        said.append(f"the optimizer treats these as a whole, each has one owner: {shown}")
+    return said
+
+
+#: Of `MemoryLayout.moved`: its name, what hides its moves, and how less of it is on the host.
+_WORDS = {
+    "optimizer": (
+        "the optimizer's state",
+        "less where both ways go at once, hidden behind nothing but the update itself",
+        "share it out with memory.zero, or set memory.offload.optimizer to 'disk'",
+    ),
+    "parameters": (
+        "the parameters",
+        "beside the programs",
+        "share them out more, or leave memory.offload.parameters out",
+    ),
+    "stash": (
+        "what waits for backwards",
+        "beside the programs",
+        "use memory.recompute='boundaries', more memory.waves, or leave memory.offload.stash out",
+    ),
+}
+
+
+def _host_faults(layout: MemoryLayout, devices: Sequence[ReplicaDevice]) -> list[str]:
+    """Why hosts do not hold what a layout puts there; empty: they do."""
+    faults = []
+    if not any(layout.on_host.get("stash", [1])):
+        num = sum(text.startswith("B") for text in layout.sequence)
+        faults.append(
+            f"memory.offload.stash='host': a chain of {num} segments keeps nothing for longer than "
+            "one of them runs: set memory.segments to more, or leave it out"
+        )
+    for i, device in enumerate(devices):
+        kept = {name: own[i] for name, own in layout.on_host.items()}
+        room = device.host_memory_bytes
+        if room is not None and sum(kept.values()) > room:
+            each = " and ".join(f"{n:,} bytes of {_WORDS[name][0]}" for name, n in kept.items())
+            faults.append(
+                f"memory.offload: {device.name} would keep {each} in the {room:,} of its host's "
+                f"memory: {_WORDS[max(kept, key=kept.__getitem__)][2]}"
+            )
+    return faults
+
+
+def _moves_in_words(
+    work: Workload,
+    plan: Plan,
+    cluster: Cluster,
+    devices: Sequence[ReplicaDevice],
+    layout: MemoryLayout,
+) -> Iterator[str]:
+    """What of a step moves over a host's link or a disk's, on the replica that takes longest."""
+    for name, moved in layout.moved.items():
+        tier = tier_of(layout.candidate, name)
+        place = "in host memory" if tier == "host" else "on the disk"
+        what, hidden, _ = _WORDS[name]
+        most = max(layout.on_host.get(name) or (n // 2 for n in moved))
+        said = f"offload: at most {num_bytes(most)} of {what} of a copy are {place}; a step moves"
+        rates = [device.bytes_per_second(tier) for device in devices]
+        times = [
+            (n / rate, n, rate, i)
+            for i, (n, rate) in enumerate(zip(moved, rates, strict=True))
+            if rate is not None
+        ]
+        if not times:
+            yield (
+                f"{said} {num_bytes(max(moved))} there and back; what that takes is not known: the "
+                "mesh file does not say how fast"
+            )
+            continue
+        seconds, n, rate, i = max(times)
+        left = _rate_left(work, plan, cluster, i, seconds) if name == "optimizer" else ""
+        yield (
+            f"{said} {num_bytes(n)} there and back at {rate / 1e9:.3g} GB/s, {seconds:.3g} s, "
+            f"{hidden}{left}"
+        )
+
+
+def _rate_left(work: Workload, plan: Plan, cluster: Cluster, i: int, seconds: float) -> str:
+    """The part of a device's rate that so many seconds of moves leave it.
+
+    References:
+        Rajbhandari et al., "ZeRO-Infinity", SC 2021, section 4: compute / (compute + copies).
+    """
+    products = cluster.devices[plan.replicas[i].devices[0]].product_rate(work.arithmetic)
+    if products is None or not seconds:
+        return ""
+    flops = work.microbatch_flops * plan.counts[i]
+    part = flops / (flops + seconds * products.flops_per_second)
+    return f"; {part:.1%} of the device's rate are left (ZeRO-Infinity's formula)"
+
+
+def _told(plan: Plan, cluster: Cluster, best: MemoryLayout, others: Sequence[MemoryLayout]) -> Plan:
+    """The plan with the bytes of its layout, and of the other ones."""
     ranks = [tightest(cluster, replica) for replica in plan.replicas]
     sizes = [cluster.devices[rank].memory_bytes for rank in ranks]
     said: list[str] = []
@@ -218,9 +367,10 @@ def _told(plan: Plan, cluster: Cluster, best: MemoryForm, others: Sequence[Memor
         for own, size in zip(best.held, sizes, strict=True)
         if size is not None
     ]
-    if best.recompute == "auto" or (best.zero > 1 and known):
+    is_layered = best.candidate.zero > 1
+    if best.candidate.recompute == "auto" or (is_layered and known):
         kept, left = max(known, key=lambda pair: pair[0] - pair[1])
-        whose = "its microbatches keep" if best.zero > 1 else "a microbatch keeps"
+        whose = "its microbatches keep" if is_layered else "a microbatch keeps"
         said.append(
             f"recomputation: {whose} {kept / 2**20:,.1f} MiB of the {left / 2**20:,.1f} MiB that "
             "are left (estimated before compilation)"
@@ -240,11 +390,11 @@ def _told(plan: Plan, cluster: Cluster, best: MemoryForm, others: Sequence[Memor
     )
     runners_up = [
         RunnerUp(
-            description=str(form),
-            held=max(form.held, key=lambda held: held.total),
-            lack_bytes=max(form.lack_bytes, 0.0),
+            description=str(layout),
+            held=max(layout.held, key=lambda held: held.total),
+            lack_bytes=max(layout.lack_bytes, 0.0),
         )
-        for form in others[:_MOST_RUNNERS_UP]
+        for layout in others[:_MOST_RUNNERS_UP]
     ]
     return plan.replaced(
         prediction=prediction.model_copy(update={"devices": devices}),
@@ -253,20 +403,23 @@ def _told(plan: Plan, cluster: Cluster, best: MemoryForm, others: Sequence[Memor
     )
 
 
-def _lacking(form: MemoryForm, forms: MemoryForms, plan: Plan) -> str:
-    """That even the form which lacks least does not fit."""
-    device, held = forms.fullest(form)
+def _lacking(layout: MemoryLayout, devices: Sequence[ReplicaDevice], plan: Plan) -> str:
+    """That even the layout which lacks least does not fit."""
+    device, held = max(
+        zip(devices, layout.held, strict=True), key=lambda pair: pair[1].total - pair[0].room
+    )
     owners = ", ".join(f"{name} {num_bytes(n)}" for name, n in held.by_owner.items() if n)
     if len(plan.replicas) > 1:
         remedy = "a smaller microbatch_size, or more or larger devices"
     else:
         remedy = "a smaller microbatch_size, a larger device, or several that share the state"
-    if form.tier == "device" and held.optimizer and not plan.axes:
+    if layout.candidate.optimizer == "device" and held.optimizer and not plan.axes:
         remedy += ", or memory.offload.optimizer = 'host'"
-    if form.stash == "device" and held.activations > held.optimizer and not plan.axes:
+    is_stash = held.activations > held.optimizer
+    if layout.candidate.stash == "device" and is_stash and not plan.axes:
         remedy += ", or memory.offload.stash = 'host'"
     return (
-        f"a microbatch does not fit beside the state: of all that may be done, {form} lacks "
+        f"a microbatch does not fit beside the state: of all that may be done, {layout} lacks "
         f"least, and {device.name} has {num_bytes(device.memory_bytes or 0)} and needs "
         f"{num_bytes(held.total)}: {owners} (estimated before compilation). Use {remedy}"
     )

@@ -9,11 +9,11 @@ import numpy as np
 
 from ..cluster.cluster import Cluster
 from ..cluster.job_devices import Devices
+from ..core.config import ClusterConfig
 from ..core.errors import ConfigError, PlanError
 from ..core.format import num_bytes
 from ..core.types import PyTree
 from ..jax.devices import is_here
-from ..job.context import JobContext
 from ..lower.sum import Reducer
 from ..plan.parts import DevicePrediction, Prediction
 from ..plan.plan import Plan
@@ -222,13 +222,13 @@ def with_executors(plan: Plan, executors: tuple[int, ...]) -> Plan:
     return plan.replaced(replicas=replicas)
 
 
-def with_asked_calls(job: JobContext, plan: Plan) -> Plan:
+def with_asked_calls(settings: ClusterConfig, plan: Plan) -> Plan:
     """The plan with what `cluster` asks of calls: executors, and microbatches of each call.
 
     Raises:
         PlanError: If its copies cannot have several.
     """
-    asked, num = job.settings.cluster.executors, job.settings.cluster.microbatches_per_call
+    asked, num = settings.executors, settings.microbatches_per_call
     if num > 1:
         plan = plan.replaced(microbatches_per_call=num)
     return plan if asked == "auto" else with_executors(plan, (asked,) * len(plan.replicas))

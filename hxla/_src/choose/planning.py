@@ -1,7 +1,6 @@
 """Plans of a job for devices that are here: what arguments, annotations and measurements say."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
@@ -10,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..cluster.cluster import Cluster
+from ..core.config import Config
 from ..core.errors import ConfigError, PlanError
 from ..core.format import num_bytes
 from ..core.whole_numbers import as_whole_number, check_whole_numbers
@@ -17,9 +17,8 @@ from ..graph.graph import Graph, rows_touched
 from ..graph.parts import graph_of
 from ..graph.segments import segments
 from ..jax.devices import is_here, share_cores
-from ..job.context import JobContext
 from ..launch.member import Pinned, pinned
-from ..model.functional import tree_bytes
+from ..model.functional import Functional, tree_bytes
 from ..plan.axis_assignment import Axes, shard_graph
 from ..plan.parts import Prediction, SparseRows, SumsForm
 from ..plan.plan import Plan
@@ -34,9 +33,9 @@ from .microbatch_counts import Counts, asked_counts, predicted
 from .microbatch_sizes import best_size, candidate_sizes, default_sizes
 from .pipeline_request import asked, check_even, microbatch_size
 from .reduction import with_sums_and_memory
-from .short_profile import segment_profile
 from .stage_cut import best_cut
 from .structures import ReplicaGroups, grid_of, pipelined, shares_of, structure_of
+from .workload import Workload, Workloads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,13 +91,13 @@ def _is_ratio(size: object) -> bool:
     return isinstance(size, tuple | list)
 
 
-def size_asked(job: JobContext, wishes: PlanRequest) -> int | None:
+def size_asked(jobs: Workloads, wishes: PlanRequest) -> int | None:
     """The microbatch size that the arguments and `pipeline.num_micro_batch` mean, or was pinned.
 
     Raises:
         ConfigError: For sizes below one, or that do not divide, or disagree.
     """
-    batch_size, num = job.batch_size, job.settings.pipeline.num_micro_batch
+    batch_size, num = jobs.batch_size, jobs.settings.pipeline.num_micro_batch
     size = wishes.microbatch_size
     if isinstance(size, str):
         if size != "measured":
@@ -158,17 +157,17 @@ def check_enough(batch_size: int, size: int, num_replicas: int, *, is_kept: bool
 
 
 def plan_for(
-    job: JobContext,
+    jobs: Workloads,
     wishes: PlanRequest,
     cluster: Cluster,
-    devices: tuple[jax.Device, ...] | None,
-    measure: Measure,
+    sums: SumsForm,
+    measure: Measure | None,
     profile: Profile | None = None,
 ) -> tuple[Plan, bool]:
     """The plan that the user's wishes mean, and whether its counts may follow measured times.
 
     Args:
-        devices: Those devices, if they are here to be measured.
+        measure: None: the cluster is described only.
         profile: Times that were measured before.
 
     Raises:
@@ -176,15 +175,17 @@ def plan_for(
         PlanError: If the devices do not fit.
         AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
     """
-    size = size_asked(job, wishes)
+    settings, batch_size = jobs.settings, jobs.batch_size
+    size = size_asked(jobs, wishes)
     is_measured = size is None and wishes.microbatch_size == "measured"
     is_kept = size != wishes.microbatch_size and size == wishes.pinned.microbatch_size
-    graph = job.graph(size or default_sizes(job.batch_size, 1)[0])
-    stages = wishes.stages if wishes.stages is not None else job.settings.auto.num_stages
-    asked_stages = asked(stages, job.settings.pipeline)
+    devices = None if measure is None else measure.devices
+    graph = jobs.at(size or default_sizes(batch_size, 1)[0]).graph
+    stages = wishes.stages if wishes.stages is not None else settings.auto.num_stages
+    asked_stages = asked(stages, settings.pipeline)
     axes, grid = _mesh(wishes.mesh, cluster, devices)
     structure = structure_of(
-        graph, cluster, job.settings.cluster, asked_stages, axes, grid, wishes.rules
+        graph, cluster, settings.cluster, asked_stages, axes, grid, wishes.rules
     )
     shares = wishes.shares or _pinned_shares(structure, wishes.pinned)
     if shares:
@@ -200,54 +201,56 @@ def plan_for(
         reasons.append("even counts: the replicas share the cores of one process")
     request = structure.pipeline
     if request is not None:
-        _check_clip(job)
+        _check_clip(settings)
         if is_measured:
             raise ConfigError(
                 "microbatch_size='measured': that of a pipeline follows from its stages; give a "
                 "number, or leave it out"
             )
         if size is None:
-            size, reason = microbatch_size(request, job.batch_size, num)
+            size, reason = microbatch_size(request, batch_size, num)
             reasons.append(reason)
-        check_enough(job.batch_size, size, num, is_kept=is_kept)
-        check_even(request, job.batch_size // size, num, counts)
+        check_enough(batch_size, size, num, is_kept=is_kept)
+        check_even(request, batch_size // size, num, counts)
         if request.needs_even_counts:
             counts = "even" if counts == "measured" else counts
         if wishes.mesh is None:
-            structure, fractions = _cut(job, structure, size, wishes, cluster, devices, profile)
+            structure, fractions = _cut(
+                jobs.at(size), structure, sums, wishes, cluster, measure, profile
+            )
     elif profile is not None and structure.axes and len(structure.inner) != 1:
         reasons.append("the profile is of a model on one device: not used")
     timed = profile if counts == "measured" and not structure.axes else None
     if size is not None:
-        check_enough(job.batch_size, size, num, is_kept=is_kept)
+        check_enough(batch_size, size, num, is_kept=is_kept)
 
     def make(size: int, reasons: Sequence[str], structure: ReplicaGroups = structure) -> Plan:
-        own = job.graph(size)
-        sums, said = _with_sparse(job, own, structure, job.sums(wishes.reduction), size)
+        work = jobs.at(size)
+        form, said = _with_sparse(work, structure, sums)
         plan = complete(
-            own,
+            work.graph,
             structure,
             cluster=cluster,
-            batch_size=job.batch_size,
+            batch_size=batch_size,
             microbatch_size=size,
-            sums=sums,
-            optimizer_bytes=job.optimizer_bytes(size),
-            counts=asked_counts(counts, job.batch_size // size, num),
+            sums=form,
+            optimizer_bytes=work.optimizer_bytes,
+            counts=asked_counts(counts, batch_size // size, num),
             prediction=Prediction(stage_fractions=fractions) if fractions else None,
-            reasons=(*reasons, *_what_is_trained(job, size), *said),
+            reasons=(*reasons, *_what_is_trained(work.model), *said),
             profile=profile,
         )
-        plan = with_sums_and_memory(job, plan, cluster, devices)
+        plan = with_sums_and_memory(work, plan, cluster, measure)
         if timed is not None:
-            return _with_profiled_counts(plan, own, timed, cluster)
+            return _with_profiled_counts(plan, work.graph, timed, cluster)
         return plan if profile is None else _with_profiled_split(plan, profile, cluster)
 
     def tried(plan: Plan) -> Plan:
         """With the sizes of a split that devices which are here were measured to need."""
         is_free = not shares and wishes.counts != "even" and profile is None
-        found = None
-        if is_free and plan.is_uneven and devices:
-            found = measure.split_sizes(job, plan, devices)
+        if measure is None or not (is_free and plan.is_uneven):
+            return plan
+        found = measure.split_sizes(plan)
         if found is None:
             return plan
         if not found.shares:
@@ -261,15 +264,15 @@ def plan_for(
             reasons.append(f"microbatch_size={size}, as it was before")
         return tried(make(size, reasons)), balance
     if not is_measured and timed is None:
-        return tried(_by_default(job.batch_size, num, make, reasons)), balance
-    if devices is None and timed is None:
+        return tried(_by_default(batch_size, num, make, reasons)), balance
+    if measure is None and timed is None:
         raise ConfigError(
             "microbatch_size='measured' needs devices that are here, or a profile of those that "
             "are described: pass one, give a number, or leave it out"
         )
     measured: dict[int, tuple[float, ...]] = {}
     plans = {}
-    sizes = candidate_sizes(job.batch_size, num)
+    sizes = candidate_sizes(batch_size, num)
     if timed is not None:
         sizes = tuple(sorted({setting.microbatch_size for setting in timed.times}))
     fault: PlanError | None = None
@@ -283,11 +286,11 @@ def plan_for(
         known = plans[candidate].prediction
         if timed is not None and known is not None:
             measured[candidate] = known.microbatch_seconds
-        elif devices is not None:
-            measured[candidate] = measure.microbatch_seconds(job, plans[candidate], devices)
+        elif measure is not None:
+            measured[candidate] = measure.microbatch_seconds(plans[candidate])
     if fault is not None and not plans:
         raise fault
-    winner, steps = best_size(job.batch_size, measured)
+    winner, steps = best_size(batch_size, measured)
     reasons += [
         f"microbatch_size={winner} chosen: predicted step "
         + ", ".join(f"{s:.3f} s with {b}" for b, s in steps.items()),
@@ -347,12 +350,12 @@ def _pinned_shares(structure: ReplicaGroups, before: Pinned) -> tuple[int, ...]:
 
 
 def _cut(
-    job: JobContext,
+    work: Workload,
     structure: ReplicaGroups,
-    size: int,
+    sums: SumsForm,
     wishes: PlanRequest,
     cluster: Cluster,
-    devices: tuple[jax.Device, ...] | None,
+    measure: Measure | None,
     profile: Profile | None,
 ) -> tuple[ReplicaGroups, tuple[float, ...]]:
     """Pipelines cut by the times of their devices, where these say something.
@@ -360,42 +363,35 @@ def _cut(
     Returns:
         With the shares of the stages' work, if it is measured.
     """
-    request, graph, sums = structure.pipeline, job.graph(size), job.sums(wishes.reduction)
+    request, graph, size = structure.pipeline, work.graph, work.microbatch_size
     if (
         request is None
         or not request.is_asked
         or wishes.counts == "even"
         or request.shares is not None
         or request.num_chunks > 1
-        or (profile is None and (devices is None or share_cores(devices)))
+        or (profile is None and (measure is None or share_cores(measure.devices)))
     ):
         return structure, ()
     kept, chain = wishes.pinned.cut, segments(graph_of(graph), request.most_segments)
     if (len(kept), sum(kept)) == (request.num_parts, len(chain)):
         request = dataclasses.replace(request, cut=kept)
         return pipelined(range(len(cluster.devices)), request), ()
-    times: dict[int, np.ndarray] = {}
+    times: Mapping[int, np.ndarray] = {}
     if profile is not None:
         request = dataclasses.replace(request, num_segments=profile.most_segments)
-        times |= _profiled(profile, graph, size, cluster)
-    elif devices is not None:
-        own = {}
-        for rank, device in enumerate(devices):
-            if is_here(device):
-                setting = Setting(cluster.devices[rank].label, size)
-                found = segment_profile(job, setting, request.most_segments, device, sums)
-                own[rank] = [(t.forward, t.backward) for t in found.times[setting]]
-        for text in job.gather("segments", json.dumps(own)):
-            times |= {int(rank): np.array(rows).T for rank, rows in json.loads(text).items()}
+        times = _profiled(profile, graph, size, cluster)
+    elif measure is not None:
+        times = measure.segment_seconds(cluster, size, request.most_segments, sums)
     cut = best_cut(
         graph,
         request,
         times,
         memory_bytes={i: d.memory_bytes for i, d in enumerate(cluster.devices)},
-        num_microbatches=job.batch_size // size,
-        optimizer_bytes=job.optimizer_bytes(size),
+        num_microbatches=work.batch_size // size,
+        optimizer_bytes=work.optimizer_bytes,
         num_parts=sums.num_parts,
-        trained=job.functional(size).trained_places,
+        trained=work.model.trained_places,
     )
     structure = pipelined(cut.order, dataclasses.replace(request, cut=cut.layers))
     return dataclasses.replace(structure, reasons=(cut.reason,)), cut.fractions
@@ -443,17 +439,15 @@ def _with_profiled_split(plan: Plan, profile: Profile, cluster: Cluster) -> Plan
     return plan.replaced(prediction=known)
 
 
-def _check_clip(job: JobContext) -> None:
-    communication = job.settings.communication
-    if communication.microbatch_clip_norm is not None:
+def _check_clip(settings: Config) -> None:
+    if settings.communication.microbatch_clip_norm is not None:
         raise ConfigError(
             "communication.clip='before' needs the whole gradient of a microbatch, which no "
             "stage of a pipeline has: use clip='after'"
         )
 
 
-def _what_is_trained(job: JobContext, size: int) -> tuple[str, ...]:
-    model = job.functional(size)
+def _what_is_trained(model: Functional) -> tuple[str, ...]:
     if not model.frozen:
         return ()
     num, every = sum(model.is_trained), len(model.is_trained)
@@ -462,16 +456,16 @@ def _what_is_trained(job: JobContext, size: int) -> tuple[str, ...]:
 
 
 def _with_sparse(
-    job: JobContext, graph: Graph, structure: ReplicaGroups, sums: SumsForm, size: int
+    work: Workload, structure: ReplicaGroups, sums: SumsForm
 ) -> tuple[SumsForm, tuple[str, ...]]:
     """The form of the sums with embeddings whose rows travel one by one, and why."""
-    if not job.settings.communication.sparse_embeddings:
+    if not work.settings.communication.sparse_embeddings:
         return sums, ()
     if structure.axes:
         return sums, ("sparse_embeddings: whole, for the devices of a copy share them",)
     num, found, said = len(structure.replicas), [], []
-    is_trained = job.functional(size).is_trained
-    for p, most in rows_touched(graph, job.batch_size // size).items():
+    graph, is_trained = work.graph, work.model.is_trained
+    for p, most in rows_touched(graph, work.batch_size // work.microbatch_size).items():
         if not is_trained[p]:
             continue
         name, height = graph.param_names[p], graph.param_shapes[p][0]

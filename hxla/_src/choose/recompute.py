@@ -7,13 +7,12 @@ stays.
 
 `C(s, t, m)` is the least time of the gradients of segments s to t in m bytes, of which the input of
 s and the gradient of the outputs of t take their part. The first operations decide. The input of s
-is kept, or goes to the host, while segments from s' on are worked through, and then serves those
-before. Or the forward of s leaves residuals, which wait for its backward. Or the input of s and
-residuals of a later segment are kept, whose backward then waits for forwards before it: that pays
-where these residuals are smaller than the gradients that the backward makes (`C_r` has them).
+is kept while segments from s' on are worked through, and then serves those before. Or the forward
+of s leaves residuals, which wait for its backward. Or the input of s and residuals of a later
+segment are kept, whose backward then waits for forwards before it: that pays where these residuals
+are smaller than the gradients that the backward makes (`C_r` has them).
 
     keep, s'      F(s..s'-1) + C(s', t, m - input of s) + C(s, s'-1, m)
-    offload, s'   F(s..s'-1) + copies + C(s', t, m) + C(s, s'-1, m)
     residuals, r  F(s, r) + C(s+1, t, m - r) + B(s, r)
     ready, s', r  F(s..s'-2) + F(s'-1, r) + C(s', t, m - input of s - r) + C_r(s, s'-1, m)
 
@@ -25,8 +24,6 @@ References:
     Beaumont, Eyraud-Dubois, Hermann, Joly and Shilova, "Optimal checkpointing for heterogeneous
     chains: how to train deep neural networks with limited memory", 2019, section 4 (there the loss
     is a segment of its own at the end; here the last segment holds it).
-    Beaumont, Eyraud-Dubois and Shilova, "Efficient combination of rematerialization and offloading
-    for training DNNs", NeurIPS 2021 (offload).
     Zhao, Le Hellard, Eyraud-Dubois, Gusak and Beaumont, "Rockmate", ICML 2023, section 3.3 (several
     choices of residuals per segment).
 """
@@ -42,9 +39,7 @@ from ..core.errors import PlanError
 from ..schedule.schedules import BACKWARD, FORWARD
 from ..schedule.segment_sequence import (
     CUT,
-    FETCH,
     INPUT,
-    OFFLOAD,
     Residuals,
     SegmentCost,
     SegmentOperation,
@@ -103,9 +98,8 @@ def _texts(
 
 Array = np.ndarray
 READY = "ready"
-# Whether the host has the input of the first segment; which residuals of the last segment are made
-# already, from 1; the first segment; the last one.
-Cell = tuple[int, int, int, int]
+# Which residuals of the last segment are made already, from 1; the first segment; the last one.
+Cell = tuple[int, int, int]
 
 _MOST_READY = 32  # segments: of longer chains no backward waits, which would take minutes to search
 
@@ -117,9 +111,9 @@ class Moves:
     K moves, the k-th of which begins the upper part at segment s + 1 + k.
 
     Attributes:
-        kind: `forward` where the input is kept, `offload` where it goes to the host, `backward`
-            where residuals of the first segment are kept, `ready` where the input is, and residuals
-            of the lower part's last segment, whose backward waits.
+        kind: `forward` where the input is kept, `backward` where residuals of the first segment
+            are, `ready` where the input is, and residuals of the lower part's last segment, whose
+            backward waits.
         seconds: [K] What they take without their parts.
         need: [K] The slots that they need without their parts.
         withheld: Slots that the upper part lacks.
@@ -175,21 +169,19 @@ class SlottedChain:
             [r for r in c.residuals if _held(c, r) < _made(c)] if i and num <= _MOST_READY else []
             for i, c in enumerate(self._costs)
         ]
-        offloads = any(c.offload_seconds is not None for c in costs)
-        self.shape = (1 + offloads, 1 + max(map(len, self._light)), num, num)
+        self.shape = (1 + max(map(len, self._light)), num, num)
 
     def cells(self) -> Iterator[Cell]:
         """All cells, each after those that its moves read."""
-        num = self.shape[2]
+        num = self.shape[1]
         for s in reversed(range(num)):
-            for host in reversed(range(self.shape[0])):
-                for t in range(s, num):
-                    for ready in reversed(range(1 + len(self._light[t]))):
-                        yield host, ready, s, t
+            for t in range(s, num):
+                for ready in reversed(range(1 + len(self._light[t]))):
+                    yield ready, s, t
 
     def moves(self, cell: Cell) -> Iterator[Moves]:
         """Every first operation."""
-        host, ready, s, t = cell
+        ready, s, t = cell
         cost = self._costs[s]
         if s == t and ready:
             yield self._with_residuals(cell, self._light[t][ready - 1])
@@ -201,21 +193,17 @@ class SlottedChain:
             return
         above = self._held_above(cell)
         passes = np.concatenate([[0], np.maximum.accumulate(self._forward[s + 1 : t])])
-        kept, first = int(self._inputs[s]), self._forward[s]
-        need, need_on_host = np.maximum(first, kept + passes), np.maximum(first, passes)
+        kept = int(self._inputs[s])
+        need = np.maximum(self._forward[s], kept + passes)
         seconds = self._ends[s + 1 : t + 1] - self._ends[s]
         for last in range(s + 1, t if ready else t + 1):
             for i, r in enumerate(self._light[last], 1):
                 yield self._with_ready(cell, need[last - s - 1] + above, last, i, r)
         if ready:  # nothing has to run for the last segment
-            need[-1] = need_on_host[-1] = kept
+            need[-1] = kept
             seconds[-1] = 0.0
-        upper, lower = (0, ready, slice(s + 1, t + 1), t), (host, 0, s, slice(s, t))
+        upper, lower = (ready, slice(s + 1, t + 1), t), (0, s, slice(s, t))
         yield Moves(FORWARD, None, seconds, need + above, kept, upper, lower)
-        if cost.offload_seconds is not None:
-            copies = cost.fetch_seconds + (0.0 if host else cost.offload_seconds)
-            lower = (1, 0, s, slice(s, t))
-            yield Moves(OFFLOAD, None, seconds + copies, need_on_host + above, 0, upper, lower)
 
     def operations(
         self, choose: Callable[[Cell, int], tuple[Moves, int]], slots: int
@@ -227,7 +215,7 @@ class SlottedChain:
             slots: That the whole has.
         """
         done = []
-        todo: list[SegmentOperation | tuple[Cell, int]] = [((0, 0, 0, self.shape[2] - 1), slots)]
+        todo: list[SegmentOperation | tuple[Cell, int]] = [((0, 0, self.shape[1] - 1), slots)]
         while todo:
             item = todo.pop()
             if isinstance(item, SegmentOperation):
@@ -242,44 +230,36 @@ class SlottedChain:
         self, cell: Cell, slots: int, move: Moves, k: int
     ) -> list[SegmentOperation | tuple[Cell, int]]:
         """A cell's operations and parts after its first move."""
-        host, ready, s, t = cell
+        ready, s, t = cell
         r = move.residuals
-        upper: tuple[Cell, int] = ((0, ready, s + 1 + k, t), slots - move.withheld)
+        upper: tuple[Cell, int] = ((ready, s + 1 + k, t), slots - move.withheld)
         if move.kind == BACKWARD and r is not None:
             forward = [SegmentOperation(FORWARD, s, r.name)]
             forward *= not (r.is_input or (ready and s == t))
             return [*forward, *([upper] if s < t else []), SegmentOperation(BACKWARD, s, r.name)]
         if move.kind == READY and r is not None:
-            last = move.lower[3].start
-            forwards = _forwards(s, last, keeps_input=True)
+            last = move.lower[2].start
+            forwards = _forwards(s, last)
             if not r.is_input:
                 forwards.append(SegmentOperation(FORWARD, last, r.name))
             elif last < t:
                 forwards.append(SegmentOperation(FORWARD, last, keeps_input=True))
-            upper = (0, ready, last + 1, t), slots - move.withheld
-            lower: tuple[Cell, int] = (*move.lower[:3], last), slots
+            upper = (ready, last + 1, t), slots - move.withheld
+            lower: tuple[Cell, int] = (*move.lower[:2], last), slots
             return [*forwards, *([upper] if last < t else []), lower]
         first = s + 1 + k  # of the upper part
-        # A copy on the host that is there already costs nothing; only the device's is dropped.
-        forwards = _forwards(s, first, keeps_input=move.kind == FORWARD or not host)
-        if ready and first == t:
-            forwards = []
-        if move.kind == FORWARD:
-            return [*forwards, upper, ((host, 0, s, first - 1), slots)]
-        out = [SegmentOperation(OFFLOAD, s)] * (not host or not forwards)
-        lower = (1, 0, s, first - 1), slots
-        fetch = SegmentOperation(FETCH, s)
-        return [*forwards[:1], *out, *forwards[1:], upper, fetch, lower]
+        forwards = [] if ready and first == t else _forwards(s, first)
+        return [*forwards, upper, ((0, s, first - 1), slots)]
 
     def _with_residuals(self, cell: Cell, r: Residuals) -> Moves:
-        _, ready, s, t = cell
+        ready, s, t = cell
         cost = self._costs[s]
         need = _held(cost, r) + self._above[s] + _made(cost) + r.backward_temporary_bytes
         seconds = r.backward_seconds
         if not (r.is_input or (ready and s == t)):
             need = max(need, self._made_with(s, r) + self._held_above(cell))
             seconds += r.forward_seconds
-        upper = (0, ready, slice(s + 1, s + 2), t) if s < t else None
+        upper = (ready, slice(s + 1, s + 2), t) if s < t else None
         return Moves(
             kind=BACKWARD,
             residuals=r,
@@ -291,7 +271,7 @@ class SlottedChain:
         )
 
     def _with_ready(self, cell: Cell, need: int, last: int, i: int, r: Residuals) -> Moves:
-        host, ready, s, t = cell
+        ready, s, t = cell
         kept, seconds = int(self._inputs[s]), self._ends[last] - self._ends[s]
         if not r.is_input:
             need = max(need, self._held_above(cell) + kept + self._made_with(last, r))
@@ -305,8 +285,8 @@ class SlottedChain:
             seconds=np.array([seconds]),
             need=np.array([need]),
             withheld=kept + _held(self._costs[last], r),
-            upper=(0, ready, slice(last + 1, last + 2), t) if last < t else None,
-            lower=(host, i, s, slice(last, last + 1)),
+            upper=(ready, slice(last + 1, last + 2), t) if last < t else None,
+            lower=(i, s, slice(last, last + 1)),
         )
 
     def _made_with(self, i: int, r: Residuals) -> int:
@@ -316,17 +296,14 @@ class SlottedChain:
 
     def _held_above(self, cell: Cell) -> int:
         """Slots of what lies behind a cell, and of what is made already of its last segment."""
-        _, ready, _, t = cell
+        ready, _, t = cell
         made = _held(self._costs[t], self._light[t][ready - 1]) if ready else 0
         return self._above[t] + made
 
 
-def _forwards(start: int, stop: int, *, keeps_input: bool) -> list[SegmentOperation]:
-    """Forwards of consecutive segments, of which only the first may keep its input."""
-    return [
-        SegmentOperation(FORWARD, j, keeps_input=j == start and keeps_input)
-        for j in range(start, stop)
-    ]
+def _forwards(start: int, stop: int) -> list[SegmentOperation]:
+    """Forwards of consecutive segments, of which the first keeps its input."""
+    return [SegmentOperation(FORWARD, j, keeps_input=j == start) for j in range(start, stop)]
 
 
 def _held(cost: SegmentCost, r: Residuals) -> int:
@@ -462,7 +439,7 @@ def _best_in_slots(
         best = int(np.argmin([own.min() for own in times]))
         return moves[best], int(np.argmin(times[best]))
 
-    seconds = table[0, 0, 0, -1]
+    seconds = table[0, 0, -1]
     faster = np.flatnonzero(seconds < np.concatenate([[np.inf], seconds[:-1]]))
     for slots in reversed(faster.tolist()):
         replay = _replay(costs, chain.operations(choose, slots))

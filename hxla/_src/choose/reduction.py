@@ -3,20 +3,20 @@
 import math
 
 from ..cluster.cluster import Cluster
-from ..cluster.job_devices import Devices
 from ..cluster.libraries import are_unlike, in_words
 from ..core.errors import PlanError
 from ..graph.parts import graph_at, parts_of
-from ..job.context import JobContext
 from ..lower.chain_spec import direct_parts
 from ..lower.contribution import num_terms
 from ..lower.exact import Limbs
 from ..plan.plan import Plan
+from .measure import Measure
 from .memory import with_memory
 from .microbatch_counts import with_asked_calls
+from .workload import Workload
 
 
-def with_sums_over(job: JobContext, plan: Plan) -> Plan:
+def with_sums_over(work: Workload, plan: Plan) -> Plan:
     """The plan with the sums where the settings ask for, or where its devices can meet.
 
     Args:
@@ -25,7 +25,7 @@ def with_sums_over(job: JobContext, plan: Plan) -> Plan:
     Raises:
         PlanError: If its devices share no library for collectives and are to meet in one.
     """
-    asked, kinds = job.settings.communication.over, [device.kind for device in plan.devices]
+    asked, kinds = work.settings.communication.over, [device.kind for device in plan.devices]
     unlike = are_unlike(kinds)
     if unlike and asked == "device":
         raise PlanError(
@@ -60,10 +60,10 @@ _MOST_ERROR = 2.0**-16
 
 
 def with_sums_and_memory(
-    job: JobContext,
+    work: Workload,
     plan: Plan,
     cluster: Cluster,
-    devices: Devices | None = None,
+    measure: Measure | None = None,
     *,
     timed_form: str = "",
 ) -> Plan:
@@ -72,25 +72,25 @@ def with_sums_and_memory(
     Args:
         plan: Of it, with the state whole on every copy and the sums over the devices; with one limb
             only if it is asked for.
-        devices: By rank, if they are here.
-        timed_form: As for `with_memory`.
+        measure: As for `with_memory`.
+        timed_form: The same.
 
     Raises:
         PlanError: If it cannot be as the settings ask, or does not fit.
     """
 
     def in_memory(own: Plan) -> Plan:
-        return with_memory(job, own, cluster, devices, timed_form=timed_form)
+        return with_memory(work, own, cluster, measure, timed_form=timed_form)
 
-    plan = with_asked_calls(job, with_sums_over(job, plan))
-    asked = job.settings.communication.limbs
+    plan = with_asked_calls(work.settings.cluster, with_sums_over(work, plan))
+    asked = work.settings.communication.limbs
     if plan.sums.kind != "exact" or asked == 2:
         return in_memory(plan)
-    terms = _terms(job, plan)
+    terms = _terms(work, plan)
     if asked == 1 or _mean_error(terms) <= _MOST_ERROR:
         sums = plan.sums.model_copy(update={"limbs": 1})
         one = in_memory(plan.replaced(sums=sums))
-        terms = _terms(job, one)  # more, where its cuts part what shares a parameter
+        terms = _terms(work, one)  # more, where its cuts part what shares a parameter
     if asked == "auto" and (mean := _mean_error(terms)) > _MOST_ERROR:
         reason = (
             f"two limbs: one would let the mean of {terms} terms err by 2**{_power(mean)} of "
@@ -114,9 +114,9 @@ def _power(bound: float) -> str:
     return f"{math.log2(bound):.3g}"
 
 
-def _terms(job: JobContext, plan: Plan) -> int:
+def _terms(work: Workload, plan: Plan) -> int:
     """The most terms of an element's sum: parts that share a parameter add to it one each."""
-    graph, num = job.graph(plan.microbatch_size), plan.num_microbatches
+    graph, num = work.graph, plan.num_microbatches
     if plan.pipeline is not None:
         ordered, points = graph_at(graph, plan.pipeline.cut_by, plan.pipeline.points)
         return num_terms(ordered, parts_of(ordered, points), num)

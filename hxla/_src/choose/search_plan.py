@@ -5,15 +5,10 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-import jax
-
-from ..cluster.cluster import Cluster, Device, Link, Node
-from ..cluster.job_devices import Devices
+from ..cluster.cluster import Cluster, Device, Node
 from ..core.errors import AnnotationError, ConfigError, PlanError
 from ..graph.parts import graph_of
 from ..graph.segments import segments
-from ..job.agreement import facts_of_plan
-from ..job.context import JobContext
 from ..model.functional import tree_bytes
 from ..plan.axis_assignment import shard_graph
 from ..plan.parts import RunnerUp, SumsForm
@@ -23,14 +18,15 @@ from ..profile.profile import LayerSize, Profile
 from ..profile.segment_times import kept_bytes, layer_sizes
 from ..schedule.replay import Timeline
 from .complete import complete
+from .measure import Measure
 from .mesh_axes import split_over
 from .microbatch_sizes import candidate_sizes
 from .pipeline_request import PipelineRequest
 from .proposals import ChainWork, Proposal, propose
 from .reduction import with_sums_and_memory
 from .search import NothingFitsError
-from .short_profile import measured_link, short_profile
 from .structures import ReplicaGroups, check_unannotated
+from .workload import Workloads
 from .zero_search import SharingCopies, least_seconds, sharing_copies
 
 _MAX_TENSOR = 8  # a node of NVLinked cards
@@ -76,7 +72,7 @@ class FoundPlan:
 
 
 def search_plan(
-    job: JobContext,
+    jobs: Workloads,
     cluster: Cluster,
     profile: Profile | None,
     wishes: SearchOptions,
@@ -84,7 +80,7 @@ def search_plan(
     sums: SumsForm,
     size: int | None = None,
     all_devices: bool = False,
-    devices: Devices | None = None,
+    measure: Measure | None = None,
 ) -> FoundPlan:
     """The fastest plan that the search finds for a cluster.
 
@@ -93,7 +89,7 @@ def search_plan(
         sums: How gradients are added up.
         size: Examples of a microbatch, if that is asked for.
         all_devices: Whether only plans in which every device takes part are wanted.
-        devices: By rank, if they are here.
+        measure: None: the devices are not here.
 
     Raises:
         ConfigError: If the model is annotated, or sizes do not divide the batch.
@@ -102,8 +98,8 @@ def search_plan(
     tried = wishes.microbatch_sizes
     if profile is not None and not tried and size is None:
         tried = tuple({s.microbatch_size for s in profile.times})
-    sizes = _sizes(job, tried, size, len(cluster.devices))
-    check_unannotated(job.graph(sizes[0]), "plan='auto'")
+    sizes = _sizes(jobs.batch_size, tried, size, len(cluster.devices))
+    check_unannotated(jobs.at(sizes[0]).graph, "plan='auto'")
     some = min(max(_MEASURED_SEGMENTS, 2 * len(cluster.devices)), _MOST_SEGMENTS)
     num_segments = wishes.num_segments or some
     if profile is not None:
@@ -112,17 +108,20 @@ def search_plan(
     timed_form = "" if profile is None else profile.form
 
     def in_form(plan: Plan) -> Plan:
-        if devices is not None:  # programs are compiled, by every process
-            job.agree("a plan of the search", lambda: facts_of_plan(plan))
-        return with_sums_and_memory(job, plan, cluster, devices, timed_form=timed_form)
+        if measure is not None:  # programs are compiled, by every process
+            measure.agree(plan)
+        work = jobs.at(plan.microbatch_size)
+        return with_sums_and_memory(work, plan, cluster, measure, timed_form=timed_form)
 
     def least(plan: Plan, seconds: float) -> float:
         # Times that were measured in a form know what it runs again, and hardly without it.
-        return seconds if timed_form else least_seconds(job, plan, cluster, seconds)
+        if timed_form:
+            return seconds
+        return least_seconds(jobs.at(plan.microbatch_size), plan, cluster, seconds)
 
     def of(sizes: Sequence[int], num_segments: int, said: Sequence[str] = ()) -> FoundPlan:
         tensors = _tensors(wishes.tensors, cluster)
-        work, uncut = chain_work(job, sizes, tensors, num_segments, sums)
+        work, uncut = chain_work(jobs, sizes, tensors, num_segments, sums)
         if profile is not None:
             profile.check(work.layers)
         whole: FoundPlan | None = None
@@ -139,7 +138,7 @@ def search_plan(
                 time_budget_seconds=wishes.seconds,
                 most_seconds=wishes.most_seconds,
             )
-            plan = _completed(job, cluster, found, num_segments, sums, (*said, *uncut))
+            plan = _completed(jobs, cluster, found, num_segments, sums, (*said, *uncut))
             whole = FoundPlan(plan=in_form(plan), timelines=timelines)
         except PlanError as error:  # nothing fits, or what is found cannot be as settings ask
             refused = error
@@ -147,7 +146,7 @@ def search_plan(
             work,
             cluster,
             profile,
-            lambda own: _completed(job, cluster, own, num_segments, sums, said),
+            lambda own: _completed(jobs, cluster, own, num_segments, sums, said),
             in_form,
             least,
             faster_than=_step_seconds(whole),
@@ -166,7 +165,7 @@ def search_plan(
     try:
         return of(sizes, num_segments)
     except NothingFitsError:
-        finer, segments = _finer(job, sizes), wishes.num_segments or _MOST_SEGMENTS
+        finer, segments = _finer(jobs.batch_size, sizes), wishes.num_segments or _MOST_SEGMENTS
         if (finer, segments) == (sizes, num_segments):
             raise
         larger = ", ".join(map(str, sizes))
@@ -175,34 +174,34 @@ def search_plan(
 
 
 def auto_plan(
-    job: JobContext, devices: tuple[jax.Device, ...], *, sums: SumsForm, size: int | None
+    jobs: Workloads, cluster: Cluster, measure: Measure, *, sums: SumsForm, size: int | None
 ) -> Plan:
     """The fastest plan for the devices that are here, by a short profile of them.
 
     Every process of the job takes part, and finds the same plan.
 
     Args:
-        devices: By rank, those of other processes included.
+        cluster: Of those devices.
         sums: How gradients are added up.
         size: Examples of a microbatch, if that is asked for.
     """
     wishes = SearchOptions()
-    cluster = _linked(job, job.cluster(devices), devices)
-    sizes = _sizes(job, (), size, len(devices))
-    profile = short_profile(job, cluster, devices, sizes, _MEASURED_SEGMENTS, sums)
+    cluster = _linked(cluster, measure)
+    sizes = _sizes(jobs.batch_size, (), size, len(cluster.devices))
+    profile = measure.profile(cluster, sizes, _MEASURED_SEGMENTS, sums)
     found = search_plan(
-        job, cluster, profile, wishes, sums=sums, size=size, all_devices=True, devices=devices
+        jobs, cluster, profile, wishes, sums=sums, size=size, all_devices=True, measure=measure
     )
     return found.plan.replaced(reasons=("chosen by search", *found.plan.reasons))
 
 
-def _linked(job: JobContext, cluster: Cluster, devices: tuple[jax.Device, ...]) -> Cluster:
+def _linked(cluster: Cluster, measure: Measure) -> Cluster:
     """The cluster with what its devices' transfers were measured to take, where no file says."""
     nodes = cluster.nodes or (Node(name="here"),)
     known = cluster.default_link is not None or len(nodes) == 1
-    if len(devices) == 1 or (known and all(node.link is not None for node in nodes)):
+    if len(cluster.devices) == 1 or (known and all(node.link is not None for node in nodes)):
         return cluster
-    link: Link = measured_link(job, devices)
+    link = measure.link()
     filled = tuple(
         node if node.link is not None else node.model_copy(update={"link": link}) for node in nodes
     )
@@ -212,21 +211,21 @@ def _linked(job: JobContext, cluster: Cluster, devices: tuple[jax.Device, ...]) 
 
 
 def _sizes(
-    job: JobContext, asked: Sequence[int], size: int | None, num_devices: int
+    batch_size: int, asked: Sequence[int], size: int | None, num_devices: int
 ) -> tuple[int, ...]:
-    sizes = tuple(asked) or ((size,) if size else candidate_sizes(job.batch_size, num_devices))
-    wrong = [b for b in sizes if job.batch_size % b]
+    sizes = tuple(asked) or ((size,) if size else candidate_sizes(batch_size, num_devices))
+    wrong = [b for b in sizes if batch_size % b]
     if wrong:
         raise ConfigError(
-            f"microbatch sizes {wrong} do not divide the job's batch_size={job.batch_size}"
+            f"microbatch sizes {wrong} do not divide the job's batch_size={batch_size}"
         )
     return tuple(sorted(sizes))
 
 
-def _finer(job: JobContext, sizes: Sequence[int]) -> tuple[int, ...]:
+def _finer(batch_size: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """The least of sizes that were tried, two below it, and single examples."""
     least = min(sizes)
-    below = [size for size in range(1, least) if job.batch_size % size == 0]
+    below = [size for size in range(1, least) if batch_size % size == 0]
     return tuple(sorted({1, *below[-2:], least}))
 
 
@@ -243,7 +242,7 @@ def _tensors(asked: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
 
 
 def chain_work(
-    job: JobContext,
+    jobs: Workloads,
     sizes: Sequence[int],
     tensors: Sequence[int],
     num_segments: int,
@@ -256,11 +255,11 @@ def chain_work(
     said: dict[str, None] = {}
     solved: dict[int, Sharded] = {}
     for size in sorted(sizes, reverse=True):  # the largest sends most, so its cut is what matters
-        graph = job.graph(size)
-        opened = graph_of(graph)
+        own = jobs.at(size)
+        graph, opened = own.graph, graph_of(own.graph)
         chain = segments(opened, num_segments)
         names = names or tuple(s.name for s in chain)
-        kept = kept_bytes(opened, chain, job.functional(size).trained_places)
+        kept = kept_bytes(opened, chain, own.model.trained_places)
         for tensor in tensors:
             try:
                 cut = shard_graph(graph, *split_over(graph, tensor), like=solved.get(tensor))
@@ -272,23 +271,23 @@ def chain_work(
             total = sum(s.flops for s in chain) or 1.0
             bytes_sent = sum(axis.sent_bytes for axis in cut.axes.values())
             sent[size, tensor] = tuple(bytes_sent * s.flops / total for s in chain)
-    param_bytes = tree_bytes(job.functional(sizes[0]).params)
-    state_bytes = job.optimizer_bytes(sizes[0])
+    first = jobs.at(sizes[0])
+    param_bytes = tree_bytes(first.model.params)
     work = ChainWork(
         layers=names,
         sizes=chains,
         sent_bytes=sent,
-        input_bytes={size: job.batch_bytes(size) for size in sizes},
-        batch_size=job.batch_size,
+        input_bytes={size: jobs.at(size).input_bytes for size in sizes},
+        batch_size=jobs.batch_size,
         # Itself, its gradient, what gradients are summed in, the optimizer's state.
-        state_factor=2 + sums.num_parts + state_bytes / max(1, param_bytes),
+        state_factor=2 + sums.num_parts + first.optimizer_bytes / max(1, param_bytes),
         reduce_factor=sums.travel_factor,
     )
     return work, tuple(said)
 
 
 def _completed(
-    job: JobContext,
+    jobs: Workloads,
     cluster: Cluster,
     found: Proposal,
     num_segments: int,
@@ -296,7 +295,8 @@ def _completed(
     said: Sequence[str],
 ) -> Plan:
     own, num_stages = found.alternative, len(found.cuts)
-    graph = job.graph(own.microbatch_size)
+    work = jobs.at(own.microbatch_size)
+    graph = work.graph
     inner, roles = split_over(graph, own.tensor)
     structure = ReplicaGroups(replicas=found.replicas, axes=inner, roles=roles)
     if num_stages > 1:
@@ -314,10 +314,10 @@ def _completed(
         graph,
         structure,
         cluster=cluster,
-        batch_size=job.batch_size,
-        microbatch_size=own.microbatch_size,
+        batch_size=work.batch_size,
+        microbatch_size=work.microbatch_size,
         sums=sums,
-        optimizer_bytes=job.optimizer_bytes(own.microbatch_size),
+        optimizer_bytes=work.optimizer_bytes,
         counts=found.counts,
         starts=found.starts,
         prediction=found.prediction,

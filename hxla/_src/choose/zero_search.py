@@ -7,24 +7,21 @@ forwards again, or leave some of it on their hosts (`with_memory`).
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
 from ..cluster.cluster import Cluster
 from ..core.errors import PlanError
-from ..job.context import JobContext
 from ..launch.member import own_member
 from ..plan.plan import Plan
 from ..profile.profile import LayerSize, Profile, measured_sum
 from .chain import UNBOUNDED
 from .layer_times import layer_times
-from .memory_candidates import CopyDevice, MemoryForm
-from .memory_model import forms_on, forms_to_try, model_bytes, predicted_microbatches
-from .offload import FLOPS_OF_FORWARD, device_optimizer_bytes
-from .offload_candidates import asked_places, more_on_hosts
+from .memory_layout import MemoryLayout, asked_candidates, candidates_on_hosts
+from .memory_model import predicted_microbatches, step_memory, travel_of
+from .memory_price import ReplicaDevice, StepMemory, price, upper_bound
 from .proposals import ChainWork, Proposal, propose
-from .zero_placement import group_options, stages_to_try, travel_of
+from .workload import Workload
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,37 +188,35 @@ def _with_rest(
     return plan.replaced(prediction=known.model_copy(update=rest))
 
 
-def least_seconds(job: JobContext, plan: Plan, cluster: Cluster, seconds: float) -> float:
-    """The least step of copies of one device each that fit, of any number, counts and form.
+def least_seconds(work: Workload, plan: Plan, cluster: Cluster, seconds: float) -> float:
+    """The least step of replicas of one device each that fit, of any number, counts and layout.
 
-    In a form all copies run the same of a microbatch again, so that every step is longer by the
-    same factor than without limits of memory. The least factor is that of a form which fits where
-    no copies have less to hold: one on every device, all with the memory of the largest; one of
-    them runs an even share of the microbatches, as some copy must, and each other a single one.
-    What a form moves to hosts takes at least as long as it takes if all their links are busy to the
-    end.
+    In a layout all replicas run the same of a microbatch again, so that every step is longer by the
+    same factor than without limits of memory. The least factor is that of a layout which fits where
+    no replicas have less to hold: one on every device, all with the memory of the largest; one of
+    them runs an even share of the microbatches, as some replica must, and each other a single one.
+    What a layout moves to hosts takes at least as long as it takes if all their links are busy to
+    the end.
 
     Args:
-        plan: Some copies with this size of a microbatch, and sums of this form.
-        seconds: No copies are faster whose devices have no end of memory.
+        plan: Some replicas with this size of a microbatch, and sums of this form.
+        seconds: No replicas are faster whose devices have no end of memory.
 
     Returns:
-        Infinity if there is no form that fits.
+        Infinity if there is no layout that fits.
     """
     busiest = _even_share(plan, cluster)
-    work = busiest * FLOPS_OF_FORWARD * job.graph(plan.microbatch_size).flops
-    if not work:
+    flops = busiest * work.microbatch_flops
+    if not flops:
         return seconds  # nothing says how much longer a step is
     rates = sum(device.host_bytes_per_second or math.inf for device in cluster.devices)
     least = math.inf
-    for form in _roomiest(job, plan, cluster):
-        if not form.fits:
+    for layout in _roomiest(work, plan, cluster):
+        if not layout.fits:
             continue
-        factor = 1 + max(form.extra_seconds, 0.0) / work
-        moved = form.moved.get("stash", (0,))[0] * plan.num_microbatches / busiest
-        moved += sum(form.moved.get("parameters", ()))
-        if form.tier != "device":
-            moved += 2 * device_optimizer_bytes(job, plan)
+        factor = 1 + max(layout.extra_seconds, 0.0) / flops
+        moved = layout.moved.get("stash", (0,))[0] * plan.num_microbatches / busiest
+        moved += sum(sum(layout.moved.get(name, ())) for name in ("parameters", "optimizer"))
         least = min(least, seconds * factor + moved / rates)
         if least <= seconds:
             break
@@ -229,27 +224,27 @@ def least_seconds(job: JobContext, plan: Plan, cluster: Cluster, seconds: float)
 
 
 def _even_share(plan: Plan, cluster: Cluster) -> int:
-    """Microbatches that some copy has at least."""
+    """Microbatches that some replica has at least."""
     return math.ceil(plan.num_microbatches / len(cluster.devices))
 
 
-def _roomiest(job: JobContext, plan: Plan, cluster: Cluster) -> Iterator[MemoryForm]:
-    """The forms of copies that have least to hold, those of one program first."""
+def _roomiest(work: Workload, plan: Plan, cluster: Cluster) -> Iterator[MemoryLayout]:
+    """The layouts of replicas that have least to hold, those of one program first."""
     sizes = [device.memory_bytes for device in cluster.devices]
     most = None if None in sizes else max(own for own in sizes if own is not None)
     counts = (_even_share(plan, cluster), *(1 for _ in cluster.devices[1:]))
-    devices = [CopyDevice(name="", num_microbatches=num, memory_bytes=most) for num in counts]
-    stages, groups = stages_to_try(job, plan), min(group_options(job, plan, cluster))
-    now = asked_places(job)
-    model_of = functools.cache(functools.partial(model_bytes, job, plan))
-    for places in (now, *more_on_hosts(job, plan, cluster)):
-        to_try = forms_to_try(job, plan, stages, places)
-        if not to_try:
-            continue
-        model = dataclasses.replace(model_of(places.stash), keeps_sums=False)
-        forms = forms_on(
-            model, devices, places, shares="auto", travel=None, groups=groups, waves=None
-        )
-        if places == now and to_try[0][1] is None:
-            yield forms.surely(to_try[0][0])  # without a look at its chain
-        yield from (forms.form(zero, recompute) for zero, recompute in to_try)
+    known = step_memory(work, plan, cluster)
+    step = StepMemory(
+        model=dataclasses.replace(known.model, keeps_sums=False),
+        devices=tuple(
+            ReplicaDevice(name="", num_microbatches=num, memory_bytes=most) for num in counts
+        ),
+        waves=None,
+    )
+    asked = asked_candidates(work, plan, cluster)
+    if asked[0].recompute is None:
+        yield upper_bound(asked[0], step)  # without a look at its chain
+    groups = min(candidate.shard_groups for candidate in asked)
+    for candidate in (*asked, *candidates_on_hosts(work, plan, cluster)):
+        if candidate.shard_groups == groups:
+            yield price(candidate, step)

@@ -490,7 +490,6 @@ class ChainRunner:
             self._spec.sharded,
             [part.stage for part in self._parts],
             list(map(self._programs.temporary_bytes, places)),
-            offloads=self._stash is not None,
             residuals=list(map(self._programs.residual_bytes, places)),
         )
 

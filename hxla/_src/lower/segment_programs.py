@@ -52,7 +52,6 @@ def segment_costs(
     temporary: Sequence[tuple[int, ...]] | None = None,
     *,
     fused: bool = False,
-    offloads: bool = False,
     residuals: Sequence[int] | None = None,
 ) -> list[SegmentCost]:
     """What the programs of each part take of a device; seconds in proportion to operations.
@@ -64,7 +63,6 @@ def segment_costs(
             its only program; None: not known before compilation, estimated as the bytes of what a
             backward reads and makes.
         fused: Whether all parts and their backwards are one program, which keeps more.
-        offloads: Whether what waits may go to host memory, by copies that no program waits for.
         residuals: For each part the bytes of what its forward leaves besides its inputs and
             outputs; None: not known before compilation, and those in the midst of a part are taken
             to be cut as what else has their shape there.
@@ -112,7 +110,6 @@ def segment_costs(
                 residuals=(made,),
                 # A forward makes its residuals, whether they are kept or not.
                 forward_temporary_bytes=forward + own,
-                offload_seconds=0.0 if offloads else None,
             )
         )
     return out

@@ -435,7 +435,6 @@ def _no_costs(num: int) -> list[SegmentCost]:
                     backward_seconds=0.0,
                 ),
             ),
-            offload_seconds=0.0,
         )
         for i in range(num)
     ]

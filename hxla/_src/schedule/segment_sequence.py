@@ -128,8 +128,6 @@ class Residuals:
         forward_temporary_bytes: The bytes of that forward beyond its input, outputs and residuals.
         backward_temporary_bytes: The bytes of that backward beyond what it reads, the gradients of
             inputs that it makes, and those of parameters that it leaves.
-        copy_seconds: The seconds for which the device waits while they and the input that the
-            backward reads go to host memory, and again while they come back.
     """
 
     name: str
@@ -139,7 +137,6 @@ class Residuals:
     backward_seconds: float
     forward_temporary_bytes: int = 0
     backward_temporary_bytes: int = 0
-    copy_seconds: float = 0.0
 
     @property
     def is_input(self) -> bool:
@@ -161,10 +158,6 @@ class SegmentCost:
         residuals: The choices of what its backward starts from.
         parameter_gradient_bytes: The bytes that its backward leaves until the end of the
             microbatch.
-        offload_seconds: The seconds for which the device waits while its inputs go to host memory;
-            None: nothing of it may. Whether a copy hides behind computation is the caller's
-            assumption, and one for both directions.
-        fetch_seconds: The seconds for which the device waits while they come back.
     """
 
     name: str
@@ -174,8 +167,6 @@ class SegmentCost:
     residuals: tuple[Residuals, ...]
     forward_temporary_bytes: int = 0
     parameter_gradient_bytes: int = 0
-    offload_seconds: float | None = None
-    fetch_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,7 +174,7 @@ class SequenceReplay:
     """A replayed sequence.
 
     Attributes:
-        seconds: The seconds of all operations.
+        seconds: The seconds of all forwards and backwards; copies to a host run beside them.
         bytes_O: The bytes on the device during each of its operations.
         offloaded_O: The bytes that each of them takes to host memory.
         fetched_O: The bytes that each of them brings back.
@@ -392,7 +383,7 @@ class _Memory:
         ):
             yield "the input is not on the device; run the forward before it, or fetch it"
         if op.kind == OFFLOAD:
-            yield from self._faults_of_offload(op, cost, choice)
+            yield from self._faults_of_offload(op, choice)
         if choice is None and (op.residuals or op.kind == BACKWARD):
             known = ", ".join(r.name for r in cost.residuals)
             yield f"the segment has no residuals {op.residuals!r}; choose of {known}"
@@ -408,12 +399,8 @@ class _Memory:
         ):
             yield "its residuals are there already; remove one of the forwards"
 
-    def _faults_of_offload(
-        self, op: SegmentOperation, cost: SegmentCost, choice: Residuals | None
-    ) -> Iterator[str]:
+    def _faults_of_offload(self, op: SegmentOperation, choice: Residuals | None) -> Iterator[str]:
         there = self._residuals.get(op.segment)
-        if cost.offload_seconds is None:
-            yield "the input may not be offloaded; keep it, or give its offload_seconds"
         if op.residuals and choice is not None and there != choice:
             yield f"no forward has left {op.residuals!r}; run F{op.segment}:{op.residuals}"
         elif not op.residuals and there is not None and there.reads_input:
@@ -428,14 +415,14 @@ class _Memory:
         choice = _choice(cost, op.residuals)
         before = self.device_bytes
         if op.kind == OFFLOAD:
-            return before, self._offload(i, cost, choice)
+            self._offload(i, choice)
+            return before, 0.0
         if op.kind == FETCH:
             if choice is not None:
                 self._residuals[i] = choice
             if i in self._host:
                 self._inputs.add(i)
-            took = cost.fetch_seconds if choice is None else choice.copy_seconds
-            return self.device_bytes, took
+            return self.device_bytes, 0.0
         if op.kind == BACKWARD:
             assert choice is not None
             for held in (self._inputs, self._host):
@@ -459,16 +446,13 @@ class _Memory:
         during += choice.num_bytes + choice.forward_temporary_bytes
         return during, choice.forward_seconds
 
-    def _offload(self, i: int, cost: SegmentCost, choice: Residuals | None) -> float:
-        """Take the input of a segment, or its residuals with it, to the host; returns seconds."""
-        is_there = i in (self._host if choice is None else self._host_residuals)
+    def _offload(self, i: int, choice: Residuals | None) -> None:
+        """Take the input of a segment, or its residuals with it, to the host."""
         if i in self._inputs:
             self._inputs.discard(i)
             self._host.add(i)
-        if choice is None:
-            return 0.0 if is_there else cost.offload_seconds or 0.0
-        self._host_residuals[i] = self._residuals.pop(i)
-        return 0.0 if is_there else choice.copy_seconds
+        if choice is not None:
+            self._host_residuals[i] = self._residuals.pop(i)
 
     @property
     def device_bytes(self) -> int:

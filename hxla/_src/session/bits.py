@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..choose.make_plan import workloads
 from ..choose.planning import PlanRequest, size_asked
 from ..core.errors import InspectError
 from ..core.types import PyTree
@@ -152,7 +153,9 @@ def _records(
     job: JobContext, devices: Sequence[jax.Device], microbatch_size: int | None
 ) -> list[BitsRecord]:
     """A record of each device; a second one is given the operands of the first."""
-    size = size_asked(job, PlanRequest(microbatch_size=microbatch_size)) or job.batch_size
+    size = (
+        size_asked(workloads(job), PlanRequest(microbatch_size=microbatch_size)) or job.batch_size
+    )
     graph, model = job.graph(size), job.functional(size)
     params, aux = _initial(job, size)
     trained = model.trained_places
@@ -246,7 +249,9 @@ def record_script(script: str, path: str, *, device: str | None, size: int | Non
     """
     found = None if device is None else device_of(device)
     job, wishes = job_of(_command(script))
-    [record] = _records(job, [found or jax.devices()[0]], size or size_asked(job, wishes))
+    [record] = _records(
+        job, [found or jax.devices()[0]], size or size_asked(workloads(job), wishes)
+    )
     record.write(path)
     print(f"written: {path}, {len(record.equations):,} equations in {len(record.runs):,} runs")
 
@@ -260,7 +265,7 @@ def compare_sides(script: str | None, sides: Sequence[str], size: int | None) ->
     if script is not None:
         devices = [device_of(side) for side in sides]
         job, wishes = job_of(_command(script))
-        return compare_bits(*_records(job, devices, size or size_asked(job, wishes)))
+        return compare_bits(*_records(job, devices, size or size_asked(workloads(job), wishes)))
     for side in sides:
         if _DEVICE.fullmatch(side):
             raise InspectError(

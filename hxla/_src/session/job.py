@@ -216,7 +216,7 @@ class Job(JobArguments):
             kept=chosen_before(job, checkpoint_dir),
         )
         capture.offer(job, wishes)
-        made, _ = make_plan(job, cluster, wishes, SessionMeasure(), auto=auto, profile=profile)
+        made, _ = make_plan(job, cluster, wishes, SessionMeasure, auto=auto, profile=profile)
         return made.plan
 
     def open(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from ..choose.counts import finish_seconds
+from ..choose.make_plan import workloads
 from ..choose.microbatch_sizes import candidate_sizes
 from ..choose.planning import PlanRequest, check_enough, plan_for, size_asked
 from ..choose.short_profile import everywhere, segment_profile
@@ -124,12 +125,12 @@ def profile(
     """
     devices = job.all_devices()
     cluster = job.cluster(devices)
-    asked = size_asked(job, wishes)
+    asked = size_asked(workloads(job), wishes)
     sizes = tuple(sorted(microbatch_sizes)) or (
         (asked,) if asked else tuple(sorted(candidate_sizes(job.batch_size, len(devices))))
     )
     for own_size in sizes:
-        size_asked(job, PlanRequest(microbatch_size=own_size))
+        size_asked(workloads(job), PlanRequest(microbatch_size=own_size))
         check_enough(job.batch_size, own_size, len(devices))
     labels = [device.label for device in cluster.devices]
     rank = next(i for i, d in enumerate(devices) if is_here(d))
@@ -192,7 +193,7 @@ def profile(
 def _alone(job: JobContext, wishes: PlanRequest, cluster: Cluster) -> Plan:
     """A plan of copies of one device each."""
     alone = PlanRequest(microbatch_size=wishes.microbatch_size, reduction=wishes.reduction)
-    plan, _ = plan_for(job, alone, cluster, job.all_devices(), SessionMeasure())
+    plan = _planned(job, alone, cluster)
     if plan.axes:
         raise PlanError(
             "hxla profile measures a model on one device, but annotations or stages put a copy of "
@@ -201,11 +202,19 @@ def _alone(job: JobContext, wishes: PlanRequest, cluster: Cluster) -> Plan:
     return plan
 
 
+def _planned(
+    job: JobContext, wishes: PlanRequest, cluster: Cluster, profile: Profile | None = None
+) -> Plan:
+    sums, measure = job.sums(wishes.reduction), SessionMeasure(job, job.all_devices())
+    plan, _ = plan_for(workloads(job), wishes, cluster, sums, measure, profile)
+    return plan
+
+
 def _new_split(
     job: JobContext, wishes: PlanRequest, cluster: Cluster, profile: Profile
 ) -> tuple[Plan, SplitTime] | None:
     """A split that is asked for and not known, and what to know of it but its seconds."""
-    plan, _ = plan_for(job, wishes, cluster, job.all_devices(), SessionMeasure(), profile)
+    plan = _planned(job, wishes, cluster, profile)
     if plan.pipeline is not None or len(plan.axes) != 1:
         return None
     own = split_time(plan, cluster, 0.0)

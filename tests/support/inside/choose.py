@@ -6,13 +6,12 @@ from hxla._src.choose import chain as _chain_tables
 from hxla._src.choose import counts as _counts
 from hxla._src.choose import homogeneous_replicas as _like_copies
 from hxla._src.choose import lower_bound as _bound
-from hxla._src.choose import memory_model as _forms_of_job
+from hxla._src.choose import memory_layout as _memory_layout
 from hxla._src.choose import packing as _packing
 from hxla._src.choose import placement as _placed
 from hxla._src.choose import placement as _shared_links
 from hxla._src.choose import proposals as _propose
 from hxla._src.choose import search as _search
-from hxla._src.choose import zero_placement as _shared_state
 from hxla._src.choose.chain import (
     UNBOUNDED,
     Chain,
@@ -37,16 +36,20 @@ from hxla._src.choose.counts import best_counts, bound_seconds, even_counts, fin
 from hxla._src.choose.homogeneous_replicas import best_order
 from hxla._src.choose.layer_times import Alternative, layer_times, product_flops
 from hxla._src.choose.lower_bound import Bound
+from hxla._src.choose.make_plan import workloads
 from hxla._src.choose.memory import with_memory
-from hxla._src.choose.memory_candidates import (
-    GRANULES_OF_A_COPY,
+from hxla._src.choose.memory_layout import Candidate, groups_of_nodes
+from hxla._src.choose.memory_model import costs_of, step_memory, travel_of
+from hxla._src.choose.memory_price import (
+    GRANULES_OF_A_REPLICA,
     ChainBytes,
-    CopyDevice,
-    MemoryForms,
     ModelBytes,
+    ReplicaDevice,
+    StepMemory,
     Travel,
+    price,
+    upper_bound,
 )
-from hxla._src.choose.memory_model import costs_of, gathered_bytes
 from hxla._src.choose.mesh_axes import roles_of_mesh, split_over
 from hxla._src.choose.microbatch_counts import pooled, with_executors
 from hxla._src.choose.microbatch_sizes import best_size, candidate_sizes
@@ -75,5 +78,4 @@ from hxla._src.choose.split_advice import better_shares
 from hxla._src.choose.split_sizes import SplitDevice, best_sizes
 from hxla._src.choose.split_times import places_of, split_devices, split_time
 from hxla._src.choose.structures import pipelined, replicated
-from hxla._src.choose.zero_placement import groups_of_nodes, travel_of
 from hxla._src.choose.zero_search import least_seconds

@@ -1,6 +1,13 @@
 """What tests know of the insides of `hxla._src.schedule`."""
 
-from hxla._src.schedule.replay import blocking_replay, measured_timeline, replay, replay_ticks
+from hxla._src.schedule.replay import (
+    SEND,
+    Timeline,
+    blocking_replay,
+    make_event,
+    measured_timeline,
+    replay_ticks,
+)
 from hxla._src.schedule.schedules import (
     BACKWARD,
     FORWARD,

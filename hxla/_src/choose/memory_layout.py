@@ -1,0 +1,458 @@
+"""Memory layouts of a step: those that the settings leave open, and one of them as it is taken."""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from ..cluster.cluster import Cluster
+from ..cluster.libraries import are_unlike, in_words
+from ..core.config import OffloadConfig
+from ..core.errors import PlanError
+from ..launch.member import own_member, pinned
+from ..plan.parts import ZERO_STAGES, HeldBytes, HostTier, Tier
+from ..plan.plan import Plan
+from .recompute import num_again
+from .workload import Workload
+
+Recompute = Literal["none", "boundaries", "auto"]
+
+_ROUNDING_BYTES = 1e-6  # of sums of parts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A memory layout, before its shares, its waves and its sequence follow from the memory.
+
+    Attributes:
+        zero: The stage of ZeRO.
+        recompute: What is asked of the chain of segments; None: a microbatch is one program.
+        shard_groups: The number of groups of replicas, each of which shards the state.
+        optimizer: Where the optimizer's state is between updates.
+        stash: Where the residuals of a chain are.
+        parameters: Where each replica's shard of the parameters is, in stage 3.
+    """
+
+    zero: int = 0
+    recompute: Recompute | None = None
+    shard_groups: int = 1
+    optimizer: Tier = "device"
+    stash: HostTier = "device"
+    parameters: HostTier = "device"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryLayout:
+    """A candidate with all that follows, and what it takes.
+
+    Attributes:
+        sequence: The operations of the chain, as a plan has them; empty: one program.
+        shares: The granules of each replica of a group, in lowest terms; empty: even.
+        waves: In which the microbatches of a device run, in stages 2 and 3.
+        moved: The bytes that each replica moves to and from its host or disk in a step: of the
+            `optimizer`, the `stash`, the `parameters`.
+        on_host: The most bytes of these in each host's memory.
+        held: The bytes on each replica's device, by their owner; empty: not estimated.
+        extra_seconds: Of a step, beyond those of one program and whole state; of devices whose
+            speed is not known, operations.
+        moving_seconds: The time of all moves on the replica that takes longest.
+        is_timed: Whether `extra_seconds` are seconds.
+        lack_bytes: The most bytes that a device lacks; 0 or less: it fits.
+    """
+
+    candidate: Candidate
+    sequence: tuple[str, ...] = ()
+    shares: tuple[int, ...] = ()
+    waves: int = 1
+    moved: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    on_host: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    held: tuple[HeldBytes, ...] = ()
+    extra_seconds: float = 0.0
+    moving_seconds: float = 0.0
+    is_timed: bool = True
+    lack_bytes: float = 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device holds its bytes."""
+        return self.lack_bytes <= _ROUNDING_BYTES
+
+    @property
+    def cost(self) -> tuple[bool, float, float]:
+        """What layouts are compared by: first that they fit, then seconds, else what is missing."""
+        if not self.fits:
+            return True, self.lack_bytes, 0.0
+        if self.is_timed:
+            return False, self.extra_seconds + self.moving_seconds, 0.0
+        return False, self.moving_seconds, self.extra_seconds
+
+    def __str__(self) -> str:
+        own = self.candidate
+        parts = [f"memory.zero {own.zero}" if own.zero else "whole state"]
+        if own.recompute is not None:
+            again = num_again(self.sequence)
+            parts.append(
+                f"{again} of its forwards run again" if again else "a chain that keeps all"
+            )
+        if self.waves > 1:
+            parts.append(f"{self.waves} waves")
+        if own.shard_groups > 1:
+            parts.append(f"in {own.shard_groups} groups")
+        if self.shares:
+            parts.append("shares " + ":".join(map(str, self.shares)))
+        if own.stash != "device":
+            parts.append(f"what waits on the {own.stash}")
+        if own.parameters != "device":
+            parts.append(f"shares of the parameters on the {own.parameters}")
+        if own.optimizer != "device":
+            parts.append(f"optimizer's state on the {own.optimizer}")
+        return ", ".join(parts)
+
+
+def is_estimated(plan: Plan) -> bool:
+    """Whether its bytes are estimated before compilation: not of pipelines and uneven replicas."""
+    return plan.pipeline is None and not plan.is_uneven
+
+
+def is_described(plan: Plan, cluster: Cluster) -> bool:
+    """Whether any device is described with its memory."""
+    return any(cluster.devices[d.rank].memory_bytes is not None for d in plan.devices)
+
+
+def asked_candidates(work: Workload, plan: Plan, cluster: Cluster) -> list[Candidate]:
+    """What the settings leave open, the layout that changes least first.
+
+    Args:
+        plan: With the state whole on every replica.
+
+    Raises:
+        PlanError: If the settings contradict each other, or ask for what this plan cannot have.
+    """
+    memory, offload = work.settings.memory, work.settings.memory.offload
+    stages, groups = _stages(work, plan), _groups(work, plan, cluster)
+    stages = _at_least(stages, 1, "shard_groups", None if 1 in groups else groups[0])
+    if not is_estimated(plan):
+        return _of_whole_programs(work, plan, stages, groups[0])
+    stages = _at_least(stages, 2, "waves", memory.waves)
+    stages = _at_least(stages, 3, "offload.parameters", _elsewhere(offload.parameters))
+    if plan.axes and offload.optimizer == "disk":
+        raise PlanError(_no_disk(plan))
+    _check_chain(work, plan)
+    if memory.recompute == "auto" and not is_described(plan, cluster):
+        raise PlanError(
+            "memory.recompute is 'auto', but no device is described with its memory: give it in "
+            "the mesh file, or set 'none' or 'boundaries'"
+        )
+    return _candidates(work, plan, cluster, stages, groups, _asked(offload))
+
+
+def candidates_on_hosts(work: Workload, plan: Plan, cluster: Cluster) -> list[Candidate]:
+    """Those with more in host memory than the settings say, as far as they leave it open.
+
+    Args:
+        plan: With the state whole on every replica.
+        cluster: Nothing moves to a host whose memory or link it does not describe.
+    """
+    devices = [cluster.devices[d.rank] for d in plan.devices]
+    known = all(d.host_memory_bytes and d.host_bytes_per_second for d in devices)
+    if not known or plan.axes:
+        return []
+    memory, offload = work.settings.memory, work.settings.memory.offload
+    shares, has_one = _could_share(plan), len(plan.replicas) == 1
+    may_optimizer = (
+        offload.optimizer is None
+        and memory.zero != 0
+        and (shares or has_one)
+        and not plan.sums.sparse
+        and work.optimizer_bytes > 0
+        and not work.ownership((1,) * (1 if has_one else 2)).summed_state
+    )
+    may_chain = _could_be_chain(work, plan)
+    may_stash = may_chain and offload.stash is None
+    may_parameters = may_chain and offload.parameters is None and shares
+    may_parameters = may_parameters and memory.zero in (None, 3)
+    may = {"optimizer": may_optimizer, "stash": may_stash, "parameters": may_parameters}
+    free = [name for name, is_free in may.items() if is_free]
+    stages, groups = _stages(work, plan), _groups(work, plan, cluster)
+    stages = stages if 1 in groups else tuple(stage for stage in stages if stage)
+    found = []
+    for num in range(1, len(free) + 1):
+        for names in itertools.combinations(free, num):
+            on_host: dict[str, Any] = dict.fromkeys(names, "host")
+            places = dataclasses.replace(_asked(offload), **on_host)
+            found += _candidates(work, plan, cluster, stages, groups, places)
+    return found
+
+
+def _asked(offload: OffloadConfig) -> Candidate:
+    """Where the settings put things; on the device where they leave it open."""
+    return Candidate(
+        optimizer=offload.optimizer or "device",
+        stash=offload.stash or "device",
+        parameters=offload.parameters or "device",
+    )
+
+
+def _elsewhere(tier: str | None) -> str | None:
+    return None if tier == "device" else tier
+
+
+def _candidates(
+    work: Workload,
+    plan: Plan,
+    cluster: Cluster,
+    stages: Sequence[int],
+    groups: Sequence[int],
+    places: Candidate,
+) -> list[Candidate]:
+    """All with things in some places, of those bits that an elastic job began with."""
+    least = 3 if places.parameters != "device" else 2 * (work.settings.memory.waves is not None)
+    # The optimizer's state leaves the device part by part, as it is updated from stage 1 on.
+    own = [max(stage, int(places.optimizer != "device")) for stage in stages]
+    own = list(dict.fromkeys(stage for stage in own if stage >= least))
+    pairs = list(_recomputed(work, plan, own, places, is_described=is_described(plan, cluster)))
+    is_chain = pinned().is_chain
+    same = [pair for pair in pairs if is_chain in (None, pair[1] is not None)]
+    return [
+        dataclasses.replace(places, zero=zero, recompute=recompute, shard_groups=num)
+        for zero, recompute in same or pairs[:1]  # what the settings ask for is the same in all
+        for num in (groups if zero else groups[:1])
+    ]
+
+
+def _recomputed(
+    work: Workload, plan: Plan, stages: Sequence[int], places: Candidate, *, is_described: bool
+) -> Iterator[tuple[int, Recompute | None]]:
+    """Stages of ZeRO with what is recomputed."""
+    asked = work.settings.memory.recompute
+    layered = [stage for stage in stages if stage > 1]
+    if asked is not None:
+        yield from ((stage, asked) for stage in stages if stage < 2)
+        words: tuple[Recompute, ...] = ("none", "boundaries") if asked == "auto" else (asked,)
+        yield from ((stage, word) for stage in layered for word in words)
+        return
+    plain = [stage for stage in stages if stage < 2]
+    is_chain = _could_be_chain(work, plan)
+    if places.stash == "device":
+        yield from ((stage, None) for stage in plain)
+    elif not is_described:  # of one program nothing can be moved
+        yield from ((stage, "boundaries") for stage in plain)
+    if is_chain and is_described:
+        yield from ((stage, "auto") for stage in plain)
+    if is_chain or not plain or (places.stash != "device" and is_described):
+        words = ("none", "boundaries") if is_described else ("boundaries",)
+        yield from ((stage, word) for word in words for stage in layered)
+
+
+def _of_whole_programs(
+    work: Workload, plan: Plan, stages: Sequence[int], groups: int
+) -> list[Candidate]:
+    """Those of pipelines and of uneven replicas, which are no chain of segments.
+
+    Raises:
+        PlanError: If the settings ask for what only a chain can have.
+    """
+    memory, offload = work.settings.memory, work.settings.memory.offload
+    cut = _cut_in_words(plan) + ", in unlike parts" * plan.is_uneven
+    least = stages[0]
+    if least > 1 and plan.is_uneven:
+        raise PlanError(f"memory.zero={least}: {cut}, whose state is not shared out: use 0")
+    if memory.waves is not None:
+        raise PlanError(
+            f"memory.waves: {cut}, which run all microbatches of a step in one wave: leave it out"
+        )
+    if memory.recompute is not None:
+        raise PlanError(
+            f"memory.recompute: {cut}; there, pipeline.recompute "
+            "is the setting of stages, and XLA decides else: leave memory.recompute out"
+        )
+    if offload.optimizer == "disk":
+        raise PlanError(_no_disk(plan))
+    for name in ("stash", "parameters"):
+        if _elsewhere(place := getattr(offload, name)):
+            raise PlanError(
+                f"memory.offload.{name}={place!r}: {_cut_in_words(plan)}, and it is segments whose "
+                f"{name} wait elsewhere: leave it out"
+            )
+    is_open = plan.pipeline is not None and memory.zero is None and _cut_may_share(plan)
+    return [
+        dataclasses.replace(_asked(offload), zero=zero, shard_groups=groups)
+        for zero in (ZERO_STAGES[least:] if is_open else (least,))
+    ]
+
+
+_NEEDS = {
+    "shard_groups": (
+        "memory.shard_groups needs memory.zero of 1 to 3, and copies that can share the state: set "
+        "it, or leave them out"
+    ),
+    "waves": (
+        "memory.waves needs memory.zero of 2 or 3, which run segment by segment: set it, or leave "
+        "them out"
+    ),
+    "offload.parameters": (
+        "memory.offload.parameters='host' needs memory.zero of 3, in which each copy of the model "
+        "has its share of them: set it, or leave it out"
+    ),
+}
+
+
+def _at_least(stages: tuple[int, ...], least: int, setting: str, value: object) -> tuple[int, ...]:
+    """The stages of ZeRO that a setting can be had with, if it is set.
+
+    Raises:
+        PlanError: If there is none.
+    """
+    found = stages if value is None else tuple(stage for stage in stages if stage >= least)
+    if not found:
+        raise PlanError(_NEEDS[setting])
+    return found
+
+
+def _check_chain(work: Workload, plan: Plan) -> None:
+    """Refuse a stash on the host of what cannot be a chain of segments."""
+    if not _elsewhere(work.settings.memory.offload.stash) or _could_be_chain(work, plan):
+        return
+    why = (
+        "each microbatch's own gradient is clipped (communication.clip)"
+        if work.settings.communication.microbatch_clip_norm is not None
+        else "rows of a gradient travel alone (communication.sparse_embeddings)"
+    )
+    raise PlanError(
+        f"memory.offload.stash='host': {why}, so that a microbatch is one program, in which "
+        "nothing can be moved: leave either out"
+    )
+
+
+def _could_be_chain(work: Workload, plan: Plan) -> bool:
+    """Whether a microbatch may be a chain of segments."""
+    return not plan.sums.sparse and work.settings.communication.microbatch_clip_norm is None
+
+
+def _cut_in_words(plan: Plan) -> str:
+    return f"copies of the model are cut by {', '.join(axis.name for axis in plan.axes)}"
+
+
+def _no_disk(plan: Plan) -> str:
+    return (
+        f"memory.offload.optimizer='disk': {_cut_in_words(plan)}, whose state goes to no disk: "
+        "set 'host', or leave it out"
+    )
+
+
+def _could_share(plan: Plan) -> bool:
+    """Whether there are replicas of one device, all of whose gradients travel whole."""
+    return len(plan.replicas) > 1 and not plan.axes and not plan.sums.sparse
+
+
+def _cut_may_share(plan: Plan) -> bool:
+    """Whether replicas of several devices may shard the state although nobody asked for it.
+
+    Their bits differ where they shard it, which the next generation of an elastic job might not.
+    """
+    is_one = len(plan.replicas) == 1
+    return not (is_one or plan.is_uneven or plan.sums.sparse or own_member() is not None)
+
+
+def _may_share(plan: Plan) -> bool:
+    """The same of any replicas but pipelines."""
+    if not plan.axes:
+        return _could_share(plan)
+    return plan.pipeline is None and _cut_may_share(plan)
+
+
+def _stages(work: Workload, plan: Plan) -> tuple[int, ...]:
+    """The stages of ZeRO that the settings leave open, the one that changes least first.
+
+    Unlike devices have at least the first; over the host there is no third.
+
+    Raises:
+        PlanError: If unlike devices are to update everything each.
+    """
+    asked, kinds = work.settings.memory.zero, [device.kind for device in plan.devices]
+    offload = work.settings.memory.offload.optimizer
+    least = int(are_unlike(kinds) or offload is not None)
+    if offload is not None and asked == 0:
+        raise PlanError(
+            f"memory.zero=0: memory.offload.optimizer={offload!r} updates part after part, as "
+            "ZeRO's stages do, so that no bit depends on where the state is: leave it out or set "
+            "it to 1"
+        )
+    if least and asked == 0:
+        raise PlanError(
+            f"memory.zero=0: {in_words(kinds)} would each round the whole update in its own way, "
+            "and the copies of the model drift apart: leave it out or set it to 1"
+        )
+    if asked is not None or not _may_share(plan):
+        return (asked or least,)
+    return ZERO_STAGES[least:] if plan.sums.over == "device" else ZERO_STAGES[least:-1]
+
+
+def _groups(work: Workload, plan: Plan, cluster: Cluster) -> tuple[int, ...]:
+    """The numbers of groups of replicas, each sharding the state, that the settings leave open.
+
+    Raises:
+        PlanError: If they ask for groups that these replicas do not make.
+    """
+    asked, shares = work.settings.memory.shard_groups, work.settings.memory.shares
+    num = len(plan.replicas)
+    if isinstance(asked, int):
+        if asked > 1 and (num % asked or num == asked):
+            raise PlanError(
+                f"memory.shard_groups={asked}: {num} copies of the model do not make so many "
+                "groups of equal size, of two or more: use another number, or leave it out"
+            )
+        found: tuple[int, ...] = (asked,)
+    elif asked == "nodes":
+        try:
+            found = (groups_of_nodes(plan, cluster),)
+        except PlanError as error:
+            raise PlanError(
+                f"memory.shard_groups='nodes': {error}: use a number, or leave it out"
+            ) from error
+    else:
+        found = (1,)
+        if _may_share(plan) and plan.sums.over == "device" and isinstance(shares, str):
+            with contextlib.suppress(PlanError):  # nodes that make no groups
+                found = (1, groups_of_nodes(plan, cluster))
+    if not isinstance(shares, str) and len(shares) != num // found[0]:
+        of = f" in each of {found[0]} groups" if found[0] > 1 else ""
+        raise PlanError(
+            f"memory.shares: {len(shares)} for {num // found[0]} copies of the model{of}: give one "
+            "each"
+        )
+    return found
+
+
+def groups_of_nodes(plan: Plan, cluster: Cluster) -> int:
+    """As many groups as nodes, the replicas of a node being one.
+
+    Raises:
+        PlanError: If the replicas of the nodes are no such groups; the message says why.
+
+    References:
+        Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data parallel", VLDB 2023,
+        section 3.2.2 (hybrid sharding).
+        Zhang et al., "MiCS: near-linear scaling for training gigantic model on public cloud", VLDB
+        2022, sections 3.2 and 3.3 (partition groups, two-hop gradient synchronisation).
+    """
+    nodes = [{cluster.devices[rank].node for rank in r.devices} for r in plan.replicas]
+    if any(len(own) > 1 for own in nodes):
+        raise PlanError("a copy of the model lies over several nodes")
+    runs = [(node, len(list(own))) for node, own in itertools.groupby(own.pop() for own in nodes)]
+    sizes = [size for _, size in runs]
+    if len(runs) < 2:
+        raise PlanError("all copies of the model are in one node")
+    if len({node for node, _ in runs}) < len(runs):
+        raise PlanError("the copies of a node do not follow each other")
+    if len(set(sizes)) > 1:
+        listed = ", ".join(map(str, sizes[:8])) + " and more" * (len(sizes) > 8)
+        raise PlanError(f"nodes have unlike numbers of copies, {listed}")
+    if sizes[0] == 1:
+        raise PlanError("each node has one copy of the model only")
+    kinds = {device.rank: device.arithmetic for device in plan.devices}
+    of_replicas = [tuple(kinds[rank] for rank in r.devices) for r in plan.replicas]
+    if any(own != of_replicas[i % sizes[0]] for i, own in enumerate(of_replicas)):
+        raise PlanError("nodes have devices of unlike kinds, whose equal parts would drift apart")
+    return len(runs)
