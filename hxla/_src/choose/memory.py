@@ -55,11 +55,12 @@ def with_memory(
     Raises:
         PlanError: If it cannot be as the settings ask, or nothing that they leave open fits.
     """
-    step, described = step_memory(work, plan, cluster), is_described(plan, cluster)
+    asked, described = asked_candidates(work, plan, cluster), is_described(plan, cluster)
+    step = step_memory(work, plan, cluster)
     compiled_lack = None
     if measure is not None and described:
         compiled_lack = functools.partial(measure.compiled_lack, cluster=cluster)
-    ranked = _ranked(work, plan, cluster, step, are_here=measure is not None)
+    ranked = _ranked(work, plan, cluster, step, asked, are_here=measure is not None)
     layout, found = _first_as_compiled(
         ranked, functools.partial(_in_layout, work, plan, cluster, step), compiled_lack
     )
@@ -73,7 +74,13 @@ def with_memory(
 
 
 def _ranked(
-    work: Workload, plan: Plan, cluster: Cluster, step: StepMemory, *, are_here: bool
+    work: Workload,
+    plan: Plan,
+    cluster: Cluster,
+    step: StepMemory,
+    asked: Sequence[Candidate],
+    *,
+    are_here: bool,
 ) -> list[MemoryLayout]:
     """The layouts of a step, those that fit first, and of these the cheapest.
 
@@ -84,7 +91,7 @@ def _ranked(
     def priced(candidates: Sequence[Candidate]) -> list[MemoryLayout]:
         return sorted((price(own, step) for own in candidates), key=lambda own: own.cost)
 
-    asked, described = asked_candidates(work, plan, cluster), is_described(plan, cluster)
+    described = is_described(plan, cluster)
     if step.is_estimated and asked[0].recompute is None and (are_here or not described):
         bound = upper_bound(asked[0], step)
         if bound.fits:

@@ -48,7 +48,7 @@ from .memory_layout import Candidate, MemoryLayout, Recompute
 from .recompute import Waits, best_sequence, boundary_texts, keep_all, keep_texts, least_memory
 from .split_sizes import SplitDevice, best_sizes
 
-#: What of a state updated part by part is on the device at most, see `lower.streamed_update`.
+#: What of a state updated part by part is on the device at most, see `lower.update_groups`.
 PART_ON_DEVICE = 1 / 8
 GRANULES_OF_A_REPLICA = 12  #: Shares are as fine as a twelfth of an even one.
 
