@@ -62,7 +62,7 @@ USES = {
     "a computation of 8 bits": (
         lambda f: plan("float8_e4m3fn"),
         CONFIG,
-        "float8 is a dtype of products only, and preset 'fp8' says it",
+        "float8 is a dtype of products only, chosen by preset 'fp8'",
     ),
     "float8 on an A100": (
         lambda f: plan("fp8", cluster="workstation-a100-h100"),

@@ -104,7 +104,7 @@ def test_parameters_that_cannot_wait_on_the_host_are_refused():
     own = shared_state.shared(2)
     plan = shared_state.planned(own, 2)
     placement = plan.placement.model_copy(update={"parameters": "host"})
-    with pytest.raises(hxla.PlanError, match=r"placement\.parameters: only in ZeRO's stage 3"):
+    with pytest.raises(hxla.PlanError, match=r"placement\.parameters: only ZeRO's stage 3"):
         plan.replaced(placement=placement)
 
 

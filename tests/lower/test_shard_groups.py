@@ -78,10 +78,10 @@ def test_a_plan_by_hand_is_checked():
             plan.replaced(placement=plan.placement.model_copy(update={"shard_groups": groups}))
     two = plan.placement.model_copy(update={"shard_groups": 2})
     over_host = plan.sums.model_copy(update={"over": "host"})
-    with pytest.raises(hxla.PlanError, match="over the host the copies of a process"):
+    with pytest.raises(hxla.PlanError, match="over the host need all replicas of a process"):
         plan.replaced(placement=two, sums=over_host)
     kinds = [d.model_copy(update={"kind": "tpu" * (d.rank == 2) or "cpu"}) for d in plan.devices]
-    with pytest.raises(hxla.PlanError, match="copies 0, 2 update the same, and are of unlike"):
+    with pytest.raises(hxla.PlanError, match="replicas 0, 2 update the same parameters on unlike"):
         plan.replaced(placement=two, devices=tuple(kinds))
 
 

@@ -180,7 +180,11 @@ def test_a_plan_whose_stash_and_sequence_differ_is_refused():
     for plan, change, words in (
         (host, "device", "`chain.sequence` offloads to host memory, set 'host'"),
         (device, "host", "no operation of `chain.sequence` offloads anything, use 'device'"),
-        (planned(plain()), "host", "what waits is of segments, set `chain`, or use 'device'"),
+        (
+            planned(plain()),
+            "host",
+            "only segments have a stash to offload, set `chain`, or use 'device'",
+        ),
     ):
         placement = plan.placement.model_copy(update={"stash": change})
         with pytest.raises(hxla.PlanError, match=r"placement\.stash: ") as caught:

@@ -148,7 +148,7 @@ REFUSED = {
     ),
     "float sums": (
         lambda: planned(("cpu",) * 2, over("host"), reduction="float"),
-        "sums.over: hosts add integers, and float sums are none",
+        "sums.over: hosts add integers only, and these are float sums",
     ),
 }
 
@@ -168,7 +168,9 @@ def test_a_wrong_word_is_refused():
     with pytest.raises(hxla.PlanError, match=r"sums.over: .*'device' or 'host'"):
         hxla.Plan.from_json(json.dumps(table))
     plan = planned(("cpu",) * 4, mesh=None, stages=2)
-    with pytest.raises(hxla.PlanError, match=r"sums.over: copies of one device meet over the host"):
+    with pytest.raises(
+        hxla.PlanError, match=r"sums.over: only replicas of one device are summed over the host"
+    ):
         plan.replaced(sums=plan.sums.model_copy(update={"over": "host"}))
 
 

@@ -233,13 +233,13 @@ def test_zero_is_chosen_where_the_state_does_not_fit():
 
 
 HOSTILE = {
-    "shares alone": ({"shares": (1, 2, 3)}, "placement.shares: they are of ZeRO's stages"),
-    "too few shares": ({"zero": 1, "shares": (1, 2)}, "placement.shares: 2 for 3 copies"),
+    "shares alone": ({"shares": (1, 2, 3)}, "placement.shares: only ZeRO's stages"),
+    "too few shares": ({"zero": 1, "shares": (1, 2)}, "placement.shares: 2 for 3 replicas"),
     "nothing": ({"zero": 1, "shares": (1, 0, 1)}, "placement.shares.1: .*greater than 0"),
     "negative": ({"zero": 1, "shares": (1, -1, 1)}, "placement.shares.1: .*greater than 0"),
     "a stage beyond": ({"zero": 4}, "placement.zero"),
     "an owner of nothing": ({"zero": 1, "whole": ("x",)}, "no parameter 'x'"),
-    "whole without zero": ({"whole": ("b/bias",)}, "placement.whole: it is of ZeRO's stages"),
+    "whole without zero": ({"whole": ("b/bias",)}, "placement.whole: only ZeRO's stages"),
 }
 
 

@@ -417,19 +417,19 @@ BROKEN = {
     ),
     "device that is not listed": (
         at("replicas.1.devices.3", 9),
-        ["replicas: device 9 is none of `devices`", "devices: rank 7 has no place"],
+        ["replicas: device 9 is not one of `devices`", "devices: rank 7 is in no replica"],
     ),
     "device in two places": (
         at("replicas.1.devices.3", 0),
-        ["replicas: device 0 has two places", "devices: rank 7 has no place"],
+        ["replicas: device 0 is listed twice", "devices: rank 7 is in no replica"],
     ),
     "device listed twice": (
         at("devices.3.rank", 2),
-        ["devices: rank 2 is listed twice", "replicas: device 3 is none of `devices`"],
+        ["devices: rank 2 is listed twice", "replicas: device 3 is not one of `devices`"],
     ),
     "too few devices": (
         at("replicas.0.devices", [0, 1, 2]),
-        [r"replicas\.0\.devices: 3 devices, the axes take 4", "devices: rank 3 has no place"],
+        [r"replicas\.0\.devices: 3 devices, the axes take 4", "devices: rank 3 is in no replica"],
     ),
     "stages inside": (
         also(at("axes.0.name", "tensor"), at("axes.1.name", "stage")),
@@ -528,7 +528,7 @@ BROKEN = {
 BROKEN |= {
     "copies of several devices over the host": (
         at("sums.over", "host"),
-        ["sums.over: copies of one device meet over the host, .* stage, tensor: use 'device'"],
+        ["sums.over: only replicas of one device .* the host, .* stage, tensor: use 'device'"],
     ),
     "executors of several devices": (
         at("replicas.0.executors", 2),
@@ -544,15 +544,15 @@ BROKEN |= {
     ),
     "weight gradients of recomputed stages": (
         at("pipeline.schedule", "zb-h1"),
-        ["pipeline.segments: weight gradients of their own need `residuals`"],
+        ["pipeline.segments: separate weight gradients need `residuals`"],
     ),
     "state of sharded copies on disk": (
         also(at("placement.zero", 1), at("placement.optimizer", "disk")),
-        ["placement.optimizer: copies of the model are cut by stage, tensor, .* no disk"],
+        ["placement.optimizer: replicas are sharded over stage, tensor, .* on disk"],
     ),
     "waves of stages": (
         also(at("placement.zero", 2), at("placement.waves", 2)),
-        ["placement.waves: copies of the model are cut by stage, tensor, .* in one: use 1"],
+        ["placement.waves: replicas are sharded over stage, tensor, .* in one wave: use 1"],
     ),
     "a copy that begins later with shared sums": (
         also(at("placement.zero", 2), at("replicas.1.start_seconds", 1.0)),
@@ -567,7 +567,7 @@ BROKEN_COPIES = {
     ),
     "a copy that begins later": (
         at("replicas.1.start_seconds", 1.0),
-        [r"replicas\.1\.start_seconds: only pipelines begin one after another"],
+        [r"replicas\.1\.start_seconds: only pipelines can start at different times"],
     ),
     "executors and calls": (
         also(at("replicas.0.executors", 2), at("microbatches_per_call", 2)),
@@ -575,36 +575,36 @@ BROKEN_COPIES = {
     ),
     "a pipeline without an axis": (
         at("axes", [{"name": "stage", "size": 1, "roles": []}]),
-        ["pipeline: given if and only if 'stage' is one of the axes"],
+        ["pipeline: needed if and only if 'stage' is one of the axes"],
     ),
     "an axis of copies": (
         at("axes", [{"name": "data", "size": 1, "roles": ["replicate"]}]),
-        ["axes: 'data' lies between copies of the model, `replicas` lists them"],
+        ["axes: 'data' is the axis of `replicas`, leave it out"],
     ),
     "a parameter twice": (
         lambda table: table["parameters"].append(table["parameters"][0]),
-        ["parameters: 'layers/0/bias' is there twice"],
+        ["parameters: 'layers/0/bias' is listed twice"],
     ),
     "float sums over the host": (
         also(at("sums.over", "host"), at("sums.kind", "float")),
-        ["sums.over: hosts add integers, and float sums are none"],
+        ["sums.over: hosts add integers only, and these are float sums"],
     ),
-    "waves of nothing": (at("placement.waves", 2), ["placement.waves: they are of ZeRO's"]),
+    "waves of nothing": (at("placement.waves", 2), ["placement.waves: only ZeRO's stages 2 and 3"]),
     "parameters elsewhere": (
         also(ZERO, at("placement.parameters", "host")),
-        ["placement.parameters: only in ZeRO's stage 3"],
+        ["placement.parameters: only ZeRO's stage 3"],
     ),
     "groups of nothing": (
         at("placement.shard_groups", 2),
-        ["placement.shard_groups: they are of ZeRO's stages"],
+        ["placement.shard_groups: only ZeRO's stages"],
     ),
     "whole parameters of nothing": (
         at("placement.whole", ["layers/0/bias"]),
-        ["placement.whole: it is of ZeRO's stages"],
+        ["placement.whole: only ZeRO's stages"],
     ),
     "state elsewhere": (
         at("placement.optimizer", "host"),
-        ["placement.optimizer: what waits in the host is updated as in ZeRO's stages"],
+        ["placement.optimizer: state in host memory is updated as in ZeRO's stages"],
     ),
     "an unknown whole parameter": (
         also(ZERO, at("placement.whole", ["elsewhere"])),
@@ -620,27 +620,27 @@ BROKEN_COPIES = {
     ),
     "groups of unlike sizes": (
         also(ZERO, at("placement.shard_groups", 3)),
-        ["placement.shard_groups: 8 copies of the model do not make 3 groups"],
+        ["placement.shard_groups: 8 replicas do not make 3 groups"],
     ),
     "groups of one": (
         also(ZERO, at("placement.shard_groups", 8)),
-        ["placement.shard_groups: 8 copies of the model do not make 8 groups"],
+        ["placement.shard_groups: 8 replicas do not make 8 groups"],
     ),
     "shares of another number": (
         also(ZERO, at("placement.shard_groups", 4), at("placement.shares", [1, 2, 3])),
-        ["placement.shares: 3 for 2 copies in each of 4 groups"],
+        ["placement.shares: 3 for 2 replicas in each of 4 groups"],
     ),
     "groups over the host": (
         also(ZERO, at("placement.shard_groups", 4), at("sums.over", "host")),
-        ["placement.shard_groups: over the host the copies of a process have one place"],
+        ["placement.shard_groups: sums over the host need all replicas of a process"],
     ),
     "groups of unlike kinds": (
         also(ZERO, at("placement.shard_groups", 4), at("devices.2.kind", "gpu")),
-        ["placement.shard_groups: copies 0, 2, 4, 6 update the same, and are of unlike kinds"],
+        ["placement.shard_groups: replicas 0, 2, 4, 6 update the same parameters on unlike kinds"],
     ),
     "a stash of nothing": (
         at("placement.stash", "host"),
-        ["placement.stash: what waits is of segments, set `chain`, or use 'device'"],
+        ["placement.stash: only segments have a stash to offload, set `chain`, or use 'device'"],
     ),
     "a prediction for other copies": (
         at(

@@ -72,7 +72,7 @@ def test_layouts_place_copies_within_their_groups():
         ([[0, 1], [1, 2]], None, "each of the 4 devices once"),
         ([[0, 1, 2], [3]], None, "of one length"),
         ("host", [3, 1], r"hosts of one size, these have \[3, 1\] devices"),
-        ("all", None, "one copy of the model over 4 devices.*make 2"),
+        ("all", None, "one replica over 4 devices.*make 2"),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused(layout, nodes, message):

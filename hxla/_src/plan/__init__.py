@@ -1,1 +1,1 @@
-"""The plan: who holds and computes what."""
+"""The plan: which device holds and computes what."""

@@ -1,14 +1,13 @@
-"""Which dimension of what is cut over one mesh axis, for the whole program at once.
+"""The dimension of each array that one mesh axis cuts, for the whole program at once.
 
-Costs are tables over a few variables each. All that read one variable are added up, and its best
-choice, for any choice of the others in them, makes one table without it. A chain of layers, however
-many, needs tables of a few variables only.
+Every equation takes one of its factors or runs whole. Every array has the state that its maker
+leaves, and is resharded to the state that each reader wants. The goal is the least communication,
+forward and backward, proven optimal.
 
-Every equation takes one of its factors or runs whole; every array gets the state that its maker
-leaves and is brought to the state that each reader wants. The choice of least communication,
-forward and backward, is found to proven optimality by eliminating equations one after another. A
-program whose equations are connected too densely for that is an integer program, solved by HiGHS:
-first without whole numbers, in half the time, which mostly ends with them all the same.
+Variables are eliminated one after another. The cost tables that contain a variable are added up and
+minimised over it, which gives one table over the others. A chain of layers, however long, needs
+small tables only. Where equations are connected too densely for that, HiGHS solves an integer
+program: first its linear relaxation, which takes half the time and mostly has an integer solution.
 
 References:
     Dechter, "Bucket elimination: a unifying framework for reasoning", Artificial Intelligence 1999.
@@ -31,22 +30,22 @@ Table = tuple[tuple[int, ...], np.ndarray]
 
 
 def least_cost(sizes: Sequence[int], tables: Iterable[Table], most: int) -> list[int] | None:
-    """Choices whose costs add up to the least, proven; of equal ones the first, as it comes.
+    """The choices of least total cost, proven.
 
     Args:
         sizes: For each variable the number of its choices.
-        tables: Costs: variables in ascending order, and an axis for each.
+        tables: Variables in ascending order, and costs with an axis for each.
         most: Entries of the largest table that may be made.
 
     Returns:
-        For each variable its choice; None: a larger table would have to be made.
+        For each variable its choice; None: a larger table is needed.
     """
-    of: list[list[Table]] = [[] for _ in sizes]
+    tables_of: list[list[Table]] = [[] for _ in sizes]
     beside: list[set[int]] = [set() for _ in sizes]
 
     def add(table: Table) -> None:
         for v in table[0]:
-            of[v].append(table)
+            tables_of[v].append(table)
             beside[v].update(table[0])
 
     def entries(v: int) -> int:
@@ -69,14 +68,14 @@ def least_cost(sizes: Sequence[int], tables: Iterable[Table], most: int) -> list
             return None
         scope = sorted(beside[v] | {v})
         total = np.zeros([sizes[u] for u in scope])
-        for variables, costs in of[v]:
+        for variables, costs in tables_of[v]:
             total += costs.reshape([sizes[u] if u in variables else 1 for u in scope])
         others, axis = tuple(u for u in scope if u != v), scope.index(v)
         best.append((v, others, total.argmin(axis)))
         is_left[v] = False
         for u in others:
-            of[u] = [table for table in of[u] if v not in table[0]]
-            beside[u] = set().union(*(table[0] for table in of[u]))
+            tables_of[u] = [table for table in tables_of[u] if v not in table[0]]
+            beside[u] = set().union(*(table[0] for table in tables_of[u]))
         if others:
             add((others, total.min(axis)))
             for u in others:
@@ -87,19 +86,19 @@ def least_cost(sizes: Sequence[int], tables: Iterable[Table], most: int) -> list
     return chosen
 
 
-_WHOLE = 1e-6  # a number as near a whole one is one, as for the solver itself
+_INTEGER_TOLERANCE = 1e-6  # HiGHS's default
 
 _MOST_ENTRIES = 1 << 20  # of a table of costs: 8 MB
 
-State = int | None  # the dimension that is cut, or None: whole on each device
+State = int | None  # the dimension that is cut; None: whole on each device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChoiceNode:
-    """Something that leaves arrays in a state: an equation, or an array that is given.
+    """An equation or an input, which leaves arrays in a state.
 
     Attributes:
-        choices: For each choice the states of operands, the states of results, and its own cost.
+        choices: For each choice the states of operands, the states of results, and the cost.
     """
 
     choices: tuple[tuple[tuple[State, ...], tuple[State, ...], float], ...]
@@ -107,12 +106,12 @@ class ChoiceNode:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Edge:
-    """An array on its way from the node that makes it to one that reads it.
+    """An array from the node that makes it to a node that reads it.
 
     Attributes:
-        num_bytes: Of the array on one device before this axis cuts it.
-        differentiable: Whether its cotangent travels back.
-        free: Whether any state is to be had at no cost (a batch, a literal).
+        num_bytes: On one device before this axis cuts the array.
+        differentiable: Whether a cotangent is sent back.
+        free: Whether every state costs nothing (a batch, a literal).
     """
 
     source: int
@@ -126,11 +125,7 @@ class Edge:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Nodes and edges to choose over.
-
-    Attributes:
-        nodes: In the order of execution.
-    """
+    """The nodes, in the order of execution, and the edges."""
 
     num_devices: int
     nodes: tuple[ChoiceNode, ...]
@@ -153,9 +148,9 @@ def all_to_all_bytes(num_bytes: float, n: int) -> float:
 
 
 def reshard_bytes(made: State, wanted: State, edge: Edge, n: int) -> float:
-    """Bytes sent, forward and backward, to bring an array from one state to another.
+    """Bytes sent, forward and backward, to reshard an array.
 
-    A slice forward is a gather of the cotangent backward, and the other way round.
+    A slice forward is a gather of the cotangent backward, and vice versa.
     """
     if edge.free or made == wanted:
         return 0.0
@@ -167,7 +162,7 @@ def reshard_bytes(made: State, wanted: State, edge: Edge, n: int) -> float:
 
 
 def cost(problem: Problem, chosen: Sequence[int]) -> float:
-    """Bytes that one device sends in a step under a choice for every node."""
+    """Bytes that one device sends in a step, for given choices."""
     total = sum(node.choices[c][2] for node, c in zip(problem.nodes, chosen, strict=True))
     for edge in problem.edges:
         made = problem.nodes[edge.source].choices[chosen[edge.source]][1][edge.result]
@@ -187,11 +182,11 @@ def solve(problem: Problem) -> tuple[int, ...]:
     """
     sizes = [len(node.choices) for node in problem.nodes]
     chosen = least_cost(sizes, _cost_tables(problem), _MOST_ENTRIES)
-    return tuple(_by_programme(problem) if chosen is None else chosen)
+    return tuple(_integer_solution(problem) if chosen is None else chosen)
 
 
 def _states(problem: Problem, edge: Edge) -> tuple[list[State], list[State]]:
-    """Of an array, as each choice of its maker leaves it, and as each of its reader's wants it."""
+    """An array's state for each choice of its maker, and for each choice of its reader."""
     made = [c[1][edge.result] for c in problem.nodes[edge.source].choices]
     wanted = [c[0][edge.operand] for c in problem.nodes[edge.target].choices]
     return made, wanted
@@ -215,7 +210,7 @@ def _cost_tables(problem: Problem) -> Iterator[Table]:
             yield (edge.source, edge.target), costs
 
 
-def _by_programme(problem: Problem) -> list[int]:
+def _integer_solution(problem: Problem) -> list[int]:
     nodes, n = problem.nodes, problem.num_devices
     first = np.concatenate([[0], np.cumsum([len(node.choices) for node in nodes])]).astype(int)
     costs = [c[2] for node in nodes for c in node.choices]
@@ -251,7 +246,7 @@ def _by_programme(problem: Problem) -> list[int]:
                 for column in wanted[w] if len(made) == 1 else made[m]:
                     costs[column] += weight
             continue
-        # Flow from the states made to the states wanted: tight, so branching is rare.
+        # A flow from made to wanted states: a tight relaxation, so branching is rare.
         start = len(costs)
         costs += weights
         index = {pair: start + k for k, pair in enumerate(pairs)}
@@ -268,7 +263,7 @@ def _by_programme(problem: Problem) -> list[int]:
         objective, A_eq=matrix, b_eq=right, bounds=(0, 1), method="highs-ds"
     )
     chosen = None if solved.x is None else solved.x[:num_choices]
-    if chosen is None or np.abs(chosen - np.rint(chosen)).max(initial=0.0) > _WHOLE:
+    if chosen is None or np.abs(chosen - np.rint(chosen)).max(initial=0.0) > _INTEGER_TOLERANCE:
         solved = scipy.optimize.milp(
             objective,
             integrality=np.arange(len(costs)) < num_choices,

@@ -1,4 +1,4 @@
-"""What each mesh axis inside a replica cuts: a state for every array, chosen by the solver."""
+"""The dimension of every array that each mesh axis inside a replica cuts, by the solver."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,10 +14,10 @@ from .sharding import AxisAssignment, Sharded
 
 Axes = tuple[tuple[str, int], ...]  # names and sizes
 Roles = Mapping[str, tuple[Role, ...]]
-Cuts = Mapping[int, Mapping[int, int]]  # value -> dimension -> parts that other axes cut it into
+Cuts = Mapping[int, Mapping[int, int]]  # value -> dimension -> number of shards over other axes
 
-# Work that every device repeats costs time but no bytes. One byte sent is worth a thousand
-# floating-point operations (A100 datasheet: 312 Tflop/s in bf16, 300 GB/s each way over NVLink).
+# Replicated work costs time but no bytes. One byte sent is worth a thousand floating-point
+# operations (A100 datasheet: 312 Tflop/s in bf16, 300 GB/s each way over NVLink).
 _BYTES_PER_FLOP = 1e-3
 _BYTES_PER_BYTE = 1e-3
 
@@ -32,15 +32,15 @@ def shard_graph(
     unlike: bool = False,
     like: Sharded | None = None,
 ) -> Sharded:
-    """Solve one axis after another, each on what the others left.
+    """Solve one axis after another, each on the shards that the others leave.
 
     Args:
-        roles: For each axis, the part of each TaskGraph.
-        dims: For each parameter the axes that cut it and the dimensions they cut, where rules or a
-            plan decide that; None: what needs least communication.
-        unlike: Whether the parts of devices may be unlike.
-        like: The same program for another microbatch size with the same axes: it is cut like that
-            where it can be, which spares solving; None: solve.
+        roles: For each axis, the role of each TaskGraph.
+        dims: For each parameter, mesh axis to the dimension it cuts, where rules or a plan decide
+            it; None: the least communication.
+        unlike: Whether shards may be uneven.
+        like: The same program and axes for another microbatch size, whose assignment is reused
+            where possible; None: solve.
     """
     known = like.axes if like is not None and is_alike(like.graph, graph) else {}
     cuts: dict[int, dict[int, int]] = {}
@@ -48,7 +48,7 @@ def shard_graph(
     for name, size in reversed(list(axes)):  # the innermost axis has the fastest links
         fixed: dict[int, int | None] = {}
         if dims is not None:
-            fixed = {i: own.get(name) for i, own in enumerate(dims)}
+            fixed = {i: dim_of.get(name) for i, dim_of in enumerate(dims)}
         solved[name] = assign(
             graph,
             roles[name],
@@ -66,7 +66,7 @@ def shard_graph(
 
 
 def is_alike(one: Graph, other: Graph) -> bool:
-    """Whether two graphs are of one program, traced for other sizes."""
+    """Whether two graphs are the same program, traced for different sizes."""
 
     def program(graph: Graph) -> list[tuple[str, tuple[int, ...]]]:
         return [(op.name, op.outputs) for op in leaves(graph.ops)]
@@ -84,16 +84,16 @@ def assign(
     unlike: bool = False,
     like: AxisAssignment | None = None,
 ) -> AxisAssignment:
-    """Choose what one mesh axis cuts.
+    """Choose the dimensions that one mesh axis cuts.
 
     Args:
-        roles: For each TaskGraph whether this axis carries its batch (`replicate`), its parameters
+        roles: For each TaskGraph whether this axis shards its batch (`replicate`), its parameters
             (`split`), or what `fixed` says (`rules`).
-        cuts: What other axes cut already.
+        cuts: By the other axes.
         fixed: For parameters (by index) that a rule decides: the dimension, or None for whole.
-        unlike: Whether the parts of devices may be unlike.
-        like: What the axis cuts of the same program for another microbatch size: where that can be
-            done here too, it is, instead of solving anew; None: solve.
+        unlike: Whether shards may be uneven.
+        like: The assignment of the same program for another microbatch size, reused where
+            possible; None: solve.
 
     Raises:
         PlanError: If the batch does not divide.
@@ -138,18 +138,18 @@ class _Builder:
     def build(self) -> None:
         graph = self.graph
         for index, v in enumerate(graph.param_values):
-            self._given(v, fixed=self._fixed.get(index, ...))
+            self._input(v, fixed=self._fixed.get(index, ...))
         for v in graph.aux_values:
-            self._given(v, fixed=...)
-        # Every device has the whole of these, so that any part of them is to be had for nothing.
+            self._input(v, fixed=...)
+        # These are replicated, so every shard of them is free.
         for v in (*graph.batch_values, graph.key_value, *(v for v, _ in graph.consts)):
-            self._given(v, fixed=None, free=True)
+            self._input(v, fixed=None, free=True)
         self._add(graph.ops)
         if self._problems:
             raise AnnotationError("\n".join(self._problems))
 
     def chosen_like(self, other: AxisAssignment) -> tuple[int, ...] | None:
-        """The choices that leave and want what another assignment does; None: there are none."""
+        """The choices with the same states as another assignment; None: there are none."""
         left: dict[int, list[tuple[int, State]]] = {}
         for v, (maker, result) in self._maker.items():
             if v not in other.made:
@@ -190,7 +190,7 @@ class _Builder:
         )
 
     def _repeated(self, chosen: Sequence[int]) -> float:
-        """The part of the cost that is work done over again, not bytes sent."""
+        """The part of the cost that is replicated work, not bytes sent."""
         return sum(self._waste.get((node, c), 0.0) for node, c in enumerate(chosen))
 
     # -- nodes ---------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class _Builder:
     def _repeat(self, num_bytes: float) -> float:
         return _BYTES_PER_BYTE * num_bytes * (1 - 1 / self._n)
 
-    def _given(self, v: int, *, fixed: Any, free: bool = False) -> None:
+    def _input(self, v: int, *, fixed: Any, free: bool = False) -> None:
         states: list[State] = [None, *self._dims(v)] if fixed is ... else [fixed]
         whole = 0.0 if free else self._repeat(self._bytes(v))
         node = ChoiceNode(choices=tuple(((), (s,), whole if s is None else 0.0) for s in states))
@@ -232,7 +232,7 @@ class _Builder:
                 for inside, outside in zip(op.body_inputs, op.inputs, strict=True):
                     self._alias(inside, outside)
                 for v, _ in op.body_consts:
-                    self._given(v, fixed=None, free=True)
+                    self._input(v, fixed=None, free=True)
                 self._add(op.body)
                 for outside, inside in zip(op.outputs, op.body_outputs, strict=True):
                     self._alias(outside, inside)
@@ -245,13 +245,13 @@ class _Builder:
             if old in self._free:
                 self._free.add(new)
         else:
-            self._given(new, fixed=None, free=True)
+            self._input(new, fixed=None, free=True)
 
     def _scan(self, op: Op) -> None:
         params = op.eqn.params
         num_consts, num_carry = scan_counts(op.eqn)
         for v, _ in op.body_consts:
-            self._given(v, fixed=None, free=True)
+            self._input(v, fixed=None, free=True)
         carries: list[int] = []
         for i, (inside, outside) in enumerate(zip(op.body_inputs, op.inputs, strict=True)):
             if i < num_consts:
@@ -333,7 +333,7 @@ class _Builder:
                 choices.append((*whole, waste))
                 names.append(None)
             else:
-                choices.append((f.operands, f.results, self._own_cost(op, f)))
+                choices.append((f.operands, f.results, self._sent_bytes(op, f)))
                 names.append(f.name)
         if not op.outputs:
             return
@@ -342,7 +342,7 @@ class _Builder:
         for k, v in enumerate(op.inputs):
             self._edge(v, node, k, op.times)
 
-    def _own_cost(self, op: Op, f: Factor) -> float:
+    def _sent_bytes(self, op: Op, f: Factor) -> float:
         values = self.graph.values
         total = 0.0
         if f.partial:
@@ -392,7 +392,7 @@ class _Builder:
         return list(cutting)
 
     def _pinned(self, op: Op, fitting: Sequence[Factor]) -> list[Factor | None]:
-        """What reads a parameter that a rule cuts is cut with it, where a factor allows it."""
+        """The factors that cut an equation along with a parameter that a rule cuts."""
         for k, v in enumerate(op.inputs):
             if isinstance(v, int) and self.graph.values[v].param is not None:
                 state = self._only_state(v)
@@ -401,7 +401,7 @@ class _Builder:
         return []
 
     def _only_state(self, v: int) -> State:
-        """The dimension that is cut whatever the solver chooses, or None."""
+        """The dimension that is cut in every choice, or None."""
         node, result = self._maker[v]
         states = {choice[1][result] for choice in self.nodes[node].choices}
         return states.pop() if len(states) == 1 else None

@@ -20,82 +20,78 @@ from ..schedule.segment_sequence import (
 
 
 def schedule_of(schedule: Any, num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """The schedule of one copy of the model.
+    """The schedule of one replica.
 
     Args:
         schedule: A name or a table of texts.
-        num_microbatches: That the copy runs in a step.
-        num_chunks: Parts of the model on each stage.
+        num_microbatches: In one step of the replica.
+        num_chunks: On each stage.
 
     Raises:
-        PlanError: If it is not for so many stages, microbatches or chunks.
+        PlanError: If a table is for other numbers of stages, microbatches or chunks.
     """
     if isinstance(schedule, str):
         return make_schedule(schedule, num_stages, num_microbatches, num_chunks)
-    own = schedule_from_table(schedule)
-    made_for = (own.num_stages, own.num_microbatches, own.num_chunks)
+    table = schedule_from_table(schedule)
+    made_for = (table.num_stages, table.num_microbatches, table.num_chunks)
     if made_for != (num_stages, num_microbatches, num_chunks):
         raise PlanError(
             f"the table of the pipeline's schedule is for {made_for[0]} stages, {made_for[1]} "
             f"microbatches and {made_for[2]} chunks; this pipeline has {num_stages} stages, "
             f"{num_microbatches} microbatches and {num_chunks} chunks"
         )
-    return own
+    return table
 
 
 def faults(plan: Any) -> Iterator[str]:
-    """Each thing that is wrong, as `key: what, and what to do`.
-
-    Args:
-        plan: A `Plan` whose fields are each of the right type.
-    """
-    yield from _of_batch(plan)
-    yield from _of_devices(plan)
-    yield from _of_axes(plan)
-    yield from _of_parameters(plan)
+    """All inconsistencies of a plan whose fields have the right types: `key: fault, remedy`."""
+    yield from _batch_faults(plan)
+    yield from _device_faults(plan)
+    yield from _axis_faults(plan)
+    yield from _parameter_faults(plan)
     if plan.pipeline is not None:
-        yield from _of_pipeline(plan)
+        yield from _pipeline_faults(plan)
     if plan.chain is not None:
-        yield from _of_chain(plan)
-    yield from _of_stash(plan)
+        yield from _chain_faults(plan)
+    yield from _stash_faults(plan)
     if plan.sums.kind == "exact" and plan.sums.dtype != "float32":
         yield f"sums.dtype: {plan.sums.dtype} rounds what exact sums keep, use float32"
-    yield from _of_sums_over_the_host(plan)
-    yield from _of_executors(plan)
-    yield from _of_starts(plan)
-    yield from _of_calls(plan)
+    yield from _host_sum_faults(plan)
+    yield from _executor_faults(plan)
+    yield from _start_faults(plan)
+    yield from _call_faults(plan)
     known = {p.name for p in plan.parameters}
     for sparse in plan.sums.sparse:
         if sparse.name not in known:
             yield f"sums.sparse: there is no parameter {sparse.name!r}"
         elif plan.axes:
-            yield "sums.sparse: rows travel between copies of one device only, leave it empty"
+            yield "sums.sparse: rows travel between replicas of one device only, leave it empty"
             break
-    yield from _of_shares(plan)
-    yield from _of_prediction(plan)
+    yield from _zero_faults(plan)
+    yield from _prediction_faults(plan)
 
 
-def _of_sums_over_the_host(plan: Any) -> Iterator[str]:
+def _host_sum_faults(plan: Any) -> Iterator[str]:
     if plan.sums.over == "device":
         return
     if plan.axes:
         yield (
-            "sums.over: copies of one device meet over the host, these have the axes "
+            "sums.over: only replicas of one device are summed over the host, these have the axes "
             f"{', '.join(axis.name for axis in plan.axes)}: use 'device'"
         )
     if plan.placement.zero == 3:
         yield (
-            "placement.zero: stage 3 gathers parameters in collectives of the devices, over the "
-            "host use at most 2"
+            "placement.zero: stage 3 gathers parameters in collectives of the devices; with sums "
+            "over the host use at most 2"
         )
     if plan.sums.kind != "exact":
         yield (
-            f"sums.over: hosts add integers, and {plan.sums.kind} sums are none: use kind 'exact', "
-            "or 'device'"
+            f"sums.over: hosts add integers only, and these are {plan.sums.kind} sums: use kind "
+            "'exact', or 'device'"
         )
 
 
-def _of_executors(plan: Any) -> Iterator[str]:
+def _executor_faults(plan: Any) -> Iterator[str]:
     if all(replica.executors == 1 for replica in plan.replicas):
         return
     if plan.axes:
@@ -120,23 +116,23 @@ def _of_executors(plan: Any) -> Iterator[str]:
         )
 
 
-def _of_starts(plan: Any) -> Iterator[str]:
+def _start_faults(plan: Any) -> Iterator[str]:
     late = [i for i, replica in enumerate(plan.replicas) if replica.start_seconds]
     if not late:
         return
     if plan.pipeline is None:
-        why = "only pipelines begin one after another, and the copies here have no stages"
+        why = "only pipelines can start at different times, and these replicas have no stages"
     elif plan.placement.zero > 1:
         why = (
-            f"with placement.zero of {plan.placement.zero} all copies fill and empty some slots "
-            "after others together, and none begins later"
+            f"with placement.zero of {plan.placement.zero} all replicas gather and reduce slots at "
+            "the same time"
         )
     else:
         return
     yield f"replicas.{late[0]}.start_seconds: {why}: leave it 0"
 
 
-def _of_calls(plan: Any) -> Iterator[str]:
+def _call_faults(plan: Any) -> Iterator[str]:
     if plan.microbatches_per_call == 1:
         return
     if plan.pipeline is not None or plan.num_segments > 1:
@@ -152,12 +148,12 @@ def _of_calls(plan: Any) -> Iterator[str]:
         )
     if any(replica.executors > 1 for replica in plan.replicas):
         yield (
-            "microbatches_per_call: executors take one microbatch after another, each as soon as "
-            "it has done one: use 1, or executors 1"
+            "microbatches_per_call: each executor takes one microbatch at a time: use 1, or "
+            "executors 1"
         )
 
 
-def _of_batch(plan: Any) -> Iterator[str]:
+def _batch_faults(plan: Any) -> Iterator[str]:
     num, rest = divmod(plan.batch_size, plan.microbatch_size)
     if rest:
         yield (
@@ -171,33 +167,33 @@ def _of_batch(plan: Any) -> Iterator[str]:
         )
 
 
-def _of_devices(plan: Any) -> Iterator[str]:
+def _device_faults(plan: Any) -> Iterator[str]:
     listed = Counter(device.rank for device in plan.devices)
     used = Counter(rank for replica in plan.replicas for rank in replica.devices)
     for rank in (r for r, n in listed.items() if n > 1):
         yield f"devices: rank {rank} is listed twice"
     for rank in (r for r, n in used.items() if n > 1):
-        yield f"replicas: device {rank} has two places"
+        yield f"replicas: device {rank} is listed twice"
     for rank in sorted(used.keys() - listed.keys()):
-        yield f"replicas: device {rank} is none of `devices`"
+        yield f"replicas: device {rank} is not one of `devices`"
     for rank in sorted(listed.keys() - used.keys()):
-        yield f"devices: rank {rank} has no place in `replicas`, leave it out"
+        yield f"devices: rank {rank} is in no replica, leave it out"
     size = math.prod(axis.size for axis in plan.axes)
     for i, replica in enumerate(plan.replicas):
         if len(replica.devices) != size:
             yield (f"replicas.{i}.devices: {len(replica.devices)} devices, the axes take {size}")
 
 
-def _of_axes(plan: Any) -> Iterator[str]:
+def _axis_faults(plan: Any) -> Iterator[str]:
     names = [axis.name for axis in plan.axes]
     for name in (n for n, times in Counter(names).items() if times > 1):
-        yield f"axes: {name!r} is there twice"
+        yield f"axes: {name!r} is listed twice"
     if DATA_AXIS in names:
-        yield f"axes: {DATA_AXIS!r} lies between copies of the model, `replicas` lists them"
+        yield f"axes: {DATA_AXIS!r} is the axis of `replicas`, leave it out"
     if STAGE_AXIS in names[1:]:
         yield f"axes: {STAGE_AXIS!r} must be the first"
     if (STAGE_AXIS in names) != (plan.pipeline is not None):
-        yield f"pipeline: given if and only if {STAGE_AXIS!r} is one of the axes"
+        yield f"pipeline: needed if and only if {STAGE_AXIS!r} is one of the axes"
     for axis in plan.axes:
         if not axis.shares:
             continue
@@ -205,19 +201,19 @@ def _of_axes(plan: Any) -> Iterator[str]:
             yield f"axes.{axis.name}.shares: {len(axis.shares)} for {axis.size} devices"
         if len(plan.axes) > 1:
             yield (
-                f"axes.{axis.name}.shares: unlike parts are for copies with one axis, this plan "
+                f"axes.{axis.name}.shares: uneven shards need replicas with one axis, this plan "
                 f"has {', '.join(names)}: leave the shares out, or the other axes"
             )
     roles = {len(axis.roles) for axis in plan.axes if axis.name != STAGE_AXIS}
     if len(roles) > 1:
-        yield "axes: each lists the role of every TaskGraph, these list different numbers of them"
+        yield "axes: `roles` must have one entry for each TaskGraph, these differ in length"
 
 
-def _of_parameters(plan: Any) -> Iterator[str]:
+def _parameter_faults(plan: Any) -> Iterator[str]:
     sizes = plan.axis_sizes
     for name, times in Counter(p.name for p in plan.parameters).items():
         if times > 1:
-            yield f"parameters: {name!r} is there twice"
+            yield f"parameters: {name!r} is listed twice"
     for p in plan.parameters:
         key = f"parameters.{p.name}.spec"
         if len(p.spec) != len(p.shape):
@@ -237,103 +233,106 @@ def _of_parameters(plan: Any) -> Iterator[str]:
             continue
         for d, (size, cut) in enumerate(zip(p.shape, p.cuts(sizes), strict=True)):
             if unlike[d]:
-                yield from _of_sizes(plan, p, d)
+                yield from _uneven_size_faults(plan, p, d)
             elif size % cut:
                 yield f"{key}: dimension {d} of size {size} does not divide into {cut}"
 
 
-def _of_sizes(plan: Any, p: Any, d: int) -> Iterator[str]:
-    """A dimension whose parts are unlike."""
+def _uneven_size_faults(plan: Any, p: Any, d: int) -> Iterator[str]:
+    """Faults of a dimension with shards of unlike sizes."""
     key, parts, axes = f"parameters.{p.name}.sizes.{d}", p.sizes[d], p.spec[d]
     if len(axes) != 1:
         cut = f"{len(axes)} axes cut" if axes else "no axis cuts"
-        yield f"{key}: {cut} this dimension, parts of unlike sizes are of one axis"
+        yield f"{key}: {cut} this dimension, shards of unlike sizes need exactly one axis"
         return
-    own = next((axis for axis in plan.axes if axis.name == axes[0]), None)
-    if own is not None and len(parts) != own.size:
-        yield f"{key}: {len(parts)} sizes for the {own.size} devices of {own.name!r}"
-    elif own is not None and not own.shares:
-        yield f"{key}: sizes are unlike only over an axis with `shares`, {own.name!r} has none"
+    axis = next((axis for axis in plan.axes if axis.name == axes[0]), None)
+    if axis is not None and len(parts) != axis.size:
+        yield f"{key}: {len(parts)} sizes for the {axis.size} devices of {axis.name!r}"
+    elif axis is not None and not axis.shares:
+        yield f"{key}: sizes are unlike only over an axis with `shares`, {axis.name!r} has none"
     if sum(parts) != p.shape[d]:
         yield f"{key}: {' + '.join(map(str, parts))} is {sum(parts)}, not {p.shape[d]}"
 
 
-def _of_shares(plan: Any) -> Iterator[str]:
+def _zero_faults(plan: Any) -> Iterator[str]:
     placement, num = plan.placement, len(plan.replicas)
     if placement.waves > 1 and placement.zero < 2:
-        yield "placement.waves: they are of ZeRO's stages 2 and 3, use 1 or set placement.zero"
+        yield "placement.waves: only ZeRO's stages 2 and 3 have waves, use 1 or set placement.zero"
     if placement.parameters != "device" and placement.zero < 3:
         yield (
-            "placement.parameters: only in ZeRO's stage 3 each copy has its share of them, set "
+            "placement.parameters: only ZeRO's stage 3 shards them over replicas, set "
             "placement.zero to 3, or use 'device'"
         )
     if not placement.zero:
-        yield from _without_zero(placement)
+        yield from _faults_without_zero(placement)
         return
     known = {p.name for p in plan.parameters}
     for name in placement.whole:
         if name not in known:
             yield f"placement.whole: there is no parameter {name!r}"
     if num == 1 and placement.zero > 1:
-        yield "placement.zero: one copy of the model has nobody to share with, use 1 or 0"
+        yield "placement.zero: one replica has nobody to share with, use 1 or 0"
     if plan.axes:
-        yield from _of_shares_of_cut_copies(plan)
+        yield from _sharded_replica_faults(plan)
     groups = placement.shard_groups
     if groups > 1:
-        yield from _of_shard_groups(plan)
+        yield from _shard_group_faults(plan)
     if placement.shares and num % groups == 0 and len(placement.shares) != num // groups:
-        of = f"in each of {groups} groups" if groups > 1 else "of the model"
-        yield f"placement.shares: {len(placement.shares)} for {num // groups} copies {of}"
+        where = f" in each of {groups} groups" if groups > 1 else ""
+        yield f"placement.shares: {len(placement.shares)} for {num // groups} replicas{where}"
     if plan.sums.sparse:
         yield (
-            "placement.zero: rows of a gradient travel to every copy, leave sums.sparse empty or "
-            "use 0"
+            "placement.zero: rows of a gradient travel to every replica, leave sums.sparse empty "
+            "or use 0"
         )
 
 
-def _without_zero(placement: Any) -> Iterator[str]:
-    """What only ZeRO's stages have."""
+def _faults_without_zero(placement: Any) -> Iterator[str]:
+    """Settings that only ZeRO's stages have."""
     if placement.shares:
-        yield "placement.shares: they are of ZeRO's stages, set placement.zero to 1, 2 or 3"
+        yield "placement.shares: only ZeRO's stages have shares, set placement.zero to 1, 2 or 3"
     if placement.shard_groups > 1:
-        yield "placement.shard_groups: they are of ZeRO's stages, set placement.zero to 1, 2 or 3"
+        yield (
+            "placement.shard_groups: only ZeRO's stages have groups, set placement.zero to 1, 2 or "
+            "3"
+        )
     if placement.whole:
-        yield "placement.whole: it is of ZeRO's stages, set placement.zero to 1, 2 or 3"
+        yield "placement.whole: only ZeRO's stages have owners, set placement.zero to 1, 2 or 3"
     if placement.optimizer != "device":
         yield (
-            f"placement.optimizer: what waits in the {placement.optimizer} is updated as in "
-            "ZeRO's stages, set placement.zero to 1, 2 or 3"
+            f"placement.optimizer: state in {placement.optimizer} memory is updated as in ZeRO's "
+            "stages, set placement.zero to 1, 2 or 3"
         )
 
 
-def _of_shares_of_cut_copies(plan: Any) -> Iterator[str]:
+def _sharded_replica_faults(plan: Any) -> Iterator[str]:
     placement, num = plan.placement, len(plan.replicas)
     axes = ", ".join(axis.name for axis in plan.axes)
-    cut = f"copies of the model are cut by {axes}"
+    cut = f"replicas are sharded over {axes}"
     if num == 1:
-        yield f"placement.zero: {cut}, and one copy has nobody to share with: use 0"
+        yield f"placement.zero: {cut}, and one replica has nobody to share with: use 0"
     if plan.pipeline is not None:
         if placement.waves > 1:
-            yield f"placement.waves: {cut}, and stages run all microbatches in one: use 1"
+            yield f"placement.waves: {cut}, and stages run all microbatches in one wave: use 1"
         if placement.parameters != "device":
-            yield f"placement.parameters: {cut}, whose parts stay on their devices: use 'device'"
+            yield f"placement.parameters: {cut}, whose shards stay on their devices: use 'device'"
     if plan.is_uneven:
-        yield f"placement.zero: {cut} in unlike parts, whose state is not shared out: use 0"
+        yield f"placement.zero: {cut} in uneven shards, whose state is not shared out: use 0"
     if placement.optimizer == "disk":
-        yield f"placement.optimizer: {cut}, whose state goes to no disk: use 'host' or 'device'"
+        yield f"placement.optimizer: {cut}, whose state cannot be on disk: use 'host' or 'device'"
 
 
-def _of_shard_groups(plan: Any) -> Iterator[str]:
+def _shard_group_faults(plan: Any) -> Iterator[str]:
     num, groups = len(plan.replicas), plan.placement.shard_groups
     if num % groups or num == groups:
         yield (
-            f"placement.shard_groups: {num} copies of the model do not make {groups} groups of "
-            "equal size, of two or more: use another number"
+            f"placement.shard_groups: {num} replicas do not make {groups} groups of equal size, of "
+            "two or more: use another number"
         )
         return
     if plan.sums.over == "host":
         yield (
-            "placement.shard_groups: over the host the copies of a process have one place, in one "
+            "placement.shard_groups: sums over the host need all replicas of a process in one "
             "group: use 1, or sums.over 'device'"
         )
     arithmetic = {device.rank: device.arithmetic for device in plan.devices}
@@ -342,16 +341,16 @@ def _of_shard_groups(plan: Any) -> Iterator[str]:
     for member in range(size):
         same = kinds[member::size]
         if len(set(same)) > 1:
-            copies = ", ".join(map(str, range(member, num, size)))
-            of = " and ".join(sorted({kind for own in same for kind in own}))
+            replicas = ", ".join(map(str, range(member, num, size)))
+            unlike = " and ".join(sorted({kind for devices in same for kind in devices}))
             yield (
-                f"placement.shard_groups: copies {copies} update the same, and are of unlike kinds "
-                f"({of}): they would drift apart. Use 1, or groups in which the same kinds follow "
-                "each other"
+                f"placement.shard_groups: replicas {replicas} update the same parameters on unlike "
+                f"kinds ({unlike}): they would drift apart. Use 1, or groups with the same kinds "
+                "in the same order"
             )
 
 
-def _of_pipeline(plan: Any) -> Iterator[str]:
+def _pipeline_faults(plan: Any) -> Iterator[str]:
     pipeline, num_stages = plan.pipeline, plan.num_stages
     if num_stages < 2:
         yield f"axes: {STAGE_AXIS!r} has size {num_stages}, a pipeline has at least two stages"
@@ -381,21 +380,21 @@ def _of_pipeline(plan: Any) -> Iterator[str]:
             return
         if schedule.has_weight and pipeline.recompute:
             yield (
-                "pipeline.segments: weight gradients of their own need `residuals`; with `inputs` "
-                "each forward would run three times, use schedule '1f1b'"
+                "pipeline.segments: separate weight gradients need `residuals`; with `inputs` each "
+                "forward would run three times, use schedule '1f1b'"
             )
             return
 
 
-def _of_chain(plan: Any) -> Iterator[str]:
+def _chain_faults(plan: Any) -> Iterator[str]:
     chain = plan.chain
     if plan.axes:
         axes = ", ".join(axis.name for axis in plan.axes)
-        cut = f"the copies are cut by {axes}"
+        cut = f"replicas are sharded over {axes}"
         if plan.pipeline is not None:
-            yield f"chain: {cut}, and stages are segments of their own: leave it out"
+            yield f"chain: {cut}, and stages have segments already: leave it out"
         elif plan.is_uneven:
-            yield f"chain: {cut} in unlike parts, in which no segment can wait: leave it out"
+            yield f"chain: {cut} in uneven shards, which have no segments: leave it out"
     firsts = [segment.first for segment in chain.segments]
     if firsts[0] != 0 or any(b <= a for a, b in itertools.pairwise(firsts)):
         yield f"chain.segments: their first equations {_brief(firsts)} must grow from 0"
@@ -409,17 +408,17 @@ def _of_chain(plan: Any) -> Iterator[str]:
         yield "placement.stash: `chain.sequence` offloads to host memory, set 'host'"
 
 
-def _of_stash(plan: Any) -> Iterator[str]:
+def _stash_faults(plan: Any) -> Iterator[str]:
     if plan.placement.stash == "device":
         return
     if plan.chain is None:
-        yield "placement.stash: what waits is of segments, set `chain`, or use 'device'"
+        yield "placement.stash: only segments have a stash to offload, set `chain`, or use 'device'"
     elif not any(str(text).startswith("O") for text in plan.chain.sequence):
         yield "placement.stash: no operation of `chain.sequence` offloads anything, use 'device'"
 
 
 def _no_costs(num: int) -> list[SegmentCost]:
-    """Of a chain's programs, to see whether a sequence can run."""
+    """Placeholder costs, for a replay that only checks that a sequence can run."""
     return [
         SegmentCost(
             name=str(i),
@@ -440,7 +439,7 @@ def _no_costs(num: int) -> list[SegmentCost]:
     ]
 
 
-def _of_prediction(plan: Any) -> Iterator[str]:
+def _prediction_faults(plan: Any) -> Iterator[str]:
     known = plan.prediction
     if known is None:
         return
@@ -452,7 +451,7 @@ def _of_prediction(plan: Any) -> Iterator[str]:
         yield "prediction: microbatch_seconds and fixed_seconds come together"
     unknown = {d.rank for d in known.devices} - {d.rank for d in plan.devices}
     if unknown:
-        yield f"prediction.devices: {sorted(unknown)} are none of `devices`"
+        yield f"prediction.devices: {sorted(unknown)} are not in `devices`"
 
 
 def _brief(numbers: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""How one array of the state lies over the devices."""
+"""The layout of one array of the state over the devices of a replica."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,15 +11,15 @@ from jax.sharding import PartitionSpec as P
 
 
 def whole(value: Any) -> Any:
-    """NumPy's whole numbers as Python's; anything else as it is."""
+    """NumPy's integers as Python's; any other value unchanged."""
     return int(value) if isinstance(value, np.integer) else value
 
 
 def padded_shape(shape: Sequence[int], sizes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The shape of an array with every part padded to the largest.
+    """The shape of an array with every shard padded to the largest.
 
     Args:
-        sizes: For each dimension the sizes of its parts, where they are unlike; empty: none are.
+        sizes: For each dimension its shard sizes, empty where they are alike; empty if all are.
     """
     return tuple(
         max(parts) * len(parts) if parts else size
@@ -28,7 +28,7 @@ def padded_shape(shape: Sequence[int], sizes: Sequence[Sequence[int]]) -> tuple[
 
 
 class PlanValue(pydantic.BaseModel):
-    """A part of a plan: frozen, hashable, and strict about what it is read from."""
+    """Base of a plan's values: frozen, hashable, and strict in parsing."""
 
     model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False
@@ -36,22 +36,21 @@ class PlanValue(pydantic.BaseModel):
 
 
 class Layout(PlanValue):
-    """How one parameter lies over the devices of its copy of the model.
+    """The sharding of one parameter over the devices of its replica.
 
     Attributes:
         name: The path of the parameter, `blocks/0/mlp/kernel`.
         shape: The shape of the whole array.
         dtype: The name of its dtype, `float32`.
-        spec: For each dimension the mesh axes that cut it, as a `jax.sharding.PartitionSpec` has
-            them; an empty tuple where it is whole.
-        memory: The kind of memory that holds it.
-        sizes: For each dimension the sizes of its parts on the devices of the one axis that cuts
-            it, where they are unlike; an empty tuple where they are alike, and in all where all
-            are.
+        spec: For each dimension the mesh axes that cut it, as in a `jax.sharding.PartitionSpec`; an
+            empty tuple where it is whole.
+        memory: The kind of memory in which it is.
+        sizes: For each dimension the shard sizes along the one axis that cuts it, where they are
+            unlike; an empty tuple where they are alike. Empty if all dimensions have even shards.
     """
 
     name: str
-    # Up to 2**48, so that products of a few sizes stay numbers; so are examples in `Plan`.
+    # Up to 2**48, so that products of a few sizes stay finite; `Plan` limits examples likewise.
     shape: tuple[Annotated[int, pydantic.Field(ge=0, le=2**48)], ...] = pydantic.Field(
         max_length=16
     )
@@ -77,7 +76,7 @@ class Layout(PlanValue):
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
     def cuts(self, axes: Mapping[str, int]) -> tuple[int, ...]:
-        """Say into how many parts each dimension is cut.
+        """Count the shards of each dimension.
 
         Args:
             axes: The mesh axes and their sizes; others count as one.
@@ -88,7 +87,7 @@ class Layout(PlanValue):
         return tuple(math.prod(axes.get(a, 1) for a in names) for names in self.spec)
 
     def parts(self, dim: int, num_devices: int) -> tuple[int, ...]:
-        """Say how large the parts of a dimension are.
+        """Give the shard sizes of a dimension.
 
         Args:
             dim: The dimension.
@@ -102,11 +101,11 @@ class Layout(PlanValue):
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """The shape of the array with every part padded to the largest."""
+        """The shape of the array with every shard padded to the largest."""
         return padded_shape(self.shape, self.sizes)
 
     def device_shape(self, axes: Mapping[str, int]) -> tuple[int, ...]:
-        """Say what shape the part of one device has, padding included.
+        """Give the shape of one device's shard, padding included.
 
         Args:
             axes: The mesh axes and their sizes; others count as one.
@@ -118,7 +117,7 @@ class Layout(PlanValue):
         return tuple(size // num for size, num in pairs)
 
     def device_bytes(self, axes: Mapping[str, int]) -> int:
-        """The bytes that one device holds, padding included.
+        """The bytes of one device's shard, padding included.
 
         Args:
             axes: The mesh axes and their sizes; others count as one.
@@ -145,12 +144,12 @@ def _is_number(dtype: Any) -> bool:
 
 
 def names_of(part: Any) -> tuple[str, ...]:
-    """Mesh axes of one entry of a PartitionSpec."""
+    """The mesh axes of one entry of a PartitionSpec."""
     return () if part is None else (part,) if isinstance(part, str) else tuple(part)
 
 
 def to_spec(spec: Sequence[Sequence[str]]) -> P:
-    """As jax has it, without empty dimensions at the end."""
+    """A plan's spec as jax's, without empty entries at the end."""
     parts = [None if not names else names[0] if len(names) == 1 else tuple(names) for names in spec]
     while parts and parts[-1] is None:
         parts.pop()
@@ -158,7 +157,7 @@ def to_spec(spec: Sequence[Sequence[str]]) -> P:
 
 
 def from_spec(spec: P, rank: int) -> tuple[tuple[str, ...], ...]:
-    """As a plan has it: one tuple of mesh axes for each of `rank` dimensions."""
+    """jax's spec as a plan's: a tuple of mesh axes for each of `rank` dimensions."""
     return (*map(names_of, spec), *[()] * (rank - len(spec)))
 
 

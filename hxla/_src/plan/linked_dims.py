@@ -1,9 +1,8 @@
-"""Dimensions that one mesh axis cuts together, and the whole units that they share.
+"""Dimensions that one mesh axis must cut alike, and the whole units in which they are cut.
 
-Where an equation is cut along a factor, the dimensions that the factor names are cut alike: the
-columns of one kernel, the rows of the next, the activations between them. Such a group has as many
-units as the largest number that divides all of its sizes: 40 columns that become 10 heads of 4 are
-cut between heads.
+An equation cut along a factor cuts all dimensions of the factor alike: the columns of one kernel,
+the rows of the next, the activations between them. The number of units of such a group is the
+greatest common divisor of its sizes: 40 columns that become 10 heads of 4 are cut between heads.
 """
 
 import dataclasses
@@ -22,13 +21,13 @@ from .sharding import AxisAssignment
 
 
 def in_shares(num_units: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """Sizes as near to a stated ratio as whole units are, at least one each.
+    """Whole units for each device in a given ratio, at least one each.
 
-    Largest remainders (Hamilton): the sizes are the shares rounded down, and the units that are
-    left go to the largest remainders, the first device first.
+    Largest remainders (Hamilton): the shares are rounded down, and the remaining units go to the
+    largest remainders, the first device first.
 
     Args:
-        shares: Of each device, positive, in any unit.
+        shares: For each device, positive, in any unit.
 
     Raises:
         PlanError: If there are fewer units than devices.
@@ -41,7 +40,7 @@ def in_shares(num_units: int, shares: Sequence[float]) -> tuple[int, ...]:
         )
     exact = np.array(shares) * (num_units / float(sum(shares)))
     sizes = np.maximum(np.floor(exact + 1e-9), 1).astype(int)
-    while sizes.sum() > num_units:  # those that were raised to one
+    while sizes.sum() > num_units:  # where sizes were raised to one
         sizes[np.argmax(np.where(sizes > 1, sizes - exact, -np.inf))] -= 1
     order = np.argsort(-np.round(exact - sizes, 9), kind="stable")
     for d in itertools.islice(itertools.cycle(order), int(num_units - sizes.sum())):
@@ -49,8 +48,8 @@ def in_shares(num_units: int, shares: Sequence[float]) -> tuple[int, ...]:
     return tuple(int(size) for size in sizes)
 
 
-#: A value's dimension as its maker leaves it, or as the k-th operand of an equation (by its first
-#: result) has it where that is another.
+#: (value, dimension) as its maker leaves it; or (first result of an equation, operand, dimension)
+#: where the equation wants another dimension cut.
 Node = tuple[int, int] | tuple[int, int, int]
 
 
@@ -59,7 +58,7 @@ class DimGroup:
     """Dimensions that are cut together.
 
     Attributes:
-        params: Parameters among them, and the dimension of each.
+        params: Their parameters: index and dimension.
     """
 
     num_units: int
@@ -67,7 +66,7 @@ class DimGroup:
 
 
 class LinkedDims:
-    """The groups of a graph over one mesh axis."""
+    """The groups of linked dimensions of a graph over one mesh axis."""
 
     def __init__(self, graph: Graph, axis: AxisAssignment):
         self._graph, self._axis = graph, axis
@@ -94,12 +93,12 @@ class LinkedDims:
         self._group = {node: number[self._find(node)] for node in self._order}
 
     def of_value(self, v: int) -> int | None:
-        """The group that cuts a value as its maker leaves it; None if it is whole."""
+        """The group of a value's cut dimension, as its maker leaves it; None if it is whole."""
         dim = self._axis.made.get(v)
         return None if dim is None else self._group[v, dim]
 
     def of_operand(self, op: Op, k: int) -> tuple[int, int] | None:
-        """Group and dimension in which an equation wants its k-th operand; None if whole."""
+        """Group and dimension in which an equation wants operand `k` cut; None if whole."""
         dim = self._axis.wanted[op.outputs[0]][k]
         if dim is None:
             return None
@@ -132,7 +131,7 @@ class LinkedDims:
         for op in ops:
             if op.body:
                 self._link(op.body)
-                for inner, outer in self._stand_ins(op):
+                for inner, outer in self._body_pairs(op):
                     self._join([inner, outer])
             elif op.outputs:
                 self._join([*self._operands(op), *self._results(op)])
@@ -154,8 +153,8 @@ class LinkedDims:
             if (dim := self._axis.made.get(v)) is not None:
                 yield self._node(v, dim)
 
-    def _stand_ins(self, op: Op) -> Iterator[tuple[Node, Node]]:
-        """Dimensions of values inside a body that are those of values outside of it."""
+    def _body_pairs(self, op: Op) -> Iterator[tuple[Node, Node]]:
+        """Pairs of equal dimensions, of a value inside a body and its counterpart outside."""
         consts, carry = (len(op.inputs), 0) if op.kind != "scan" else scan_counts(op.eqn)
         pairs = [(i, a, b) for i, (a, b) in enumerate(zip(op.body_inputs, op.inputs, strict=True))]
         first_stack = carry if op.kind == "scan" else len(op.outputs)
@@ -163,44 +162,44 @@ class LinkedDims:
         triples = [(a, b, int(i >= consts + carry)) for i, a, b in pairs]
         triples += [(b, a, int(i >= first_stack)) for i, (a, b) in enumerate(outs)]
         for inner, outer, shift in triples:
-            own, other = (
+            inside, outside = (
                 self._axis.made.get(v) if isinstance(v, int) else None for v in (inner, outer)
             )
-            if own is not None:
-                self._find(self._node(inner, own))
-            if own is not None and other is not None and own + shift == other:
-                yield self._node(inner, own), self._node(outer, other)
+            if inside is not None:
+                self._find(self._node(inner, inside))
+            if inside is not None and outside is not None and inside + shift == outside:
+                yield self._node(inner, inside), self._node(outer, outside)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-    """How many units of each group each device of an axis has.
+    """The units of each group on each device of an axis.
 
     Attributes:
-        units: For each group the units of each device.
+        units: For each group, then each device.
     """
 
     linked: LinkedDims
     units: tuple[tuple[int, ...], ...]
 
     def sizes(self, group: int, size: int) -> tuple[int, ...]:
-        """The parts of a dimension of this size in a group."""
+        """The shard sizes of a dimension of this size in a group."""
         each = size // self.linked.groups[group].num_units
         return tuple(n * each for n in self.units[group])
 
 
 def planned_parts(linked: LinkedDims, layouts: Sequence[Layout], shares: Sequence[int]) -> Parts:
-    """What a plan says of each group.
+    """The units of each group according to a plan's layouts.
 
     Args:
-        shares: Of the axis: they decide where no parameter does.
+        shares: The axis's ratio, for groups without parameters.
 
     Raises:
         PlanError: If layouts cut a unit, or parameters of one group differently: every fault.
     """
     faults, units = [], []
     for group in linked.groups:
-        told: dict[tuple[int, ...], str] = {}
+        names: dict[tuple[int, ...], str] = {}  # units of each device -> a parameter cut so
         for p, dim in group.params:
             layout, each = layouts[p], layouts[p].shape[dim] // group.num_units
             sizes = layout.parts(dim, len(shares))
@@ -210,13 +209,13 @@ def planned_parts(linked: LinkedDims, layouts: Sequence[Layout], shares: Sequenc
                     f"{each}, {', '.join(map(str, sizes))} are no multiples of it"
                 )
             else:
-                told.setdefault(tuple(size // each for size in sizes), layout.name)
-        if len(told) > 1:
+                names.setdefault(tuple(size // each for size in sizes), layout.name)
+        if len(names) > 1:
             faults.append(
                 "parameters that are cut together have different sizes, in units: "
-                + "; ".join(f"{name} {list(own)}" for own, name in told.items())
+                + "; ".join(f"{name} {list(sizes)}" for sizes, name in names.items())
             )
-        units.append(next(iter(told), ()) or in_shares(group.num_units, shares))
+        units.append(next(iter(names), ()) or in_shares(group.num_units, shares))
     if faults:
         raise PlanError("\n".join(faults))
     return Parts(linked=linked, units=tuple(units))

@@ -1,9 +1,9 @@
-"""Who updates what: granules of parameters and of the optimizer's state, or the whole of some.
+"""Which replica updates which parameters and optimizer state: granules, or whole tensors.
 
 A tensor that may be cut anywhere is flattened and cut into granules of equal size, as many as all
-shares together; each copy of the model has consecutive ones. So copies of equal shares have arrays
-of equal shapes, and one program. What the optimizer treats as a whole, such as a matrix that it
-orthogonalises, belongs to one copy.
+shares together; each replica has consecutive ones. So replicas with equal shares have arrays of
+equal shapes, and one program. A tensor that the optimizer treats as a whole, such as a matrix that
+it orthogonalises, belongs to one replica.
 
 References:
     Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models",
@@ -30,7 +30,7 @@ from ..model.optimizer import Optimizer
 from .layout import padded_shape, to_spec
 from .stage_storage import piece_shape
 
-#: Elements: arithmetic on a single number is compiled in another way than on several.
+#: In elements, since XLA compiles arithmetic on one number differently than on several.
 LEAST_GRANULE = 8
 SUMMED_STATE = (
     "the optimizer's sums over whole parameters, such as trust ratios, read its state, which would "
@@ -40,11 +40,11 @@ SUMMED_STATE = (
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """What each copy of a group owns; where every copy shares with every other there is one group.
+    """The shard of each replica of a group; without groups all replicas are one group.
 
     Attributes:
-        granules: Of each copy of the group.
-        owners: For each tensor the copy that owns the whole of it; None: it is cut.
+        granules: For each replica of the group.
+        owners: For each tensor the replica that owns all of it; None: it is cut into granules.
     """
 
     granules: tuple[int, ...]
@@ -52,70 +52,70 @@ class Shares:
 
     @property
     def num(self) -> int:
-        """Granules of all copies."""
+        """Granules of all replicas."""
         return sum(self.granules)
 
     @property
     def firsts(self) -> tuple[int, ...]:
-        """The first granule of each copy."""
+        """The first granule of each replica."""
         return tuple(itertools.accumulate(self.granules, initial=0))[:-1]
 
     def at(self, places: Sequence[Sequence[int]]) -> "Shares":
-        """Those of several copies together, each with the next ones.
+        """The shares of places, each of which has several consecutive replicas.
 
         Args:
-            places: Numbers of the copies that count as one.
+            places: For each place its replicas.
         """
-        place_of = {copy: p for p, copies in enumerate(places) for copy in copies}
+        place_of = {replica: p for p, replicas in enumerate(places) for replica in replicas}
         return Shares(
-            tuple(sum(self.granules[c] for c in copies) for copies in places),
+            tuple(sum(self.granules[r] for r in replicas) for replicas in places),
             tuple(None if owner is None else place_of[owner] for owner in self.owners),
         )
 
     def granule(self, size: int) -> int:
-        """Elements of a granule of a tensor of so many."""
+        """Elements of a granule of a tensor of `size` elements."""
         return max(-(-size // self.num), LEAST_GRANULE)
 
-    def own_size(self, tensor: int, size: int, copy: int) -> int:
-        """Elements of a tensor that a copy holds, with what pads the last ones.
+    def own_size(self, tensor: int, size: int, replica: int) -> int:
+        """Elements of a replica's shard of a tensor, with padding.
 
-        One of a tensor that is another's: XLA keeps arrays without elements badly.
+        One where another replica owns the tensor, since XLA mishandles empty donated buffers.
         """
         owner = self.owners[tensor]
         if owner is None:
-            return self.granules[copy] * self.granule(size)
-        return size if owner == copy else 1
+            return self.granules[replica] * self.granule(size)
+        return size if owner == replica else 1
 
     def piece(self, x: jax.Array, granules: int, first: Any) -> jax.Array:
         """Consecutive granules of a whole tensor, flat.
 
         Args:
-            first: Number of the first, perhaps traced.
+            first: The first granule, which may be traced.
         """
         each = self.granule(x.size)
         flat = jnp.pad(x.reshape(-1), (0, each * self.num - x.size))
         return jax.lax.dynamic_slice(flat, (first * each,), (granules * each,))
 
-    def taken(self, tensor: int, copy: int, x: jax.Array, first: Any) -> jax.Array:
-        """What a copy has of a whole tensor, flat.
+    def taken(self, tensor: int, replica: int, x: jax.Array, first: Any) -> jax.Array:
+        """A replica's shard of a whole tensor, flat.
 
         Args:
-            first: Number of the copy's first granule, perhaps traced.
+            first: The replica's first granule, which may be traced.
         """
         owner = self.owners[tensor]
         if owner is None:
-            return self.piece(x, self.granules[copy], first)
-        return x.reshape(-1) if owner == copy else jnp.zeros(1, x.dtype)
+            return self.piece(x, self.granules[replica], first)
+        return x.reshape(-1) if owner == replica else jnp.zeros(1, x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Ownership:
-    """Which copy of the model updates what.
+    """Which replica updates which tensors.
 
     Attributes:
-        update: The update, from trained parameters and the optimizer's state to their next values.
-        granules: Of each copy of a group; all groups have the same.
-        owners: For each domain of the update the copy of a group that owns it; None: it is cut.
+        update: From trained parameters and the optimizer's state to their next values.
+        granules: For each replica of a group; all groups have the same.
+        owners: For each domain of the update the replica of a group that owns it; None: it is cut.
         cuts_params: Whether each copy has only its share of the parameters, as of the state.
         is_whole: Whether every copy updates everything, and keeps arrays in their own shapes.
         axes: Names and sizes of the mesh axes inside a copy: each device's part is cut then.
@@ -138,7 +138,7 @@ class Ownership:
     place: int | None = None
 
     def spec(self, domain: int) -> P:
-        """How the arrays of a domain lie on the axes inside a copy."""
+        """PartitionSpec of a domain's arrays on the axes inside a replica."""
         return self.specs[domain] if self.specs else P()
 
     def local_shape(self, domain: int) -> tuple[int, ...]:
@@ -158,40 +158,39 @@ class Ownership:
 
     @property
     def num_inner(self) -> int:
-        """Devices of each copy."""
+        """Devices of each replica."""
         return math.prod(size for _, size in self.axes)
 
     @property
     def parts_spec(self) -> P:
-        """How what each device of a copy has of its own lies, one after another."""
+        """PartitionSpec of flat arrays in which the devices of a replica follow each other."""
         return to_spec([[name for name, _ in self.axes]])
 
-    def member(self, copy: int) -> int:
-        """The number in its group of one of all copies."""
-        return copy % len(self.granules)
+    def member(self, replica: int) -> int:
+        """The number of a replica in its group."""
+        return replica % len(self.granules)
 
-    def first(self, copy: int) -> int:
-        """The first granule of one of all copies."""
-        return self.shares.firsts[self.member(copy)]
+    def first(self, replica: int) -> int:
+        """The first granule of a replica."""
+        return self.shares.firsts[self.member(replica)]
 
-    def is_counted(self, copy: int) -> bool:
-        """Whether one of all copies is of the first group, what others have being the same."""
-        return copy < len(self.granules)
+    def is_counted(self, replica: int) -> bool:
+        """Whether a replica is in the first group; all groups have equal state."""
+        return replica < len(self.granules)
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is one copy, which owns everything."""
+        """Whether a group has one replica, which owns everything."""
         return len(self.granules) == 1
 
     @property
     def sends_params(self) -> bool:
-        """Whether all copies have the parameters that each updates its part of."""
+        """Whether updated parameters are gathered, so that every replica has all of them."""
         return not (self.is_alone or self.cuts_params)
 
     @property
     def summed_state(self) -> bool:
-        """Whether sums over whole arrays read leaves of the optimizer's state that have a domain,
-        as trust ratios do."""
+        """Whether sums over whole arrays, such as trust ratios, read sharded optimizer state."""
         read = self.update.read_by_sums()
         domains = self.update.domain_of
         return any(
@@ -200,33 +199,30 @@ class Ownership:
 
     @functools.cached_property
     def shares(self) -> Shares:
-        """Of the parameters."""
-        return self._of(self.update.domain_of[: self.num_params])
+        """The shares of the parameters."""
+        return self._shares(self.update.domain_of[: self.num_params])
 
     def of_leaves(
         self, is_trained: Sequence[bool], num_aux: int
     ) -> tuple[Shares, tuple[int | None, ...]]:
-        """Of all parameters, then other variables, then leaves of the optimizer's state.
-
-        Args:
-            is_trained: For each parameter whether it is.
+        """The shares of all parameters, then other variables, then the optimizer's state.
 
         Returns:
-            The shares, and for each leaf its domain; None: all copies have the whole of it.
+            The shares, and for each leaf its domain; None: every replica has the whole leaf.
         """
         trained = iter(self.update.domain_of[: self.num_params])
         domains = [
-            *(next(trained) if own and self.cuts_params else None for own in is_trained),
+            *(next(trained) if trains and self.cuts_params else None for trains in is_trained),
             *[None] * num_aux,
             *self.update.domain_of[self.num_params : self.num_arrays],
         ]
-        return self._of(domains), tuple(domains)
+        return self._shares(domains), tuple(domains)
 
     def state_specs(self, tree: PyTree) -> PyTree:
-        """How what a copy of several devices has of the optimizer's state lies on them.
+        """PartitionSpecs of the optimizer's state on the devices of a replica.
 
         Args:
-            tree: Of the state, with any leaves.
+            tree: The state's tree, with any leaves.
         """
         domains = self.update.domain_of[self.num_params : self.num_arrays]
         specs = [P() if d is None else self.parts_spec for d in domains]
@@ -238,22 +234,22 @@ class Ownership:
         """Parameters and leaves of the optimizer's state."""
         return len(self.update.closed.jaxpr.outvars)
 
-    def program_key(self, copy: int) -> Any:
-        """Of all copies those of equal keys run the same programs."""
-        member = self.member(copy)
+    def program_key(self, replica: int) -> Any:
+        """Replicas with equal keys run the same programs."""
+        member = self.member(replica)
         return self.granules[member], tuple(o == member for o in self.owners)
 
-    def _of(self, domains: Sequence[int | None]) -> Shares:
+    def _shares(self, domains: Sequence[int | None]) -> Shares:
         return Shares(self.granules, tuple(None if d is None else self.owners[d] for d in domains))
 
 
 @dataclasses.dataclass(frozen=True)
 class TracedUpdate:
-    """An optimizer's update.
+    """An optimizer's traced update.
 
     Attributes:
-        update: What of it is independent.
-        arrays: Shapes of what it makes anew: parameters and the optimizer's state.
+        update: Split into independent domains.
+        arrays: Shapes of its results: parameters and the optimizer's state.
     """
 
     update: SeparableUpdate
@@ -264,35 +260,35 @@ class TracedUpdate:
 def ownership(traced: TracedUpdate, granules: Sequence[int]) -> Ownership:
     """Share out an optimizer's update.
 
-    What may be cut is cut by granules. The rest, largest first, goes to the copy that has the
-    least for its granules.
+    Tensors that may be cut are cut into granules. The others, largest first, go to the replica
+    with the least load per granule.
 
     Args:
-        granules: Of each copy of a group.
+        granules: For each replica of a group.
     """
-    found, arrays = traced.update, traced.arrays
-    sizes = [0] * len(found.slices)
-    for domain, x in zip(found.domain_of, arrays, strict=False):
+    update, arrays = traced.update, traced.arrays
+    sizes = [0] * len(update.slices)
+    for domain, x in zip(update.domain_of, arrays, strict=False):
         if domain is not None:
             sizes[domain] += x.size
     owners: list[int | None] = [None] * len(sizes)
     load = [0.0] * len(granules)
     for d in sorted(range(len(sizes)), key=lambda d: -sizes[d]):
-        if found.slices[d]:
+        if update.slices[d]:
             continue
         best = min(range(len(granules)), key=lambda c: (load[c] + sizes[d]) / granules[c])
         owners[d], load[best] = best, load[best] + sizes[d]
-    return Ownership(found, tuple(granules), tuple(owners), traced.num_params)
+    return Ownership(update, tuple(granules), tuple(owners), traced.num_params)
 
 
 def traced_update(
     optimizer: Optimizer, params: PyTree, clip_norm: float | None = None
 ) -> TracedUpdate:
-    """Trace an update, and find what of it is independent.
+    """Trace an update, and split it into independent domains.
 
     Args:
         params: Shapes of the trained parameters.
-        clip_norm: Global norm to which gradients are clipped first; None: not at all.
+        clip_norm: Global norm to which gradients are clipped first; None: no clipping.
     """
     leaves, tree = jax.tree.flatten(params)
     state = jax.tree.leaves(optimizer.state_shapes(params))

@@ -10,7 +10,7 @@ from ..core.versions import hxla_version, jax_versions, processor
 from ..jax.settings import bit_settings
 from .layout import PlanValue
 
-#: What a mesh axis does with a TaskGraph: carry its batch, cut its parameters, or follow rules.
+#: What a mesh axis shards of a TaskGraph: the batch, the parameters, or what rules say.
 Role = Literal["replicate", "split", "rules"]
 
 
@@ -18,15 +18,15 @@ ZERO_STAGES = (0, 1, 2, 3)
 
 
 class Versions(PlanValue):
-    """The versions and settings that made a plan, as far as they decide bits.
+    """The versions and settings that decide bits, where a plan was made.
 
     Attributes:
         hxla: The version of hxla.
         jax: The version of jax.
         jaxlib: The version of jaxlib.
         processor: The instruction set of the CPU that computes, `x86_64 avx2`; empty where
-            accelerators do.
-        settings: The settings of JAX and XLA that may move bits and are not as usual, as
+            accelerators compute.
+        settings: The settings of JAX and XLA that may move bits and differ from their defaults, as
             `jax_enable_x64=True`, in the order of their names.
     """
 
@@ -45,11 +45,7 @@ class Versions(PlanValue):
 
 
 def versions_here(*, on_cpu: bool) -> Versions:
-    """What decides bits besides a plan, as it is here.
-
-    Args:
-        on_cpu: Whether a CPU computes.
-    """
+    """The versions and settings of this process."""
     jax, jaxlib = jax_versions()
     return Versions(
         hxla=hxla_version(),
@@ -73,21 +69,21 @@ class PlannedDevice(PlanValue):
 
     @property
     def arithmetic(self) -> str:
-        """The kind without what decides its speed only."""
+        """The kind without its speed: `cpu` of `cpu@0.5`."""
         return self.kind.split("@")[0]
 
 
 class Axis(PlanValue):
-    """A mesh axis inside a copy of the model.
+    """A mesh axis inside a replica.
 
     Attributes:
         name: The name: `stage`, `tensor`, ...
         size: The number of devices along it.
-        roles: For each TaskGraph whether the axis carries its batch (`replicate`), its parameters
+        roles: For each TaskGraph whether the axis shards its batch (`replicate`), its parameters
             (`split`), or what rules say (`rules`); empty for `stage`.
-        shares: The ratio in which its devices share what they cut, as far as units are whole: the
-            sizes of parameters are in their layouts, those of what no parameter decides follow from
-            it. Empty: all parts are alike.
+        shares: The ratio of the devices' shards, rounded to whole units. The sizes of parameters
+            are in their layouts; the sizes of other arrays follow from this ratio. Empty: all
+            shards are alike.
     """
 
     name: str
@@ -97,15 +93,15 @@ class Axis(PlanValue):
 
 
 class ReplicaWork(PlanValue):
-    """A copy of the model and its work.
+    """A replica and its work.
 
     Attributes:
         devices: The ranks of its devices, in the order of the axes, the last axis running fastest.
         num_microbatches: The microbatches that it runs in a step.
-        executors: The microbatches of these that it runs at once, each executor with sums of its
-            own. Between one and many no bit moves.
-        start_seconds: The seconds after the first copies from which this copy begins a step, so
-            that copies that share a network card send one after another. It moves no bit.
+        executors: The number of microbatches that run at once, each executor with separate sums.
+            It moves no bit.
+        start_seconds: The delay in seconds of this replica's step behind the first ones, so that
+            replicas behind one network card send one after another. It moves no bit.
     """
 
     devices: tuple[pydantic.NonNegativeInt, ...] = pydantic.Field(min_length=1)
@@ -119,8 +115,8 @@ class ChainSegment(PlanValue):
 
     Attributes:
         name: The first and last module in it.
-        first: The number of its first equation; those that only recast parameters are not counted,
-            and each iteration of a scan over layers counts as one, such as `layers[3]`.
+        first: The number of its first equation. Casts of parameters are not counted, and each
+            iteration of a scan over layers, such as `layers[3]`, counts as one.
     """
 
     name: str
@@ -128,14 +124,14 @@ class ChainSegment(PlanValue):
 
 
 class PlannedSegment(ChainSegment):
-    """Consecutive equations of the loss: what can be moved from one stage to another.
+    """Consecutive equations of the loss that move from stage to stage together.
 
     Attributes:
-        name: See `ChainSegment`.
-        first: Likewise.
+        name: The first and last module in it.
+        first: The number of its first equation, as in `ChainSegment`.
         part: The part of the pipeline that it belongs to: chunk c of stage s of S is part `c * S +
             s`.
-        keep: What waits for its backward: `residuals`, the fewest bytes that the backward needs, or
+        keep: The stash for its backward: `residuals`, the fewest bytes that the backward needs, or
             `inputs`, from which the forward runs again.
     """
 
@@ -144,11 +140,11 @@ class PlannedSegment(ChainSegment):
 
 
 class PlannedPipeline(PlanValue):
-    """The stages of a pipeline, and in which order they work.
+    """The stages of a pipeline and their schedule.
 
     Attributes:
-        cut_by: The chain that is cut: `work`, the operations in the order of the trace, or
-            `annotations`, the TaskGraphs' operations together and in their order.
+        cut_by: The chain that is cut into stages: `work`, the operations in the order of the trace,
+            or `annotations`, the operations TaskGraph by TaskGraph.
         segments: The segments of the whole chain.
         schedule: The schedule: `gpipe`, `1f1b`, `interleaved`, `zb-h1`, or a table of ticks and
             stages as `hxla.schedule_from_table` reads it.
@@ -174,19 +170,19 @@ class PlannedPipeline(PlanValue):
 
     @property
     def has_weight(self) -> bool:
-        """Whether weight gradients are operations of their own."""
+        """Whether weight gradients are separate operations."""
         if isinstance(self.schedule, str):
             return self.schedule == "zb-h1"
         return any(op.startswith("W") for tick in self.schedule for op in tick)
 
     @property
     def needs_even_counts(self) -> bool:
-        """Whether the schedule is made for some numbers of microbatches only."""
+        """Whether the schedule only exists for some microbatch counts."""
         return self.schedule == "interleaved" or not isinstance(self.schedule, str)
 
     @property
     def recompute(self) -> bool:
-        """Whether forwards run again from their inputs."""
+        """Whether forwards are recomputed from their inputs."""
         return any(segment.keep == "inputs" for segment in self.segments)
 
 
@@ -199,11 +195,11 @@ class PlannedChain(PlanValue):
 
     Attributes:
         segments: The segments; the last has one program for its forward and backward.
-        sequence: What runs for a microbatch: `F2` is the forward of segment 2, `F2+` keeps its
-            input, `F2:cut` what its backward `B2:cut` reads, the fewest bytes; `B3:input` is the
-            backward of the last segment. A forward that is there twice is recomputed. `O2` takes
-            the input of segment 2 to host memory and `I2` back, `O2:cut` and `I2:cut` its
-            residuals.
+        sequence: The operations of a microbatch. `F2` is the forward of segment 2; `F2+` keeps its
+            input, and `F2:cut` the fewest residuals, which its backward `B2:cut` reads. `B3:input`
+            is the backward of the last segment. A forward that is listed twice is recomputed. `O2`
+            offloads the input of segment 2 to host memory and `I2` fetches it; `O2:cut` and
+            `I2:cut` do the same with its residuals.
     """
 
     segments: tuple[ChainSegment, ...] = pydantic.Field(min_length=1)
@@ -221,7 +217,7 @@ class PlannedChain(PlanValue):
 
 
 class SparseRows(PlanValue):
-    """A parameter of whose gradient only the rows that a step touched travel.
+    """A parameter whose gradient is reduced as sparse rows: only those that a step touched.
 
     Attributes:
         name: The path of the parameter.
@@ -233,20 +229,19 @@ class SparseRows(PlanValue):
 
 
 class SumsForm(PlanValue):
-    """How the gradients of microbatches are added up.
+    """The accumulation and all-reduce of gradients.
 
     Attributes:
         kind: The arithmetic: `exact`, as integers, so that no spread of the work changes a bit, or
             `float`.
-        limbs: The 32-bit integers of an exact sum's element: two, which keep every element to
-            float32 precision; or one, of half the bytes, with which all elements of a tensor have
-            the absolute error of its largest.
-        dtype: The dtype in which `float` sums travel between copies of the model.
+        limbs: The 32-bit integers of an exact sum's element. Two keep every element to float32
+            precision. One takes half the bytes, and all elements of a tensor have the absolute
+            error of its largest.
+        dtype: The dtype of the all-reduce of `float` sums.
         bucket_mib: The size in MiB up to which small tensors are summed together.
-        sparse: The parameters of whose gradients only some rows travel.
-        over: Where copies of the model meet: `device`, in collectives of their devices; `host`, in
-            host memory, added by collectives of the hosts, so that no two devices need a library in
-            common.
+        sparse: The parameters whose gradients are reduced as sparse rows.
+        over: Where replicas are summed: `device`, by collectives of their devices; `host`, in host
+            memory by collectives of the hosts, so that unlike devices need no common library.
     """
 
     kind: Literal["exact", "float"] = "exact"
@@ -258,7 +253,7 @@ class SumsForm(PlanValue):
 
     @property
     def num_parts(self) -> int:
-        """The arrays in which a tensor is summed: the limbs, or the floats themselves."""
+        """The arrays per summed tensor: its limbs, or one of floats."""
         return self.limbs if self.kind == "exact" else 1
 
     @property
@@ -268,46 +263,45 @@ class SumsForm(PlanValue):
 
     @property
     def travel_factor(self) -> float:
-        """Bytes of an all-reduce to those of float32: parts are scattered, floats gathered."""
+        """The bytes of an all-reduce relative to float32: parts are scattered, floats gathered."""
         return (self.num_parts + 1) / 2
 
 
-#: Where state waits: in the device's own memory, in that of its host, or on a disk.
+#: Where state is between its uses: in the memory of the device or of its host, or on a disk.
 Tier = Literal["device", "host", "disk"]
-#: The same without a disk.
+#: The tiers in memory.
 HostTier = Literal["device", "host"]
 
 
 class Placement(PlanValue):
-    """The kinds of memory, and what stays in it.
+    """Where state and stash are, and how state is sharded over replicas.
 
     Attributes:
-        optimizer: Where the optimizer's state is between updates: in the memory of the `device`, in
-            that of its `host`, or on its `disk`. From the two latter it comes to the device group
-            by group, while the group before is updated and goes back.
-        parameters: Where each copy's own share of the parameters is, with `zero` of 3, between the
+        optimizer: Where the optimizer's state is between updates: in the memory of the `device` or
+            of its `host`, or on its `disk`. From host or disk it is streamed to the device in
+            groups, each while the group before is updated and written back.
+        parameters: Where each replica's shard of the parameters is, with `zero` of 3, between the
             gathers of segments and updates: in the memory of the `device` or of its `host`.
-        stash: Where that waits which `chain.sequence` offloads between forward and backward: in the
-            memory of the `host`; `device`: it offloads nothing.
-        zero: The stage of ZeRO: 0, every copy of the model has the whole of the optimizer's state
-            and updates everything; 1, each copy has a share of the state, updates that part of the
-            parameters, and gathers the rest (one copy alone updates all by this arithmetic, as its
-            state may then be anywhere); 2, sums of gradients are shared out as soon as a
-            segment of `chain` has all of its own, or after the last tick of a pipeline, some at a
-            time; 3, parameters are shared out too, and gathered for each segment, or into the
-            slots of the stages.
-        shares: With `zero`, the granules that each copy of a group owns of every parameter and its
-            state; empty: one each.
-        shard_groups: With `zero`, the number of groups of copies that follow each other: those of a
-            group share out the state among themselves, and every group has all of it.
-        whole: With `zero`, the parameters that the optimizer treats as a whole, each of which one
-            copy of a group owns.
-        waves: With `zero` of 2 or 3, in how many waves each copy runs its microbatches of a step,
-            one through all segments before the next: what waits for backwards is of one wave,
-            and what is gathered and summed travels once in each.
-        sums: Whether what a device adds up is `kept` between steps, which saves the time to make it
-            anew, or `released` before the update, which saves its memory there, in evaluations and
-            for checkpoints. On a CPU, steps then wait until a checkpoint is written.
+        stash: Where residuals that `chain.sequence` offloads are between forward and backward: in
+            the memory of the `host`; `device`: nothing is offloaded.
+        zero: The stage of ZeRO. 0: every replica has the whole optimizer state and updates
+            everything. 1: each replica has a shard of the state, updates this shard of the
+            parameters, and gathers the others; a single replica uses the same arithmetic. 2: sums
+            of gradients are reduce-scattered when a segment of `chain` is complete, or piece by
+            piece after the last tick of a pipeline. 3: parameters are sharded too, and gathered for
+            each segment, or into the slots of the stages.
+        shares: With `zero`, the granules of every parameter and its state on each replica of a
+            group; empty: one each.
+        shard_groups: With `zero`, the number of groups of consecutive replicas. The state is
+            sharded inside each group, and every group has all of it.
+        whole: With `zero`, the parameters that the optimizer treats as a whole; one replica of a
+            group owns each.
+        waves: With `zero` of 2 or 3, the number of waves of a replica's microbatches in a step. One
+            wave runs through all segments before the next. The stash is that of one wave; gathers
+            and reductions run once in each.
+        sums: Whether the buffers of sums are `kept` between steps, which saves time, or `released`
+            before the update, which saves memory in updates, evaluations and checkpoints. On a CPU,
+            steps then wait until a checkpoint is written.
     """
 
     optimizer: Literal["device", "host", "disk"] = "device"
@@ -322,7 +316,7 @@ class Placement(PlanValue):
 
     @property
     def tier_of_whole(self) -> tuple[str, ...]:
-        """Where the state waits, if some parameters are updated as a whole and it is elsewhere."""
+        """The tier of offloaded state, if some parameters are updated as a whole."""
         return (self.optimizer,) if self.whole and self.optimizer != "device" else ()
 
 
@@ -330,11 +324,11 @@ class HeldBytes(PlanValue):
     """The bytes on a device at the peak of a step, by their owner.
 
     Attributes:
-        parameters: The parameters, whole or a share, and those that are gathered for a segment.
-        sums: What gradients are summed in.
+        parameters: The parameters, whole or a shard, and those that are gathered for a segment.
+        sums: The buffers in which gradients are summed.
         optimizer: The optimizer's state, as far as it is on the device.
-        gradients: The gradients of a microbatch that wait for each other.
-        activations: The inputs, and what waits between forward and backward, with temporaries.
+        gradients: The gradients of a microbatch before they are added to the sums.
+        activations: The inputs, the stash and temporaries.
     """
 
     parameters: pydantic.NonNegativeFloat = 0.0
@@ -355,16 +349,16 @@ class HeldBytes(PlanValue):
 
 
 class DevicePrediction(PlanValue):
-    """What a step takes of one device.
+    """The time and memory of a step on one device.
 
     Attributes:
         rank: The number of the device in the cluster.
         memory_bytes: The peak of its memory in bytes (0: not known).
-        capacity_bytes: The bytes that it has (0: not described).
-        held: The bytes by owner, as estimated before compilation; None if that was not done.
+        capacity_bytes: The bytes of its memory (0: not described).
+        held: The bytes by owner, as estimated before compilation; None without an estimate.
         compute_seconds: The seconds of forwards and backwards; with the next three the whole step.
         wait_seconds: The seconds of bubbles, of transfers, and of waiting for other devices.
-        reduction_seconds: The seconds of the gradients' reduction, as far as nothing hides it.
+        reduction_seconds: The seconds of the gradients' all-reduce that no computation hides.
         update_seconds: The seconds of the optimizer's update.
     """
 
@@ -379,21 +373,20 @@ class DevicePrediction(PlanValue):
 
 
 class Prediction(PlanValue):
-    """What a step should take, from measured or estimated times.
+    """The predicted time and memory of a step, from measured or estimated times.
 
     Attributes:
         step_seconds: The seconds of a step, by replay of the schedule (0: nothing was measured).
-        bound_seconds: The bound: no plan of the kind that was searched is faster (0: not known).
-        closed_form_seconds: The seconds of the plan by the formula that the bound is of (0: those
-            of the step itself).
-        microbatch_seconds: The seconds of one microbatch on each copy of the model; empty if not
-            measured.
-        fixed_seconds: The seconds of each copy's step outside its microbatches (the update); empty
-            likewise.
-        stage_fractions: The share of the whole work on each stage, by the times of its own device.
-        sent_bytes: The bytes that each device sends inside its copy for one microbatch, forward and
-            backward; sums between copies come on top.
-        devices: What the step takes of each device that takes part, or nothing.
+        bound_seconds: The lower bound over all plans that were searched (0: not known).
+        closed_form_seconds: The seconds of the plan by the formula of the bound (0:
+            `step_seconds`).
+        microbatch_seconds: The seconds of one microbatch on each replica; empty if not measured.
+        fixed_seconds: The seconds of each replica's step outside its microbatches (the update);
+            empty if not measured.
+        stage_fractions: The fraction of the whole work on each stage, by the times of its device.
+        sent_bytes: The bytes that each device sends inside its replica for one microbatch, forward
+            and backward; the all-reduce of gradients comes on top.
+        devices: The predictions for the devices that take part, or none.
     """
 
     step_seconds: pydantic.NonNegativeFloat = 0.0
@@ -414,12 +407,12 @@ class Prediction(PlanValue):
 
 
 class RunnerUp(PlanValue):
-    """Another plan that was looked at.
+    """Another plan that was considered.
 
     Attributes:
         description: The plan in words.
         step_seconds: The predicted seconds of a step (0: not known).
-        held: The bytes by owner on its fullest device; None if only its time was looked at.
+        held: The bytes by owner on its fullest device; None if only its time was predicted.
         lack_bytes: The bytes that this device lacks (0: it fits).
     """
 

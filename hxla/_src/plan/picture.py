@@ -1,4 +1,4 @@
-"""A picture of a plan: its devices, what they do, and what it takes of them."""
+"""A picture of a plan: the work, time and memory of each device."""
 
 import dataclasses
 import os
@@ -15,7 +15,7 @@ _PARTS = (
     ("update_seconds", "update", "#2a9d78"),
     ("wait_seconds", "wait", "#d3d9e2"),
 )
-#: Owners of a device's bytes; all of them together where no more is known.
+#: Owners of a device's bytes; `held` stands for all of them where they are not known.
 _OWNERS = {
     "held": "#b48ad6",
     "parameters": "#2f6fdb",
@@ -32,8 +32,7 @@ class DeviceRow:
     """One device.
 
     Attributes:
-        replica: Copy of the model that it belongs to.
-        num_microbatches: Of the copy in a step.
+        num_microbatches: Of its replica in a step.
         prediction: None if nothing is known.
     """
 
@@ -47,7 +46,7 @@ class DeviceRow:
 def draw_devices(
     rows: Sequence[DeviceRow], path: str | os.PathLike[str], *, num_stages: int, title: str
 ) -> None:
-    """Write the picture of `Plan.draw`: a row for each device, alike ones of a large plan once."""
+    """Write the picture of `Plan.draw`: a row for each device, up to a limit."""
     from matplotlib.figure import Figure
 
     shown = list(rows[:_MOST_ROWS])
@@ -99,21 +98,21 @@ def _memory(ax: Any, rows: Sequence[DeviceRow], _num_stages: int) -> None:
     unit = 2.0**30
     left = [0.0] * len(rows)
     for owner, color in _OWNERS.items():
-        own = [_owned(row.prediction, owner) / unit for row in rows]
-        if any(own):
-            ax.barh(range(len(rows)), own, left=left, color=color, label=owner, height=0.7)
-        left = [a + b for a, b in zip(left, own, strict=True)]
+        sizes = [_owned_bytes(row.prediction, owner) / unit for row in rows]
+        if any(sizes):
+            ax.barh(range(len(rows)), sizes, left=left, color=color, label=owner, height=0.7)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
     for i, row in enumerate(rows):
         if row.prediction is not None and row.prediction.capacity_bytes:
             at = row.prediction.capacity_bytes / unit
             ax.plot([at, at], [i - 0.42, i + 0.42], color="#1f2430", linewidth=1.2)
     if any(row.prediction is not None and row.prediction.held is not None for row in rows):
         ax.legend(fontsize=7, frameon=False, ncols=2, loc="lower right")
-    ax.set_xlabel("GiB of memory (mark: what there is)", fontsize=8)
+    ax.set_xlabel("GiB of memory (mark: capacity)", fontsize=8)
 
 
-def _owned(known: DevicePrediction | None, owner: str) -> float:
-    """What an owner has of a device; all is `held` where the owners are not known."""
+def _owned_bytes(known: DevicePrediction | None, owner: str) -> float:
+    """Bytes of one owner on a device; `held` is all of them where owners are not known."""
     if known is None or known.held is None:
         return known.memory_bytes if known is not None and owner == "held" else 0.0
     return known.held.by_owner.get(owner, 0.0)

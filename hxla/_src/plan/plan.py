@@ -1,8 +1,8 @@
-"""The plan: who holds and computes what. All that a run of training decides is in it.
+"""The plan: which device holds and computes what.
 
-A plan is made by annotations, rules, a mesh, a number of stages or the search, and lowered with the
-traced loss to the programs that run; nothing else decides anything. It can be written to a file,
-read, edited by hand, and compared.
+A plan is made by annotations, rules, a mesh, a number of stages or the search. With the traced loss
+it is lowered to programs; nothing else decides anything. It can be written to a file, read, edited
+by hand, and compared.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ from .text import (
 
 
 def deciding(plan: Any) -> dict[str, Any]:
-    """What `Plan.numerics` is the fingerprint of."""
+    """The fields that decide bits: what `Plan.numerics` hashes."""
     found: dict[str, Any] = {
         "made_with": plan.made_with.model_dump(),
         "batch_size": plan.batch_size,
@@ -102,30 +102,30 @@ _MOST_LINES = 24  # of differences, and of devices in words
 
 
 class Plan(PlanValue):
-    r"""Who holds and computes what, why, and how far from the best it can be.
+    r"""Which device holds and computes what, why, and how far from the best it can be.
 
-    All that a run decides is in it: the same traced loss and the same plan are lowered to the same
-    programs. It is frozen and hashable; a file of it can be edited by hand and is checked when it
-    is read.
+    The same traced loss and the same plan are lowered to the same programs; nothing else decides
+    anything. A plan is frozen and hashable. Its JSON file can be edited by hand and is checked when
+    it is read.
 
     Attributes:
         format: The version of the file's format.
         made_with: The versions and settings that decide bits.
-        cluster: The name of the mesh file; empty for the devices that were there.
+        cluster: The name of the mesh file; empty for the devices of this machine or job.
         mesh_file: The path of a mesh file that is not built in, where the plan was made.
         batch_size: The examples of a global batch.
         microbatch_size: The examples of a microbatch.
         devices: The devices that take part.
-        axes: The mesh axes inside a copy of the model; none where a copy has one device.
-        replicas: The copies of the model, with their devices and their work.
+        axes: The mesh axes inside a replica; none where a replica has one device.
+        replicas: The replicas of the model, with their devices and their work.
         pipeline: The stages and their schedule, where `stage` is the first of the axes.
         chain: The segments of a microbatch that are programs of their own; None: it is one
             program, as a chain of one segment is.
         microbatches_per_call: The microbatches that one call of a program runs, at most.
-        parameters: The layout of each parameter over its copy's devices between steps.
-        sums: The way gradients are added up.
+        parameters: The layout of each parameter over its replica's devices between steps.
+        sums: The arithmetic and the place of the gradients' all-reduce.
         precision: The dtypes of the computation.
-        placement: The kinds of memory, and what stays in it.
+        placement: Where the state and the stash are, and how they are sharded over replicas.
         prediction: The time and memory of a step; None where nothing is known.
         runners_up: The next best plans of a search, the fastest first.
         reasons: Why, and what is estimated, in words.
@@ -173,16 +173,16 @@ class Plan(PlanValue):
 
     @pydantic.model_validator(mode="after")
     def _is_consistent(self) -> "Plan":
-        found = tuple(faults(self))
-        if found:
-            raise ValueError("\n".join(found))
+        lines = tuple(faults(self))
+        if lines:
+            raise ValueError("\n".join(lines))
         return self
 
     # -- facts -----------------------------------------------------------------------------------
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The microbatches of each copy of the model in a step."""
+        """The microbatches of each replica in a step."""
         return tuple(replica.num_microbatches for replica in self.replicas)
 
     @property
@@ -192,7 +192,7 @@ class Plan(PlanValue):
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """The mesh axes inside a copy of the model, by name."""
+        """The sizes of the mesh axes inside a replica, by name."""
         return {axis.name: axis.size for axis in self.axes}
 
     @property
@@ -202,13 +202,13 @@ class Plan(PlanValue):
 
     @property
     def mesh_in_words(self) -> str:
-        """Copies of the model and the axes inside one: `data x tensor = 2 x 4`."""
+        """The replicas and the axes inside one: `data x tensor = 2 x 4`."""
         sizes = (len(self.replicas), *self.axis_sizes.values())
         return f"{' x '.join(('data', *self.axis_sizes))} = {' x '.join(map(str, sizes))}"
 
     @property
     def num_stages(self) -> int:
-        """The stages of each copy of the model; 1 without a pipeline."""
+        """The stages of each replica; 1 without a pipeline."""
         return self.axis_sizes.get(STAGE_AXIS, 1)
 
     @property
@@ -218,18 +218,18 @@ class Plan(PlanValue):
 
     @property
     def is_uneven(self) -> bool:
-        """Whether devices of a copy may have parts of unlike sizes."""
+        """Whether devices of a replica may have shards of unlike sizes."""
         return any(axis.shares for axis in self.axes)
 
     @property
     def granules(self) -> tuple[int, ...]:
-        """With ZeRO, what each copy of a group owns of the optimizer's state, in granules."""
+        """With ZeRO, the granules of the optimizer's state on each replica of a group."""
         return self.placement.shares or (1,) * (len(self.replicas) // self.placement.shard_groups)
 
     @property
     def owned_parts(self) -> tuple[float, ...]:
-        """With ZeRO, the part of the optimizer's state that each copy of the model has."""
-        parts = tuple(own / sum(self.granules) for own in self.granules)
+        """With ZeRO, the fraction of the optimizer's state on each replica."""
+        parts = tuple(granules / sum(self.granules) for granules in self.granules)
         return parts * self.placement.shard_groups
 
     @property
@@ -239,32 +239,32 @@ class Plan(PlanValue):
 
     @property
     def device_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shape of one device's part of each parameter, padded to the largest part."""
+        """The shape of one device's shard of each parameter, padded to the largest."""
         sizes = self.axis_sizes
         return tuple(p.device_shape(sizes) for p in self.parameters)
 
     @property
     def device_parameter_bytes(self) -> int:
-        """The bytes of one device's part of the parameters, padded to the largest part."""
+        """The bytes of one device's shard of the parameters, padded to the largest."""
         sizes = self.axis_sizes
         return sum(p.device_bytes(sizes) for p in self.parameters)
 
     @property
     def memory_form(self) -> str:
-        """How a step lies in memory, in words: what of it times that were measured know."""
-        own = self.placement
+        """The memory layout in words; a profile stores it, so that no cost is counted twice."""
+        place = self.placement
         runs = "one program" if self.chain is None else "a chain"
-        return f"zero {own.zero}, {runs}, {own.optimizer}, {own.stash}, {own.parameters}"
+        return f"zero {place.zero}, {runs}, {place.optimizer}, {place.stash}, {place.parameters}"
 
     @property
     def replica_names(self) -> tuple[str, ...]:
-        """Short unique names of the copies: their devices' kinds and ranks, `cpu0@0.5`."""
+        """Short unique names of the replicas: their devices' kinds and ranks, `cpu0@0.5`."""
         kinds = {device.rank: device.kind for device in self.devices}
         return tuple(_name(replica.devices, kinds) for replica in self.replicas)
 
     @property
     def stage_names(self) -> tuple[tuple[str, ...], ...]:
-        """Short names of the stages of each copy, likewise."""
+        """Short names of the stages of each replica: their devices' kinds and ranks."""
         kinds = {device.rank: device.kind for device in self.devices}
         size = math.prod(axis.size for axis in self.axes) // self.num_stages
         return tuple(
@@ -285,27 +285,28 @@ class Plan(PlanValue):
         Of a schedule only this enters: whether weight gradients are operations of their own, as in
         `zb-h1`. Compiled apart from the gradients of the inputs they are rounded elsewhere.
 
-        A plan does not say which CPU devices share a process, and XLA computes by it: it cuts long
-        contractions by the threads of a process, and more than two devices of one copy add floats
-        in another order inside a process than between processes; unlike parts are branches there.
-        So the law is for processes of one form: those of `hxla run` have a device and a thread.
+        A plan does not say which CPU devices share a process, and XLA's arithmetic depends on it.
+        Long contractions are split by the threads of a process. More than two devices of a replica
+        add floats in another order inside a process than between processes. Uneven shards inside a
+        process are branches of one program. So the law is for processes of one form: those of
+        `hxla run` have one device and one thread.
         """
         text = json.dumps(deciding(self), sort_keys=True).encode()
         return hashlib.sha256(text).hexdigest()[:16]
 
     @property
     def decisions(self) -> "Plan":
-        """The plan without its prediction, its runners-up, its reasons and a path."""
+        """The plan without its prediction, runners-up, reasons and mesh file's path."""
         without = {"prediction": None, "runners_up": (), "reasons": (), "mesh_file": ""}
         return self.model_copy(update=without)
 
     # -- other plans -----------------------------------------------------------------------------
 
     def with_counts(self, counts: tuple[int, ...]) -> "Plan":
-        """Give the copies of the model other counts of microbatches; the prediction falls away.
+        """Give the replicas other microbatch counts; the prediction is dropped.
 
         Args:
-            counts: The microbatches of each copy in a step.
+            counts: The microbatches of each replica in a step.
 
         Returns:
             Another plan, of equal `numerics` where the sums are exact and the devices alike.
@@ -315,7 +316,7 @@ class Plan(PlanValue):
         """
         if len(counts) != len(self.replicas):
             raise PlanError(
-                f"{len(counts)} counts for {len(self.replicas)} copies of the model: give one each"
+                f"{len(counts)} counts for {len(self.replicas)} replicas: give one each"
             )
         try:
             replicas = tuple(
@@ -327,7 +328,7 @@ class Plan(PlanValue):
         return self.replaced(replicas=replicas, prediction=None)
 
     def replaced(self, **fields: Any) -> "Plan":
-        """Make a plan with other fields, checked like any.
+        """Make a plan with other values of some fields, and check it.
 
         Args:
             fields: The fields by their names.
@@ -336,7 +337,7 @@ class Plan(PlanValue):
             Another plan.
 
         Raises:
-            PlanError: If the fields do not go together, with every fault.
+            PlanError: If the fields contradict each other, with every fault.
         """
         return self.checked(
             {name: getattr(self, name) for name in type(self).model_fields} | fields
@@ -344,7 +345,7 @@ class Plan(PlanValue):
 
     @classmethod
     def checked(cls, fields: Mapping[str, Any]) -> "Plan":
-        """Make a plan of fields.
+        """Make a plan of its fields, and check it.
 
         Args:
             fields: All fields without a default, by their names.
@@ -353,7 +354,7 @@ class Plan(PlanValue):
             The plan.
 
         Raises:
-            PlanError: If they do not go together, with every fault.
+            PlanError: If they contradict each other, with every fault.
         """
         try:
             return cls(**fields)
@@ -368,7 +369,7 @@ class Plan(PlanValue):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Plan":
-        """Read what `to_json` wrote, or what a person made of it.
+        """Read a plan from JSON, as `to_json` writes it or edited by hand.
 
         Args:
             text: The JSON.
@@ -377,7 +378,7 @@ class Plan(PlanValue):
             The plan.
 
         Raises:
-            PlanError: If the text is no plan: every fault, with its key and the reason.
+            PlanError: If the text is no plan, with every fault, its key and the reason.
         """
         return from_json(cls, text)
 
@@ -385,7 +386,7 @@ class Plan(PlanValue):
         """Write the plan to a file.
 
         Args:
-            path: The path of the file; one that is there is replaced.
+            path: The path of the file; an existing file is replaced.
 
         Raises:
             PlanError: If the file cannot be written.
@@ -407,7 +408,7 @@ class Plan(PlanValue):
             The plan.
 
         Raises:
-            PlanError: If there is none that can be read, or it is no plan.
+            PlanError: If the file cannot be read, or is no plan.
         """
         text = read_bytes(path, MOST_JSON_BYTES, named("plan", path, PlanError))
         try:
@@ -418,19 +419,19 @@ class Plan(PlanValue):
     # -- words and pictures ----------------------------------------------------------------------
 
     def diff(self, other: "Plan") -> tuple[str, ...]:
-        """Say what another plan decides otherwise, a line for each key; predictions are left out.
+        """List the decisions in which two plans differ, a line for each key; no predictions.
 
         Args:
             other: The other plan.
 
         Returns:
-            Lines such as `replicas.0.num_microbatches: 9 here, 8 there`; none if the plans decide
-            the same.
+            Lines such as `replicas.0.num_microbatches: 9 here, 8 there`; none if all decisions are
+            equal.
         """
         return tuple(differences(self.decisions.model_dump(), other.decisions.model_dump()))
 
     def explain(self) -> str:
-        """Tell the plan in words: what each copy and device does, its time and memory, and why."""
+        """Describe the plan: the work of each replica and device, time, memory and reasons."""
         sums = self.sums.words + " over the host" * (self.sums.over == "host")
         lines = [
             f"{self.batch_size} examples a step in {self.num_microbatches} microbatches of "
@@ -441,7 +442,7 @@ class Plan(PlanValue):
             if i == _MOST_LINES:
                 lines.append(f"  and {len(self.replicas) - i} more")
                 break
-            lines.append(f"  {name:<{width}}  {count:>4} microbatches{self._of_replica(i)}")
+            lines.append(f"  {name:<{width}}  {count:>4} microbatches{self._work_in_words(i)}")
         if self.axes:
             lines.append(
                 f"  parameters {self.parameter_bytes:,} bytes, {self.device_parameter_bytes:,} on "
@@ -456,22 +457,22 @@ class Plan(PlanValue):
             lines += chain_in_words(self.chain)
         lines += self.precision.in_words()
         lines += [f"  under {setting}" for setting in self.made_with.settings]
-        lines += self._of_prediction(self.prediction or Prediction())
+        lines += self._prediction_in_words(self.prediction or Prediction())
         lines += [f"  {reason}" for reason in self.reasons]
         lines += runners_up_in_words(self.runners_up)
         lines += held_in_words(self.prediction, self.runners_up)
         return "\n".join(lines)
 
-    def _of_replica(self, i: int) -> str:
-        known, own = self.prediction, self.replicas[i]
-        how = f", {own.executors} at once" if own.executors > 1 else ""
-        how += f", starts {own.start_seconds * 1e3:.4g} ms later" if own.start_seconds else ""
+    def _work_in_words(self, i: int) -> str:
+        known, work = self.prediction, self.replicas[i]
+        how = f", {work.executors} at once" if work.executors > 1 else ""
+        how += f", starts {work.start_seconds * 1e3:.4g} ms later" if work.start_seconds else ""
         if known is None or not known.microbatch_seconds:
             return how
         micro, fixed = known.microbatch_seconds[i], known.fixed_seconds[i]
         return f" of {micro * 1e3:.1f} ms, busy {fixed + self.counts[i] * micro:.3f} s{how}"
 
-    def _of_prediction(self, known: Prediction) -> Iterator[str]:
+    def _prediction_in_words(self, known: Prediction) -> Iterator[str]:
         if known.step_seconds:
             bound = (
                 f", at most {max(known.gap, 0.0):.1%} above any plan" if known.bound_seconds else ""
@@ -490,14 +491,14 @@ class Plan(PlanValue):
             of = f" of {d.capacity_bytes / 2**30:.2f} GiB" if d.capacity_bytes else ""
             spent = ""
             if timed:
-                told = {
+                parts = {
                     "compute": d.compute_seconds,
                     "wait": d.wait_seconds,
                     "reduce": d.reduction_seconds,
                     "update": d.update_seconds,
                 }
-                # Sums of floats that should cancel leave something far below a microsecond.
-                spent = "  " + ", ".join(f"{k} {round(s, 6):.3g} s" for k, s in told.items())
+                # Float sums that should cancel leave far less than a microsecond.
+                spent = "  " + ", ".join(f"{k} {round(s, 6):.3g} s" for k, s in parts.items())
             yield f"  {d.rank:>4} {kinds[d.rank]}  {d.memory_bytes / 2**30:.2f} GiB{of}{spent}"
 
     def compare(self, other: "Plan") -> str:
@@ -518,10 +519,10 @@ class Plan(PlanValue):
         return "\n".join(lines)
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """Write a picture: each device with its copy, its stage, its work, its time and memory.
+        """Write a picture: replica, stage, work, time and memory of each device.
 
         Args:
-            path: A `.png`, `.svg` or `.pdf` file; its folder is made.
+            path: A `.png`, `.svg` or `.pdf` file; its folder is created.
         """
         known = {d.rank: d for d in self.prediction.devices} if self.prediction else {}
         kinds = {device.rank: device.kind for device in self.devices}
@@ -548,7 +549,7 @@ def _name(ranks: tuple[int, ...], kinds: Mapping[int, str]) -> str:
 
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
-    """What `Plan.compare` sets side by side."""
+    """The rows of `Plan.compare`."""
     counts, known = plan.counts, plan.prediction
     yield "cluster", plan.cluster or "here"
     yield "devices in use", str(len(plan.devices))

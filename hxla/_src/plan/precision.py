@@ -14,8 +14,8 @@ from ..core.files import fault, listed, named, read_toml
 from .layout import PlanValue
 from .rules import check_pattern
 
-#: The exponents of a loss scale: below the least, float16 could not hold the scale itself, and
-#: beyond the most no gradient that is worth a scale is finite.
+#: The exponents of a loss scale: below the least, float16 cannot represent the scale itself; above
+#: the most, no gradient that needs a scale stays finite.
 LEAST_SCALE_EXPONENT, MOST_SCALE_EXPONENT = -14, 64
 _LOW = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 _FLOAT8 = ("preset", "fp8")
@@ -23,13 +23,14 @@ _PRODUCTS = {"fp32": "float32", "tf32": "tf32", "fp8": "float8"}
 
 
 class PrecisionException(PlanValue):
-    """Operations that compute in another dtype than the others of their class.
+    """Operations that compute in another dtype than the rest of their class.
 
     Attributes:
-        path: The regular expression that must be found in the path of a parameter that an operation
-            reads, from the start of a path component; None for a scope's exception.
-        scope: The same of the scopes around an operation; None for a path's exception.
-        compute: The dtype of what matches.
+        path: The regular expression for the path of a parameter that an operation reads; it must
+            match from the start of a path component. None for a scope's exception.
+        scope: The regular expression for the scopes around an operation, likewise; None for a
+            path's exception.
+        compute: The dtype of matching operations.
         source: The source of the exception.
     """
 
@@ -62,7 +63,7 @@ class LossScale(PlanValue):
     Attributes:
         initial_exponent: The exponent of the first step's scale, which is that of a microbatch's
             mean loss.
-        growth_steps: The steps without an overflow after which the scale doubles.
+        growth_steps: The number of steps without an overflow after which the scale doubles.
     """
 
     initial_exponent: int = pydantic.Field(24, ge=LEAST_SCALE_EXPONENT, le=MOST_SCALE_EXPONENT)
@@ -70,21 +71,21 @@ class LossScale(PlanValue):
 
 
 class Precision(PlanValue):
-    """The dtypes of the computation; parameters between steps and the optimizer keep their own.
+    """The dtypes of the computation; parameters between steps and the optimizer keep their dtypes.
 
     Attributes:
-        params: The dtype to which parameters are rounded before the loss reads them; `model` leaves
-            them as the model has them.
-        compute: The dtype of matrix products, convolutions and what follows them; `model` leaves
-            all operations as the model has them.
-        products: The arithmetic of float32 products: `default` is what jax chooses on a device,
-            `float32` all bits, `tf32` a GPU's tensor cores. With `float8` matrix products that read
-            a parameter are in float8, scaled by powers of two, and their results in `compute`.
-        reduction: The dtype in which gradients reach the sums.
+        params: The dtype to which parameters are rounded before the loss reads them; `model` keeps
+            the model's dtypes.
+        compute: The dtype of matrix products, convolutions and the operations after them; `model`
+            keeps the model's dtypes of all operations.
+        products: The arithmetic of float32 products: `default` is jax's choice for the device,
+            `float32` all bits, `tf32` a GPU's tensor cores. With `float8`, matrix products that
+            read a parameter are in float8, scaled by powers of two, and their results in `compute`.
+        reduction: The dtype in which gradients are accumulated.
         buffers: The dtype to which other variables are rounded before the loss reads them.
         output: The dtype to which losses and metrics are rounded.
-        exceptions: The operations that compute in another dtype; the first that matches decides.
-        loss_scale: How the loss is scaled, where `nonfinite` is `scale`; None: not at all.
+        exceptions: The operations that compute in another dtype; the first match decides.
+        loss_scale: The scale of the loss, where `nonfinite` is `scale`; None: no scale.
     """
 
     params: Literal["model"] | Dtype = "model"
@@ -98,22 +99,22 @@ class Precision(PlanValue):
 
     @pydantic.model_validator(mode="after")
     def _is_consistent(self) -> "Precision":
-        own = (self.params, self.buffers, self.output, *(e.compute for e in self.exceptions))
-        if self.compute == "model" and (self.products != "default" or {*own} != {"model"}):
+        others = (self.params, self.buffers, self.output, *(e.compute for e in self.exceptions))
+        if self.compute == "model" and (self.products != "default" or {*others} != {"model"}):
             raise ValueError(
-                "with compute 'model' every operation is as the model has it: say compute, or "
+                "with compute 'model' every operation keeps the model's dtype: set compute, or "
                 "leave the others at 'model'"
             )
         return self
 
     @property
     def is_own(self) -> bool:
-        """Whether every operation is as the model has it."""
+        """Whether every operation keeps the model's dtype."""
         return self.compute == "model"
 
     @property
     def arithmetic(self) -> str:
-        """What matrix products are computed in, as mesh files name rates; ``model``: not said."""
+        """The arithmetic of matrix products, by mesh files' names; `model`: the model's dtypes."""
         if self.products == "float8":
             return "float8"
         if self.compute == "float32":
@@ -122,7 +123,7 @@ class Precision(PlanValue):
 
     @property
     def low_dtypes(self) -> frozenset[str]:
-        """The dtypes of fewer bits than float32 that some operation computes in."""
+        """The dtypes below float32 in which some operation computes."""
         every: set[str] = {self.params, self.compute, self.buffers, self.output}
         every |= {exception.compute for exception in self.exceptions}
         if self.products == "float8":
@@ -130,7 +131,7 @@ class Precision(PlanValue):
         return frozenset(every - {"model", "float32"})
 
     def in_words(self) -> Iterator[str]:
-        """Lines for `Plan.explain`; none where all is the model's own and nothing is scaled."""
+        """Lines for `Plan.explain`; none for the model's dtypes without a loss scale."""
         if not self.is_own:
             rest = [
                 f"{name} {value}"
@@ -159,44 +160,42 @@ class Precision(PlanValue):
 
 
 def as_precision(
-    given: "Precision | PrecisionConfig | str | Mapping[str, Any] | os.PathLike[str]",
+    setting: "Precision | PrecisionConfig | str | Mapping[str, Any] | os.PathLike[str]",
     *,
     scales: bool | None = None,
 ) -> Precision:
-    """The policy that a user means.
+    """The policy of a user's setting.
 
     Args:
-        given: A value is taken as it is; else a word (`bf16`), the keys of the section
-            `precision`, or a TOML file of them.
-        scales: Whether the loss is scaled; None: as a value says, else where it computes in
-            float16.
+        setting: A `Precision`, a preset (`bf16`), the keys of the section `precision`, or a TOML
+            file of them.
+        scales: Whether the loss is scaled; None: as a `Precision` says, else where float16 is
+            computed in.
 
     Raises:
-        ConfigError: For unknown words, keys and dtypes, all at once.
+        ConfigError: For unknown presets, keys and dtypes, all at once.
     """
-    if isinstance(given, Precision):
-        if scales is None or scales == (given.loss_scale is not None):
-            return given
-        return given.model_copy(update={"loss_scale": LossScale() if scales else None})
-    if not isinstance(given, PrecisionConfig):
-        given = _config(given)
-    low = _LOW.get(given.preset, "float32")
-    is_own = given.preset == "model" and not _says(given)
-    found: dict[str, Any] = {}
-    if not is_own:
-        found = {
-            "params": given.params or "float32",
-            "compute": given.compute or low,
-            "products": _PRODUCTS.get(given.preset, "default"),
-            "buffers": given.buffers or "float32",
-            "output": given.output or "float32",
-            "exceptions": tuple(e.model_dump() for e in given.exceptions),
+    if isinstance(setting, Precision):
+        if scales is None or scales == (setting.loss_scale is not None):
+            return setting
+        return setting.model_copy(update={"loss_scale": LossScale() if scales else None})
+    config = setting if isinstance(setting, PrecisionConfig) else _config(setting)
+    low = _LOW.get(config.preset, "float32")
+    fields: dict[str, Any] = {}
+    if config.preset != "model" or _names_dtypes(config):
+        fields = {
+            "params": config.params or "float32",
+            "compute": config.compute or low,
+            "products": _PRODUCTS.get(config.preset, "default"),
+            "buffers": config.buffers or "float32",
+            "output": config.output or "float32",
+            "exceptions": tuple(e.model_dump() for e in config.exceptions),
         }
     try:
-        policy = Precision.model_validate(found)
+        policy = Precision.model_validate(fields)
         if scales if scales is not None else "float16" in policy.low_dtypes:
             scale = LossScale(
-                initial_exponent=_exponent(given.initial_scale), growth_steps=given.growth_steps
+                initial_exponent=_exponent(config.initial_scale), growth_steps=config.growth_steps
             )
             policy = policy.model_copy(update={"loss_scale": scale})
     except pydantic.ValidationError as error:
@@ -205,9 +204,9 @@ def as_precision(
     return policy
 
 
-def _says(given: PrecisionConfig) -> bool:
-    dtypes = given.params, given.compute, given.buffers, given.output
-    return any(dtype is not None for dtype in dtypes) or bool(given.exceptions)
+def _names_dtypes(config: PrecisionConfig) -> bool:
+    dtypes = config.params, config.compute, config.buffers, config.output
+    return any(dtype is not None for dtype in dtypes) or bool(config.exceptions)
 
 
 def _exponent(scale: float) -> int:
@@ -221,40 +220,40 @@ def _exponent(scale: float) -> int:
     return exponent - 1
 
 
-def _config(given: Any) -> PrecisionConfig:
+def _config(setting: Any) -> PrecisionConfig:
     words = PrecisionConfig.model_fields["preset"].annotation
-    if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".toml")):
-        table = read_toml(given, named("precision file", given, ConfigError))
-        given = table.get("precision", table)
-    if given != "fp8" and _names_float8(given):
+    if isinstance(setting, os.PathLike) or (isinstance(setting, str) and setting.endswith(".toml")):
+        table = read_toml(setting, named("precision file", setting, ConfigError))
+        setting = table.get("precision", table)
+    if setting != "fp8" and _names_float8(setting):
         raise ConfigError(
-            f"precision={given!r}: float8 is a dtype of products only, and preset 'fp8' says it: "
-            "what reads a parameter multiplies in it, with 'compute' for the results and all else"
+            f"precision={setting!r}: float8 is a dtype of products only, chosen by preset 'fp8': "
+            "products that read a parameter are in float8, all else is in 'compute'"
         )
-    if not isinstance(given, str | Mapping):
+    if not isinstance(setting, str | Mapping):
         raise ConfigError(
-            f"precision={given!r}: use a word, {_listed(words)}; a dictionary of the keys of the "
+            f"precision={setting!r}: use a word, {_listed(words)}; a dictionary of the keys of the "
             "section precision; a .toml file; or an hxla.Precision"
         )
-    if isinstance(given, Mapping):
-        given = {k: list(v) if isinstance(v, tuple) else v for k, v in given.items()}
+    if isinstance(setting, Mapping):
+        setting = {k: list(v) if isinstance(v, tuple) else v for k, v in setting.items()}
     try:
-        return PrecisionConfig.model_validate(given)
+        return PrecisionConfig.model_validate(setting)
     except pydantic.ValidationError as error:
         lines = [fault(failure, PrecisionConfig) for failure in error.errors()]
         raise ConfigError("precision has errors:" + listed(lines)) from None
 
 
-def _names_float8(given: Any) -> bool:
-    """Whether a word, or a dtype of a table, is one of 8 bits."""
-    if isinstance(given, Mapping):
-        exceptions = given.get("exceptions")
+def _names_float8(setting: Any) -> bool:
+    """Whether a word, or a dtype in a table, is one of 8 bits."""
+    if isinstance(setting, Mapping):
+        exceptions = setting.get("exceptions")
         inner = exceptions if isinstance(exceptions, list | tuple) else ()
-        words = (v for key, v in given.items() if isinstance(v, str) and (key, v) != _FLOAT8)
+        words = (v for key, v in setting.items() if isinstance(v, str) and (key, v) != _FLOAT8)
         return any(map(_names_float8, words)) or any(
-            isinstance(own, Mapping) and _names_float8(own.get("compute")) for own in inner
+            isinstance(item, Mapping) and _names_float8(item.get("compute")) for item in inner
         )
-    return isinstance(given, str) and re.fullmatch(r"(fp8|float8)\w*", given) is not None
+    return isinstance(setting, str) and re.fullmatch(r"(fp8|float8)\w*", setting) is not None
 
 
 def _listed(words: Any) -> str:

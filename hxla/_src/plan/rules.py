@@ -20,7 +20,7 @@ from ..core.files import fault, listed, named, read_toml
 
 _MOST_LETTERS = 500
 _MOST_DEPTH = 16
-_MOST_REPEATS = 4  # as many nested loops over a path
+_MOST_REPEATS = 4  # each is one more nested loop over a path
 _MOST_OPTIONAL = 8  # each doubles the ways to match
 _PIECE = re.compile(
     r"""(?P<set>\[\^?\]?(?:\\.|[^\]\\])*\])|(?P<escape>\\.)|(?P<flags>\(\?[a-zA-Z-]+[:)])
@@ -31,28 +31,28 @@ _PIECE = re.compile(
 
 
 def check_pattern(pattern: str) -> None:
-    """Refuse what is no pattern, and what could take very long on some path.
+    """Refuse invalid patterns, and those that could take very long on some path.
 
-    A repeat of what itself repeats, or has alternatives, may match one path in exponentially many
-    ways, all of which are tried before it is given up.
+    A repeat of a group with repeats or alternatives may match a path in exponentially many ways,
+    all of which `re` tries before it fails.
 
     Raises:
-        ValueError: What is wrong with it and what to write instead.
+        ValueError: With the fault and the remedy.
     """
     if len(pattern) > _MOST_LETTERS:
         raise ValueError(f"a pattern of {len(pattern)} letters: write {_MOST_LETTERS} at most")
     _check_repeats(pattern)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # of sets that a later Python would read otherwise
+            warnings.simplefilter("error")  # sets that a later Python would read otherwise
             re.compile(pattern)
     except (re.error, OverflowError, RecursionError, Warning) as error:
         raise ValueError(f"{pattern[:80]!r} is no pattern: {error}") from None
 
 
 def _check_repeats(pattern: str) -> None:
-    groups = [False]  # for each that is open whether something in it has several ways to match
-    last = False  # likewise of what stands before
+    groups = [False]  # for each open group whether it can match in several ways
+    last = False  # the same for the preceding piece
     repeats = optional = 0
     for piece in _PIECE.finditer(pattern):
         kind, text = piece.lastgroup, piece[0]
@@ -91,7 +91,7 @@ def _check_repeats(pattern: str) -> None:
 
 
 def _most(repeat: str) -> int:
-    """How often a repeat may match; 2 stands for more than once."""
+    """The most matches of a repeat; 2 stands for more than one."""
     if repeat[0] in "*+":
         return 2
     if repeat[0] == "?":
@@ -101,19 +101,19 @@ def _most(repeat: str) -> int:
 
 
 AXES = ("data", "fsdp", "tensor", "expert", "stage", "sequence")
-_LARGE = 1 << 16  # elements from which an unmatched parameter is worth a word
+_LARGE = 1 << 16  # elements from which an unmatched parameter is reported
 
 
 class Rule(pydantic.BaseModel):
     """One sharding rule.
 
     Attributes:
-        path: The regular expression that must be found in the parameter's path, from the start of a
-            path component; None for a logical rule.
+        path: The regular expression for the parameter's path; it must match from the start of a
+            path component. None for a logical rule.
         logical: The name of a logical axis; None for a path rule.
         rank: The number of dimensions that the parameter must have; None: any.
-        axes: The mesh axes that cut each of the parameter's last dimensions. A path rule's rank and
-            axes mean the dimensions of one layer, where a scan stacks layers.
+        axes: The mesh axes that cut each of the parameter's last dimensions. Where a scan stacks
+            layers, a path rule's rank and axes are those of one layer.
         source: The source of the rule.
     """
 
@@ -135,7 +135,7 @@ class Rule(pydantic.BaseModel):
     @pydantic.field_validator("axes", mode="before")
     @classmethod
     def _as_in_a_file(cls, axes: Any, info: pydantic.ValidationInfo) -> Any:
-        """There an axis stands for itself, and an empty string for none."""
+        """Entries may be one axis as a string; an empty string is no axis."""
         if isinstance(axes, str):
             if info.data.get("path") is not None:
                 raise ValueError("a path's rule lists one entry per dimension, ['', 'tensor']")
@@ -159,14 +159,14 @@ class Rule(pydantic.BaseModel):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """What a rule set says about a model on a mesh.
+    """A rule set applied to a model on a mesh.
 
     Attributes:
         dims: For each parameter, mesh axis to the dimension it cuts; only axes larger than one.
         matched: For each parameter the rule that decided, or None.
-        unmatched: The paths of large parameters that no rule names: whole on every device.
+        unmatched: The paths of large parameters that no rule matches: replicated.
         conflicts: The parameters that a later rule would have cut in another way, in words.
-        unused: The rules that named no parameter.
+        unused: The rules that matched no parameter.
     """
 
     dims: tuple[Mapping[str, int], ...]
@@ -176,14 +176,14 @@ class Resolved:
     unused: tuple[str, ...]
 
     def report(self) -> tuple[str, ...]:
-        """Say what a user should read, one line each."""
+        """List unmatched parameters and conflicts, one line each."""
         lines = [f"no rule for {path}: whole on every device" for path in self.unmatched]
         lines += [f"first match wins: {conflict}" for conflict in self.conflicts]
         return tuple(lines)
 
 
 class RuleSet(pydantic.BaseModel):
-    """Rules in their order: the first that matches a parameter decides.
+    """Rules in order: the first that matches a parameter decides.
 
     Attributes:
         name: The name of the set.
@@ -215,12 +215,12 @@ class RuleSet(pydantic.BaseModel):
             shapes: The shape of each.
             axes: The mesh axes and their sizes. Usual axes that are missing count as size one.
             logical: The logical names of each parameter's dimensions, from Flax's metadata.
-            unlike: Whether the parts of devices may be unlike, so that nothing needs to divide.
-            stacked: The dimensions of each parameter along which a scan stacks layers: rules mean
-                the others. None: nothing is stacked.
+            unlike: Whether shards may be uneven, so that no dimension needs to divide.
+            stacked: The dimensions of each parameter along which a scan stacks layers; rules apply
+                to the others. None: no layers are stacked.
 
         Returns:
-            What each parameter's cut is, and what a user should know of it.
+            The dimensions that are cut, and what to report.
 
         Raises:
             AnnotationError: If a rule names an unknown axis, has more entries than the parameter
@@ -245,27 +245,27 @@ class RuleSet(pydantic.BaseModel):
         for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
             layers = () if stacked is None else stacked[i]
             dims_of_layer = [d for d in range(len(shape)) if d not in layers]
-            where = _Where(name=name, shape=shape, dims=dims_of_layer)
-            found = [r for r in self.rules if _matches(r, name, len(where.dims))]
-            own = logical[i] if logical is not None else None
-            wanted = [self._cuts(r, where, axes, problems, unlike) for r in found[:1]]
-            others = [self._cuts(r, where, axes, [], unlike) for r in found[1:]]
-            if not found and own is not None:
-                groups = [by_logical[n].axes[0] if n in by_logical else () for n in own]
-                rule = Rule(logical="/".join(str(n) for n in own), axes=tuple(groups))
-                used |= {by_logical[n] for n in own if n in by_logical}
-                if len(own) == len(shape):  # the stacked ones have names too
-                    where = dataclasses.replace(where, dims=range(len(shape)))
-                wanted = [self._cuts(rule, where, axes, problems, unlike)]
-                found = [rule]
-            used |= set(found)
+            param = _RuledParam(name=name, shape=shape, dims=dims_of_layer)
+            matches = [r for r in self.rules if _matches(r, name, len(param.dims))]
+            dim_names = logical[i] if logical is not None else None
+            wanted = [self._cuts(r, param, axes, problems, unlike) for r in matches[:1]]
+            others = [self._cuts(r, param, axes, [], unlike) for r in matches[1:]]
+            if not matches and dim_names is not None:
+                groups = [by_logical[n].axes[0] if n in by_logical else () for n in dim_names]
+                rule = Rule(logical="/".join(str(n) for n in dim_names), axes=tuple(groups))
+                used |= {by_logical[n] for n in dim_names if n in by_logical}
+                if len(dim_names) == len(shape):  # stacked dimensions are named too
+                    param = dataclasses.replace(param, dims=range(len(shape)))
+                wanted = [self._cuts(rule, param, axes, problems, unlike)]
+                matches = [rule]
+            used |= set(matches)
             dims.append(wanted[0] if wanted else {})
-            matched.append(found[0] if found else None)
-            if not found and np.prod(shape, dtype=np.int64) >= _LARGE:
+            matched.append(matches[0] if matches else None)
+            if not matches and np.prod(shape, dtype=np.int64) >= _LARGE:
                 unmatched.append(f"{name} {list(shape)}")
             conflicts += [
-                f"{name}: {found[0]} decides, {rule} would differ"
-                for rule, other in zip(found[1:], others, strict=True)
+                f"{name}: {matches[0]} decides, {rule} would differ"
+                for rule, other in zip(matches[1:], others, strict=True)
                 if other != wanted[0]
             ]
         if problems:
@@ -281,12 +281,12 @@ class RuleSet(pydantic.BaseModel):
     def _cuts(
         self,
         rule: Rule,
-        where: "_Where",
+        param: "_RuledParam",
         axes: Mapping[str, int],
         problems: list[str],
         unlike: bool,
     ) -> dict[str, int]:
-        place, num = f"rule set {self.name!r}, {rule}, {where}", len(where.dims)
+        place, num = f"rule set {self.name!r}, {rule}, {param}", len(param.dims)
         if len(rule.axes) > num:
             problems.append(
                 f"{place}: the rule has {len(rule.axes)} dimensions; add rank = "
@@ -294,8 +294,8 @@ class RuleSet(pydantic.BaseModel):
             )
             return {}
         out: dict[str, int] = {}
-        for dim, group in zip(where.dims[num - len(rule.axes) :], rule.axes, strict=True):
-            size, length = 1, where.shape[dim]
+        for dim, group in zip(param.dims[num - len(rule.axes) :], rule.axes, strict=True):
+            size, length = 1, param.shape[dim]
             for axis in group:
                 if axis in out:
                     problems.append(f"{place}: axis {axis!r} cuts two dimensions; leave one out")
@@ -306,18 +306,17 @@ class RuleSet(pydantic.BaseModel):
                 problems.append(
                     f"{place}: dimension {dim} of size {length} does not divide into {size} "
                     f"({' x '.join(group)}); use a size that is a multiple of {size}, a smaller "
-                    "axis, or a rule of its own for this parameter"
+                    "axis, or a separate rule for this parameter"
                 )
         return out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Where:
-    """A parameter as a rule sees it.
+class _RuledParam:
+    """A parameter to which a rule is applied.
 
     Attributes:
-        shape: The whole of it.
-        dims: The dimensions that the rule means.
+        dims: Without those along which layers are stacked.
     """
 
     name: str
@@ -340,7 +339,7 @@ def _matches(rule: Rule, name: str, rank: int) -> bool:
 
 
 def as_rules(rules: str | RuleSet | None) -> RuleSet | None:
-    """A rule set that may be given by its name or file."""
+    """The rule set of a name or file."""
     return load_rules(rules) if isinstance(rules, str) else rules
 
 
@@ -355,7 +354,7 @@ def load_rules(name_or_path: str) -> RuleSet:
         The rules in their order.
 
     Raises:
-        ConfigError: If there is none, or it has unknown keys or wrong values, all at once.
+        ConfigError: If there is no such set, or it has unknown keys or wrong values, all at once.
 
     Example:
         >>> import hxla

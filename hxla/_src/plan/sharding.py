@@ -1,8 +1,7 @@
-"""A traced loss run again with its arrays where a plan wants them.
+"""A traced loss with sharding constraints between its equations.
 
-The program's equations are those that jax traced; between them stand sharding constraints, which
-XLA's SPMD partitioner turns into the collectives that the plan counted: the bridges between
-TaskGraphs, and those inside a split.
+XLA's SPMD partitioner turns the constraints into the collectives that the plan counted: the bridges
+between TaskGraphs, and those inside a split.
 
 References:
     Whale, USENIX ATC 2022, section 3.2.3 (bridges).
@@ -30,13 +29,13 @@ from .stage_storage import piece_shape
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AxisAssignment:
-    """What one mesh axis cuts.
+    """The dimensions that one mesh axis cuts.
 
     Attributes:
-        made: For each value the dimension that its maker leaves cut.
-        wanted: For each equation (by its first result) the states of its operands.
+        made: For each value the dimension in which its maker leaves it cut; None: whole.
+        wanted: For each equation (by its first result) the dimension of each operand; None: whole.
         factors: For each equation (by its first result) its factor's name, or None.
-        sent_bytes: What one device sends over the axis for a microbatch.
+        sent_bytes: For each device and microbatch.
     """
 
     num_devices: int
@@ -47,11 +46,7 @@ class AxisAssignment:
 
 
 def spec(rank: int, states: Mapping[str, int | None]) -> P:
-    """The PartitionSpec of an array.
-
-    Args:
-        states: Mesh axis to the dimension it cuts, or None.
-    """
+    """The PartitionSpec of an array, from mesh axes to the dimensions they cut."""
     dims: list[list[str]] = [[] for _ in range(rank)]
     for axis, dim in states.items():
         if dim is not None:
@@ -60,7 +55,7 @@ def spec(rank: int, states: Mapping[str, int | None]) -> P:
 
 
 def place_in(mesh: Mesh, x: jax.Array, spec: P) -> jax.Array:
-    """Constrain an array of a traced program, also inside a `shard_map` over the mesh's others."""
+    """Constrain a traced array's sharding, also inside a `shard_map` over other axes."""
     context = jax.sharding.get_abstract_mesh()
     return jax.lax.with_sharding_constraint(
         x, NamedSharding(context if context.manual_axes else mesh, spec)
@@ -72,11 +67,11 @@ class Bridge:
     """An array that crosses from one TaskGraph to another.
 
     Attributes:
-        source: Index of the TaskGraph that makes it.
-        target: Index of the one that reads it.
-        array: `float32[8,128]`.
-        made: Dimension that the maker leaves cut, or None.
-        wanted: Dimension that the reader wants cut, or None.
+        source: Index of the TaskGraph that makes the array.
+        target: Index of the TaskGraph that reads it.
+        array: Dtype and shape, `float32[8,128]`.
+        made: Dimension in which the maker leaves it cut, or None.
+        wanted: Dimension in which the reader wants it cut, or None.
     """
 
     axis: str
@@ -88,7 +83,7 @@ class Bridge:
 
     @property
     def kind(self) -> str:
-        """`fused` (nothing moves), `gather`, `partition` or `exchange`."""
+        """`fused` (no communication), `gather`, `partition` or `exchange`."""
         if self.made == self.wanted:
             return "fused"
         if self.made is None:
@@ -103,11 +98,7 @@ class Bridge:
 
 
 class Sharded:
-    """A graph with what each mesh axis cuts.
-
-    Args:
-        axes: Mesh axis to its assignment.
-    """
+    """A graph with the assignment of each mesh axis."""
 
     def __init__(
         self, graph: Graph, axes: Mapping[str, AxisAssignment], warnings: tuple[str, ...] = ()
@@ -117,7 +108,7 @@ class Sharded:
         self.axes = dict(axes)
 
     def over(self, graph: Graph) -> "Sharded":
-        """The same for the graph with its scans cut into ranges of iterations."""
+        """The same assignments for the graph with its scans cut into ranges of iterations."""
         axes = {
             name: dataclasses.replace(
                 axis, made={**axis.made, **{v: axis.made.get(u) for v, u in graph.alike.items()}}
@@ -127,28 +118,28 @@ class Sharded:
         return Sharded(graph, axes, self.warnings)
 
     def spec_of(self, value: int) -> P:
-        """How a value lies on the mesh."""
+        """PartitionSpec of a value, as its maker leaves it."""
         return spec(len(self.graph.values[value].shape), self.made(value))
 
     def made(self, value: int) -> dict[str, int | None]:
-        """For each mesh axis the dimension of a value that it cuts, as its maker leaves it."""
+        """For each mesh axis the dimension in which a value's maker leaves it cut."""
         return {name: axis.made.get(value) for name, axis in self.axes.items()}
 
     def waiting_spec(self, value: int) -> P:
-        """How a value lies on the mesh while it waits for a later program.
+        """PartitionSpec of a stashed value.
 
-        What is whole on every device is cut over all of them, in the first dimension that divides:
-        ZeRO-R's partitioned activations (Rajbhandari et al., SC 2020, section 6.1).
+        A replicated value is cut over all devices in the first dimension that divides: ZeRO-R's
+        partitioned activations (Rajbhandari et al., SC 2020, section 6.1).
         """
-        own, known = self.spec_of(value), self.graph.values[value]
-        if any(own) or not known.differentiable:
-            return own
+        made, known = self.spec_of(value), self.graph.values[value]
+        if any(made) or not known.differentiable:
+            return made
         num = math.prod(self._sizes.values())
         dim = next((d for d, n in enumerate(known.shape) if n and n % num == 0), None)
-        return own if dim is None else to_spec([*[()] * dim, tuple(self.axes)])
+        return made if dim is None else to_spec([*[()] * dim, tuple(self.axes)])
 
     def waiting_bytes(self, value: int) -> int:
-        """Bytes on one device of a value that waits for a later program."""
+        """Bytes of a stashed value on one device."""
         known = self.graph.values[value]
         return bytes_of(
             piece_shape(known.shape, self.waiting_spec(value), self._sizes), known.dtype
@@ -163,15 +154,15 @@ class Sharded:
         return [self.spec_of(v) for v in self.graph.param_values]
 
     def param_bytes(self) -> int:
-        """Bytes of one device's part of the parameters."""
+        """Bytes of one device's shard of the parameters."""
         return sum(map(self.device_bytes, self.graph.param_values))
 
     def device_bytes(self, value: int) -> int:
-        """Bytes on one device of a value, as its maker leaves it."""
+        """Bytes of a value on one device, as its maker leaves it."""
         return self.graph.values[value].num_bytes // self.num_parts(value)
 
     def num_parts(self, value: int) -> int:
-        """Into how many parts a value is cut."""
+        """Number of shards of a value, as its maker leaves it."""
         made = self.made(value)
         return math.prod(a.num_devices for n, a in self.axes.items() if made[n] is not None)
 
@@ -184,11 +175,11 @@ class Sharded:
         return [self.spec_of(v) for v in self.graph.batch_values]
 
     def bridges(self) -> tuple[Bridge, ...]:
-        """What crosses from one TaskGraph to another, that which moves nothing included."""
+        """The bridges between TaskGraphs, fused ones included."""
         values = self.graph.values
         maker = {v: op for op in leaves(self.graph.ops) for v in op.outputs}
         origin = origins(self.graph.ops)
-        found: dict[tuple[str, int, int, int | None], Bridge] = {}
+        bridges: dict[tuple[str, int, int, int | None], Bridge] = {}
         for op in leaves(self.graph.ops):
             for k, v in enumerate(op.inputs):
                 source = maker.get(origin(v)) if isinstance(v, int) else None
@@ -199,7 +190,7 @@ class Sharded:
                     made = axis.made.get(v)
                     if (made is None and wanted is None) or values[v].param is not None:
                         continue
-                    found[name, v, op.task, wanted] = Bridge(
+                    bridges[name, v, op.task, wanted] = Bridge(
                         axis=name,
                         source=source.task,
                         target=op.task,
@@ -207,14 +198,14 @@ class Sharded:
                         made=made,
                         wanted=wanted,
                     )
-        return tuple(found.values())
+        return tuple(bridges.values())
 
     def gathered_params(self) -> dict[tuple[str, int], str]:
-        """Sharded parameters that an operation reads whole: by axis and parameter what is said.
+        """Warnings, by axis and parameter, of sharded parameters that an operation reads whole.
 
-        Over an axis `fsdp` the all-gather is meant, and nothing is said.
+        Over an axis `fsdp` the all-gather is intended, so there is no warning.
         """
-        values, found = self.graph.values, dict[tuple[str, int], str]()
+        values, warnings = self.graph.values, dict[tuple[str, int], str]()
         for op in leaves(self.graph.ops):
             for k, v in enumerate(op.inputs):
                 param = values[v].param if isinstance(v, int) else None
@@ -223,18 +214,18 @@ class Sharded:
                 for name, axis in self.axes.items():
                     whole = axis.made.get(v) is not None and axis.wanted[op.outputs[0]][k] is None
                     if whole and name != "fsdp":
-                        brought = values[v].num_bytes * (axis.num_devices - 1) // axis.num_devices
+                        received = values[v].num_bytes * (axis.num_devices - 1) // axis.num_devices
                         where = f"{op.name} at {op.source}" if op.source else op.name
-                        found.setdefault(
+                        warnings.setdefault(
                             (name, param),
                             f"parameter {self.graph.param_names[param]} is cut over {name} and "
-                            f"gathered whole in each microbatch, {brought:,} bytes to a device: "
-                            f"{where} has no way to be cut so",
+                            f"gathered whole in each microbatch, {received:,} bytes to a device: "
+                            f"{where} cannot be cut in that dimension",
                         )
-        return found
+        return warnings
 
     def explain(self) -> tuple[str, ...]:
-        """Which parameters are cut, which bridges there are, what rules left open."""
+        """Lines about sharded parameters, bridges and warnings."""
         lines = []
         for name, s in zip(self.graph.param_names, self.param_specs(), strict=True):
             if any(s):
@@ -242,14 +233,14 @@ class Sharded:
         return (*lines, *map(str, self.bridges()), *self.warnings)
 
     def function(self, mesh: Mesh) -> Callable[..., list[Any]]:
-        """`run(params, aux, key, batch)` as it was traced, its results flat."""
+        """`run(params, aux, key, batch)` with the traced equations and flat results."""
         return functools.partial(run_graph, self.graph, place=self.placement(mesh))
 
     def placement(self, mesh: Mesh) -> ArrayPlacement:
-        """Where the graph's operations find and leave their arrays.
+        """The sharding constraints on operands and results.
 
         Args:
-            mesh: Its axes that are cut here are automatic.
+            mesh: The axes of the graph's assignments are automatic.
         """
 
         def place(x: Any, states: Mapping[str, int | None]) -> Any:
@@ -275,12 +266,12 @@ class Sharded:
             return [place(x, self.made(v)) for v, x in zip(numbers, arrays, strict=True)]
 
         def results(op: Op, arrays: list[Any]) -> list[Any]:
-            return as_made(op.outputs, arrays) if self._is_bound(op) else arrays
+            return as_made(op.outputs, arrays) if self._constrains_results(op) else arrays
 
         return ArrayPlacement(operands=operands, results=results, carry=as_made)
 
-    def _is_bound(self, op: Op) -> bool:
-        """Whether the results are placed by us: elsewhere XLA's propagation does as we would."""
+    def _constrains_results(self, op: Op) -> bool:
+        """Whether results need constraints; elsewhere XLA's propagation agrees with the plan."""
         if op.body or not op.outputs:
             return False
         return op.name in UNITS or any(

@@ -10,19 +10,19 @@ from .parts import HeldBytes, PlannedChain, PlannedPipeline, Prediction, RunnerU
 
 
 def pipeline_in_words(pipeline: PlannedPipeline, num_stages: int) -> Iterator[str]:
-    """The schedule, and a line for each part of the model."""
+    """Lines about the schedule and each stage's segments."""
     schedule = pipeline.schedule if isinstance(pipeline.schedule, str) else "a table"
     chunks = f" with {pipeline.num_chunks} chunks each" if pipeline.num_chunks > 1 else ""
     kept = "forwards run again" if pipeline.recompute else "residuals are kept"
     yield f"  pipeline of {num_stages} stages, {schedule}{chunks}: {kept}"
     for part in range(num_stages * pipeline.num_chunks):
-        own = [s.name for s in pipeline.segments if s.part == part]
-        between = f"{own[0]} .. {own[-1]}" if len(own) > 1 else own[0]
+        names = [s.name for s in pipeline.segments if s.part == part]
+        between = f"{names[0]} .. {names[-1]}" if len(names) > 1 else names[0]
         yield f"  stage {part % num_stages}: {between}"
 
 
 def chain_in_words(chain: PlannedChain) -> Iterator[str]:
-    """How many segments there are, and which forwards run more than once."""
+    """The number of segments, and how many forwards are recomputed."""
     num = len(chain.segments)
     sequence = sequence_from_texts(num, chain.sequence)
     again = sum(n - 1 for n in sequence.num_forwards if n > 1)
@@ -32,19 +32,14 @@ def chain_in_words(chain: PlannedChain) -> Iterator[str]:
 
 
 def runners_up_in_words(others: Sequence[RunnerUp]) -> Iterator[str]:
-    """A line for each plan that a search found and timed."""
+    """A line for each runner-up with a predicted time."""
     for other in others:
         if other.step_seconds:
             yield f"  runner-up: {other.description}, {other.step_seconds:.4g} s"
 
 
 def held_in_words(known: Prediction | None, others: Sequence[RunnerUp]) -> Iterator[str]:
-    """A table of the bytes on each sort of device by owner, and on the fullest of other forms.
-
-    Args:
-        known: What is known of the plan's devices; alike ones share a line.
-        others: What else was looked at.
-    """
+    """A table of bytes by owner: one row per group of equal devices, then one per runner-up."""
     rows: list[tuple[str, HeldBytes, str]] = []
     alike: dict[tuple[HeldBytes, float], list[int]] = {}
     for device in known.devices if known is not None else ():
@@ -68,12 +63,7 @@ def held_in_words(known: Prediction | None, others: Sequence[RunnerUp]) -> Itera
 
 
 def differences(a: Any, b: Any, key: str = "") -> Iterator[str]:
-    """Where two plans differ, as nested dictionaries and tuples.
-
-    Args:
-        a: The one.
-        key: Path of both in the plans.
-    """
+    """Lines on where two plans differ, given as nested dictionaries and tuples."""
     if isinstance(a, dict) and isinstance(b, dict):
         for name in dict.fromkeys((*a, *b)):
             yield from differences(a.get(name), b.get(name), f"{key}.{name}" if key else name)
@@ -82,36 +72,33 @@ def differences(a: Any, b: Any, key: str = "") -> Iterator[str]:
             named = x.get("name", i) if isinstance(x, dict) else i
             yield from differences(x, y, f"{key}.{named}")
     elif a != b:
-        yield f"{key}: {_brief(a)} here, {_brief(b)} there"
+        yield f"{key}: {_shortened(a)} here, {_shortened(b)} there"
 
 
-def _brief(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = f"{len(value)} entries" if isinstance(value, tuple) and len(value) > 8 else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def part_bytes(parameters: Sequence[Layout], axis: str, num_devices: int) -> tuple[int, ...]:
-    """Bytes of the parameters on each device of an axis, without padding.
-
-    Args:
-        axis: The one axis inside a copy.
-    """
-    found = [0] * num_devices
+    """Bytes of the parameters on each device of a replica with one axis, without padding."""
+    totals = [0] * num_devices
     for layout in parameters:
         dim = layout.dim_of(axis)
         for d in range(num_devices):
             if dim is None:
-                found[d] += layout.num_bytes
+                totals[d] += layout.num_bytes
             elif layout.shape[dim]:
-                own = layout.parts(dim, num_devices)[d]
-                found[d] += layout.num_bytes // layout.shape[dim] * own
-    return tuple(found)
+                size = layout.parts(dim, num_devices)[d]
+                totals[d] += layout.num_bytes // layout.shape[dim] * size
+    return tuple(totals)
 
 
 def parts_in_words(parameters: Sequence[Layout], axis: str, num_devices: int) -> Iterator[str]:
-    """A line for each device of a copy: its own bytes, and the padding beside them."""
+    """A line for each device of a replica: bytes of parameters, and of padding."""
     padded = sum(layout.device_bytes({axis: num_devices}) for layout in parameters)
-    for d, own in enumerate(part_bytes(parameters, axis, num_devices)):
+    for d, size in enumerate(part_bytes(parameters, axis, num_devices)):
         yield (
-            f"  device {d} of a copy: {own:,} bytes of parameters and {padded - own:,} of padding"
+            f"  device {d} of a replica: {size:,} bytes of parameters and {padded - size:,} of "
+            "padding"
         )

@@ -19,12 +19,11 @@ DeviceLayout = Literal["auto", "all", "host"] | Sequence[Sequence[int]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a TaskGraph asks for.
+    """The devices that a TaskGraph asks for.
 
     Attributes:
-        kind: `replicate` or `split`.
-        device_count: Devices of one copy; None: all devices.
-        copies: Copies around it (`replicate(n)` around a `split`).
+        device_count: Devices of one copy of the TaskGraph; None: all devices.
+        copies: Of the TaskGraph (`replicate(n)` around a `split`).
     """
 
     kind: Kind
@@ -34,27 +33,27 @@ class Request:
 
     @property
     def num_devices(self) -> int | None:
-        """Devices of all its copies."""
+        """Devices of all copies of the TaskGraph."""
         return None if self.device_count is None else self.device_count * self.copies
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VirtualDevices:
-    """Devices of every TaskGraph in every replica of the model.
+    """Devices of every TaskGraph in every replica.
 
     Attributes:
-        devices: Replica, TaskGraph, device: numbers in the order of the cluster.
+        devices: For each replica and TaskGraph the numbers of its devices in the cluster.
     """
 
     devices: tuple[tuple[tuple[int, ...], ...], ...]
 
     @property
     def num_replicas(self) -> int:
-        """Copies of the whole model: nested data parallelism."""
+        """Replicas of the whole model: nested data parallelism."""
         return len(self.devices)
 
     def replica(self, index: int) -> tuple[int, ...]:
-        """All devices of one copy of the model, in order."""
+        """All devices of one replica, in order."""
         return tuple(dict.fromkeys(d for task in self.devices[index] for d in task))
 
 
@@ -69,24 +68,24 @@ def assign_devices(
 ) -> VirtualDevices:
     """Give devices to TaskGraphs in order.
 
-    A TaskGraph that asks for no number uses the devices of the whole replica. Where the devices
-    are a multiple of what the TaskGraphs ask for together, the model is copied that many times.
+    A TaskGraph without a device count uses the devices of the whole replica. If the devices are a
+    multiple of the TaskGraphs' counts together, there are that many replicas.
 
     Args:
-        requests: One for each TaskGraph, in the order of execution.
+        requests: For each TaskGraph, in the order of execution.
         nodes: Devices on each node, in order; None: one node.
-        share: TaskGraphs use the same devices instead of one set each.
+        share: Whether TaskGraphs use the same devices instead of one set each.
         prefer_intra_node: Keep a replica on one node where the nodes' sizes allow it; otherwise
             its devices are spread over nodes in turn.
-        layout: Within what copies of the model are placed: `auto`, all devices; `all`, one copy
-            over all of them; `host`, each node by itself; or lists of devices.
+        layout: Where replicas are placed: `auto`, on all devices; `all`, one replica over all of
+            them; `host`, inside each node; or inside lists of devices.
 
     Raises:
         PlanError: If the devices are no multiple of the request, with the counts that fit.
     """
     sizes = list(nodes or [num_devices])
     if sum(sizes) != num_devices:
-        raise PlanError(f"nodes {sizes} hold {sum(sizes)} devices, not {num_devices}")
+        raise PlanError(f"nodes {sizes} have {sum(sizes)} devices, not {num_devices}")
     if layout != "auto":
         return _in_groups(requests, _layout_groups(layout, sizes), share, one_copy=layout == "all")
     asked = [r.num_devices for r in requests if r.num_devices is not None]
@@ -156,7 +155,7 @@ def _in_groups(
     if one_copy and inside.num_replicas > 1:
         asked = _listed(requests)
         raise PlanError(
-            f"cluster.layout='all' is one copy of the model over {len(groups[0])} devices, but its "
+            f"cluster.layout='all' is one replica over {len(groups[0])} devices, but its "
             f"TaskGraphs ({asked}) make {inside.num_replicas}: give no counts, or use layout='auto'"
         )
     return VirtualDevices(
