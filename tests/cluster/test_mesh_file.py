@@ -343,10 +343,10 @@ HOSTILE = {
     ),
     "a link twice": (
         NODES + (LINK + 'between = ["left", "right"]\n') + LINK + 'between = ["right", "left"]',
-        r"link\.1: gives the link between 'left' and 'right' again",
+        r"link\.1: repeats the link between 'left' and 'right'",
     ),
-    "two defaults": (NODES + LINK + LINK, r"link\.1: gives the default again"),
-    "a link without nodes": (DEVICE + LINK, r"link: joins nodes and there are none"),
+    "two defaults": (NODES + LINK + LINK, r"link\.1: repeats the default"),
+    "a link without nodes": (DEVICE + LINK, r"link: there are no nodes to link"),
     "a link that stands": (
         NODES + LINK.replace("= 1", "= 0"),
         r"link\.0\.gigabytes_per_second: .*found 0",

@@ -1,4 +1,4 @@
-"""Which cards cannot multiply which dtypes, or gain nothing by it.
+"""Dtypes that cards cannot multiply, or not faster than float32.
 
 References:
     NVIDIA, "CUDA C++ Programming Guide", arithmetic instructions: bfloat16 products from compute
@@ -27,7 +27,6 @@ def cards_without(dtype: str, kinds: Iterable[str]) -> tuple[str, ...]:
 
     Args:
         dtype: `bfloat16`, `float16` or `float8_e4m3fn`; every device has float32.
-        kinds: See `Device.kind`.
     """
     known = {
         "bfloat16": (_BEFORE_AMPERE,),
@@ -42,14 +41,14 @@ def cards_without(dtype: str, kinds: Iterable[str]) -> tuple[str, ...]:
 
 
 def slow_cards(dtype: str, kinds: Iterable[str]) -> tuple[str, ...]:
-    """Those that have a dtype, but are slower in it than in float32."""
+    """The kinds that can multiply in a dtype, but slower than in float32."""
     if dtype != "float16":
         return ()
     return tuple(kind for kind in dict.fromkeys(kinds) if _SLOW_FLOAT16.search(_name(kind)))
 
 
 def missing_dtypes(dtypes: Iterable[str], kinds: Iterable[str]) -> Iterator[str]:
-    """For each dtype that some card lacks what is wrong, and what all of them have."""
+    """For each dtype that some card lacks a fault, with the dtypes that all cards have."""
     kinds = tuple(kinds)
     for dtype in sorted(dtypes):
         lacking = cards_without(dtype, kinds)

@@ -1,4 +1,4 @@
-"""Described clusters: devices, the nodes that hold them, and the links between them."""
+"""Described clusters: devices, their nodes, and the links between them."""
 
 import bisect
 import functools
@@ -13,12 +13,12 @@ class _Value(pydantic.BaseModel):
 
 
 class Rate(_Value):
-    """How fast a device multiplies matrices of one dtype.
+    """A device's rate of matrix products in one dtype.
 
     Attributes:
         dtype: The name of the dtype: `float32`, `bfloat16`, ...
         flops_per_second: The operations per second, a multiply-add being two.
-        measured: Whether it was measured; else it is from a data sheet, which no program exceeds.
+        measured: Whether it was measured; otherwise it is a data sheet's, an upper bound.
         source: The source of the figure.
     """
 
@@ -29,7 +29,7 @@ class Rate(_Value):
 
 
 class Speed(_Value):
-    """How fast a device trained one model, alone.
+    """A device's measured speed of training one model, alone.
 
     Attributes:
         model: The name of the model in the mesh file.
@@ -48,25 +48,25 @@ class Device(_Value):
     """One device of a described cluster.
 
     Attributes:
-        kind: The model name of an accelerator as NVML gives it, or `cpu`.
+        kind: The model name of an accelerator as NVML reports it, or `cpu`.
         memory_bytes: The memory that training may use; None if not described.
         core_share: The share of one core that a CPU device gets, above 0 and at most 1.
         node: The index of its node.
         memory_bytes_per_second: The bandwidth of its memory; None if not described.
         host_memory_bytes: The memory of its host that training may use for it; None if not
             described.
-        host_bytes_per_second: The bandwidth of copies between the two, in one direction; None if
-            not described.
-        disk_bytes_per_second: What it gets of its host's disk, reading or writing; None if not
-            described.
+        host_bytes_per_second: The bandwidth of copies between device and host memory, in one
+            direction; None if not described.
+        disk_bytes_per_second: Its share of the bandwidth of its host's disk, reading or writing;
+            None if not described.
         multiprocessors: The streaming multiprocessors of a GPU, each of which computes a tile of a
             matrix product at a time; None if not described.
-        launch_seconds: What one of many small kernels takes, or the host to launch the next; None
+        launch_seconds: The seconds per small kernel in a long sequence, running or launching; None
             if not described.
         rates: The rates of matrix products, one for each dtype.
         speeds: The speeds of training, one for each model.
         uuid: The identity of one card; None if not described.
-        source: The source of the memory's figures.
+        source: The source of the memory figures.
     """
 
     kind: str
@@ -86,7 +86,7 @@ class Device(_Value):
 
     @property
     def label(self) -> str:
-        """The kind, and what share of a core a CPU device gets: devices of one label are alike."""
+        """The kind, and a CPU device's share of a core: devices of one label are alike."""
         part = self.core_share not in (None, 1.0)
         return f"{self.kind}@{self.core_share:g}" if part else self.kind
 
@@ -109,10 +109,10 @@ class Device(_Value):
                 NVIDIA cards from Ampere on in TF32.
 
         Returns:
-            The rate; that of float32 by default where it is not described; None if neither is.
+            The rate; where it is not described, the default rate of float32; None without either.
         """
-        own = self.rate(arithmetic) if arithmetic != "model" else None
-        return own or self.rate("tensorfloat32") or self.rate("float32")
+        rate = self.rate(arithmetic) if arithmetic != "model" else None
+        return rate or self.rate("tensorfloat32") or self.rate("float32")
 
     def speed(self, model: str) -> Speed | None:
         """Find the speed of training of a model.
@@ -127,7 +127,7 @@ class Device(_Value):
 
 
 class Link(_Value):
-    """What one transfer gets between two devices while nothing else uses the link.
+    """The bandwidth and latency of one transfer between two devices, alone on the link.
 
     Between nodes, transfers at the same time share each node's `NetworkCard`.
 
@@ -155,10 +155,9 @@ class Link(_Value):
     def seconds(self, num_bytes: float) -> float:
         """Predict the time of one message.
 
-        With a curve its times are interpolated, linearly in the logarithms of size and time. A
-        message below the first point takes a time between the latency and that point's, one beyond
-        the last point goes at the last point's bandwidth. Without a curve the time is
-        `latency + bytes / bandwidth`.
+        With a curve, times are interpolated linearly in the logarithms of size and time. Below the
+        first point they are interpolated from the latency; beyond the last point the bandwidth is
+        that of the last point. Without a curve the time is `latency + bytes / bandwidth`.
 
         Args:
             num_bytes: The size of the message.
@@ -186,12 +185,12 @@ class Link(_Value):
 
 
 class NetworkCard(_Value):
-    """What all devices of a node together get to other nodes, over one card or several.
+    """The bandwidth that all devices of a node share to other nodes, over one card or several.
 
     Attributes:
         bytes_per_second: The bandwidth that its transfers share, in one direction.
-        duplex: Whether it sends and receives at once, each at that bandwidth; else the two share
-            it.
+        duplex: Whether it sends and receives at once, each at that bandwidth; otherwise both
+            directions share it.
         source: The source of the figure.
     """
 
@@ -204,10 +203,10 @@ class Node(_Value):
     """A machine of a described cluster.
 
     Attributes:
-        name: The name that links call it by; several like nodes share it.
+        name: The name in `Cluster.links`; several equal nodes share it.
         link: The link between its devices; None if it has one device or none is described.
-        network_card: What its devices together get to other nodes; None if not described: see
-            `Cluster.network_card`.
+        network_card: The bandwidth that its devices share to other nodes; None if not described,
+            see `Cluster.network_card`.
     """
 
     name: str
@@ -217,7 +216,7 @@ class Node(_Value):
 
 @functools.lru_cache(maxsize=64)
 def _card_of_link(bytes_per_second: float) -> NetworkCard:
-    """A card that carries what a link does: one object for all nodes and all questions."""
+    """A card with a link's bandwidth, cached so that all equal nodes share one object."""
     return NetworkCard(bytes_per_second=bytes_per_second, source="its fastest link")
 
 
@@ -230,8 +229,8 @@ class Cluster(_Value):
         devices: The devices, node by node.
         nodes: The nodes; none if only devices are described, all of one node.
         links: The links between two nodes, each with their names in alphabetical order.
-        default_link: The link between nodes that `links` does not name.
-        file: The path of the mesh file; empty where it is built in, or there is none.
+        default_link: The link between pairs of nodes that are not in `links`.
+        file: The path of the mesh file; empty for a built-in one, or without a file.
     """
 
     name: str
@@ -246,8 +245,8 @@ class Cluster(_Value):
         """Find the link between two devices.
 
         Args:
-            i: The rank of the one.
-            j: The rank of the other.
+            i: The rank of the first.
+            j: The rank of the second.
 
         Returns:
             The link; None if both are the same device, or no link is described.
@@ -260,11 +259,11 @@ class Cluster(_Value):
         return self._between(self.nodes[a].name, self.nodes[b].name)
 
     def network_card(self, node: int) -> NetworkCard | None:
-        """Find what the devices of a node share on the way to other nodes.
+        """Find the network card that the devices of a node share.
 
-        Where none is described, it is a card, in both directions at once, of the bandwidth of the
-        node's fastest link to another node: what is measured between two nodes is what the card
-        gets, however many devices are behind it.
+        Where none is described, it is a duplex card with the bandwidth of the node's fastest link
+        to another node. A bandwidth measured between two nodes is the card's, however many devices
+        share it.
 
         Args:
             node: The index of the node.
@@ -277,10 +276,10 @@ class Cluster(_Value):
         name = self.nodes[node].name
         if self.links:
             others = {n.name for i, n in enumerate(self.nodes) if i != node}
-            found = [self._between(name, other) for other in others]
+            links = [self._between(name, other) for other in others]
         else:  # large clusters have many nodes, and one link between all of them
-            found = [self.default_link][: len(self.nodes) - 1]
-        fastest = max((link.bytes_per_second for link in found if link is not None), default=None)
+            links = [self.default_link][: len(self.nodes) - 1]
+        fastest = max((link.bytes_per_second for link in links if link is not None), default=None)
         if fastest is None:
             return None
         return _card_of_link(fastest)

@@ -1,4 +1,4 @@
-"""`hxla devices`: what is here, how fast it is, and the mesh file that says so."""
+"""`hxla devices`: this machine's devices, their measured figures, and a mesh file of them."""
 
 import contextlib
 import dataclasses
@@ -33,11 +33,11 @@ class Here:
 
     Attributes:
         devices: As a mesh file describes them.
-        free_bytes: Of each one's memory, now; None if not known.
-        wires: Between devices by their position, as far as a driver tells.
+        free_bytes: Of each device's memory, now; None if not known.
+        wires: Between devices by their index, as far as the driver reports them.
         handles: JAX's devices in the same order; empty if JAX does not see them.
-        notes: What a user should know.
-        curves: By pair of devices, measured (message bytes, bytes per second); empty if not.
+        notes: Warnings for the user.
+        curves: By pair of devices, (message bytes, bytes per second); empty if not measured.
     """
 
     devices: tuple[Device, ...]
@@ -51,15 +51,15 @@ class Here:
 
 
 def command(*, measured: bool, write: str | None) -> None:
-    """Print what is here; measure it and write a mesh file if asked to.
+    """Print the devices; measure them and write a mesh file if asked to.
 
     Raises:
-        MeshError: If the file exists or cannot be written, or JAX has nothing to measure.
+        MeshError: If the file exists or cannot be written, or JAX has no device to measure.
     """
     path = None if write is None else pathlib.Path(write).expanduser()
     if path is not None and path.exists():
         raise MeshError(f"{path} exists: remove it, or write to another file")
-    with _like_a_process_of_hxla_run(alone=measured) as num_cores:
+    with _run_process_settings(alone=measured) as num_cores:
         here = detect(num_cores)
         here = measure(here) if measured else here
     _show(here)
@@ -74,10 +74,10 @@ def command(*, measured: bool, write: str | None) -> None:
 
 
 @contextlib.contextmanager
-def _like_a_process_of_hxla_run(*, alone: bool) -> Iterator[int]:
-    """Settings that JAX reads when it starts its devices; yields the number of cores.
+def _run_process_settings(*, alone: bool) -> Iterator[int]:
+    """The settings of a process of `hxla run`, with one core per CPU device; yields the cores.
 
-    A CPU device is one core. To measure one, the process is held to one core.
+    To measure a core, the process is pinned to one.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     cores = os.sched_getaffinity(0)
@@ -97,18 +97,18 @@ def _like_a_process_of_hxla_run(*, alone: bool) -> Iterator[int]:
 
 
 def detect(num_cores: int) -> Here:
-    """The devices that JAX sees here, with what NVML knows of them; else the cards, else cores."""
+    """JAX's accelerators with NVML's facts; without any, the cards of NVML; without any, cores."""
     cards, wires = _nvml.read()
     notes = []
     try:
-        found = jax.local_devices()
+        local = jax.local_devices()
     except (RuntimeError, AssertionError) as error:  # jax asserts that some platform is left
-        found = []
+        local = []
         platforms = os.environ.get("JAX_PLATFORMS", "")
         notes.append(f"JAX found no devices: {str(error) or f'JAX_PLATFORMS={platforms}'}")
-    handles = tuple(d for d in found if d.platform != "cpu")
+    handles = tuple(d for d in local if d.platform != "cpu")
     if not handles and not cards:
-        return _cores(tuple(found), num_cores, notes)
+        return _cores(tuple(local), num_cores, notes)
     if handles:
         by_index = {card.index: card for card in cards}
         numbers = [
@@ -119,10 +119,12 @@ def detect(num_cores: int) -> Here:
         hidden = len(cards) - sum(card is not None for card in chosen)
         if hidden:
             notes.append(f"JAX does not use {hidden} of {len(cards)} NVIDIA GPUs")
-        pairs = [(_of_handle(d, card), card) for d, card in zip(handles, chosen, strict=True)]
+        pairs = [
+            (_described_handle(d, card), card) for d, card in zip(handles, chosen, strict=True)
+        ]
     else:
         notes.append("JAX does not see the GPUs: install hxla[cuda], or unset JAX_PLATFORMS")
-        pairs = [(_of_card(card), card) for card in cards]
+        pairs = [(_described_card(card), card) for card in cards]
     position = {card.index: i for i, (_, card) in enumerate(pairs) if card is not None}
     return Here(
         devices=tuple(device for device, _ in pairs),
@@ -137,18 +139,20 @@ def detect(num_cores: int) -> Here:
     )
 
 
-def _of_card(card: _nvml.Card) -> Device:
+def _described_card(card: _nvml.Card) -> Device:
     return Device(kind=card.name, memory_bytes=card.total_bytes, uuid=card.uuid, source="NVML")
 
 
-def _of_handle(handle: jax.Device, card: _nvml.Card | None) -> Device:
-    # What JAX may allocate, by default three quarters of a card.
+def _described_handle(handle: jax.Device, card: _nvml.Card | None) -> Device:
+    # JAX may allocate this much, by default three quarters of a card.
     limit = (handle.memory_stats() or {}).get("bytes_limit")
-    own = Device(kind=handle.device_kind, source="JAX") if card is None else _of_card(card)
+    device = (
+        Device(kind=handle.device_kind, source="JAX") if card is None else _described_card(card)
+    )
     known: dict[str, Any] = {"multiprocessors": multiprocessors(handle)}
     if limit:
         known |= {"memory_bytes": limit, "source": "JAX"}
-    return own.model_copy(update=known)
+    return device.model_copy(update=known)
 
 
 def _cores(handles: tuple[jax.Device, ...], num_cores: int, notes: list[str]) -> Here:
@@ -171,21 +175,21 @@ def _cores(handles: tuple[jax.Device, ...], num_cores: int, notes: list[str]) ->
 
 
 def _memory_of_machine() -> tuple[int, int]:
-    """Bytes in all and available, within the limit of a container."""
+    """Total and available bytes, within the limit of a container."""
     rows = (line.split() for line in pathlib.Path("/proc/meminfo").read_text().splitlines())
     memory = {row[0]: int(row[1]) * 1024 for row in rows}
     limits = [memory["MemTotal:"]]
     for file in ("memory.max", "memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # not this version, or `max`
+        with contextlib.suppress(OSError, ValueError):  # other cgroup version, or `max`
             limits.append(int((pathlib.Path("/sys/fs/cgroup") / file).read_text()))
     return min(limits), min(*limits, memory["MemAvailable:"])
 
 
 def measure(here: Here) -> Here:
-    """The devices that JAX sees, with the times of products, copies and links.
+    """Add measured rates of products, copies and links to JAX's devices.
 
     Raises:
-        MeshError: If it sees none.
+        MeshError: If JAX sees none.
     """
     if not here.handles:
         raise MeshError("nothing to measure: " + "; ".join(here.notes))
@@ -197,7 +201,7 @@ def measure(here: Here) -> Here:
         for i, (handle, free) in enumerate(zip(here.handles, here.free_bytes, strict=True)):
             status.update(f"measuring device {i + 1} of {len(here.handles)}")
             rates = [(t, hardware.matmul_flops_per_second(handle, t)) for t in dtypes]
-            # A card passes over less than that while it is told what to do.
+            # On a card a smaller copy takes less time than its launch.
             most = _MAX_COPY_BYTES * (1 if handle.platform == "cpu" else 8)
             size = min(most, (free or 8 * most) // 8)
             known = {
@@ -208,7 +212,7 @@ def measure(here: Here) -> Here:
                 "memory_bytes_per_second": hardware.copy_bytes_per_second(handle, size),
                 "source": f"{here.devices[i].source}; bandwidth: {_SOURCE}",
             }
-            if handle.platform != "cpu":  # whose host's memory is its own
+            if handle.platform != "cpu":  # a CPU's memory is its host's
                 known["launch_seconds"] = hardware.launch_seconds(handle)
                 known["host_bytes_per_second"] = hardware.host_bytes_per_second(handle, size)
             devices.append(here.devices[i].model_copy(update=known))
@@ -220,10 +224,10 @@ def measure(here: Here) -> Here:
 
 
 def describe(here: Here, name: str) -> Cluster:
-    """The cluster that a mesh file of this machine says.
+    """The cluster that a mesh file of this machine describes.
 
-    Like devices get the median of their measured figures, so that a plan may treat them alike. The
-    node has one link, which is the slowest of any two of its devices.
+    Devices of one kind get the median of their measured figures, so that a plan may treat them
+    alike. The node's link is the slowest between any two of its devices.
     """
     devices = []
     for device in here.devices:
@@ -236,10 +240,10 @@ def describe(here: Here, name: str) -> Cluster:
         ]
         known: dict[str, Any] = {"rates": tuple(rates)}
         for figure in _MEASURED:
-            own = [getattr(d, figure) for d in like]
-            known[figure] = _median(own) if None not in own else None
+            values = [getattr(d, figure) for d in like]
+            known[figure] = _median(values) if None not in values else None
         devices.append(device.model_copy(update=known))
-    link = _slowest(here) if len(devices) > 1 else None
+    link = _slowest_link(here) if len(devices) > 1 else None
     return Cluster(
         name=name,
         devices=tuple(devices),
@@ -247,7 +251,7 @@ def describe(here: Here, name: str) -> Cluster:
     )
 
 
-def _slowest(here: Here) -> Link | None:
+def _slowest_link(here: Here) -> Link | None:
     if here.curves:
         curve = min(here.curves.values(), key=lambda curve: curve[-1][1])
         points = tuple((size, _round(rate)) for size, rate in curve)
@@ -269,7 +273,7 @@ def _median(values: Iterable[float]) -> float:
 
 
 def _round(value: float) -> float:
-    """To four digits: no measurement has more, and a reviewer reads them."""
+    """To four digits, the precision of a measurement."""
     return float(f"{value:.4g}")
 
 
@@ -298,7 +302,7 @@ def _show(here: Here) -> None:
 
 
 def _link_lines(here: Here) -> Iterator[tuple[float, str]]:
-    """Each link and its bandwidth."""
+    """Bandwidth and description of each link."""
     wires = {wire.cards: wire for wire in here.wires}
     for i, j in itertools.combinations(range(len(here.devices)), 2):
         wire = wires.get((i, j))

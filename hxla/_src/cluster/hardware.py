@@ -1,4 +1,4 @@
-"""How fast the devices of this process multiply, copy and talk, whatever model runs on them."""
+"""Measured rates of matrix products, copies and links of this process's devices."""
 
 import functools
 import math
@@ -8,14 +8,14 @@ import jax.numpy as jnp
 
 from ..core.timing import median_seconds
 
-_MIN_SECONDS = 0.02  # of one product: far above the clock's and the dispatch's noise
+_MIN_SECONDS = 0.02  # of one product: far above the noise of clock and dispatch
 _LARGEST = 16384  # 1 GiB per float32 operand
 _LAUNCHED, _SMALL = 128, 64  # products in a chain, and their size
 _MESSAGE_BYTES = (2**12, 2**16, 2**20, 2**24, 2**27)
 
 
 def matmul_flops_per_second(device: jax.Device, dtype: str) -> float:
-    """Rate of square matrix products, as large as take 20 ms.
+    """Rate of square matrix products that take about 20 ms.
 
     Args:
         dtype: Of operands and result. `tensorfloat32` is float32 in JAX's default precision, which
@@ -26,18 +26,18 @@ def matmul_flops_per_second(device: jax.Device, dtype: str) -> float:
     product = jax.jit(functools.partial(jnp.matmul, precision=precision))
     size = 256
     while True:
-        # Not constants: GPUs run those at a higher clock than real data.
+        # Random, since GPUs multiply constants at a higher clock than real data.
         x = jax.device_put(jax.random.normal(jax.random.key(0), (size, size), dtype), device)
         seconds = median_seconds(functools.partial(product, x, x))
         if seconds >= _MIN_SECONDS or size >= _LARGEST:
             return 2 * size**3 / seconds
-        # Seconds grow at most with the cube: the largest power of two that stays below the time.
+        # Seconds grow at most cubically: the largest power of two that stays below the minimum.
         more = math.log2(_MIN_SECONDS / seconds) / 3
         size = min(_LARGEST, size * 2 ** max(1, int(more)))
 
 
 def launch_seconds(device: jax.Device) -> float:
-    """What one of many small kernels takes: to run, or the host to launch the next."""
+    """Seconds per small kernel in a long sequence, running or launching."""
 
     @jax.jit
     def chain(x: jax.Array) -> jax.Array:
@@ -53,7 +53,7 @@ def host_bytes_per_second(device: jax.Device, num_bytes: int) -> float | None:
     """Rate of copies to pinned memory of the device's host or back, the slower of the two.
 
     Returns:
-        The rate; None if its backend has no such memory.
+        The rate; None if the backend has no pinned memory.
     """
     if "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
         return None
@@ -66,7 +66,7 @@ def host_bytes_per_second(device: jax.Device, num_bytes: int) -> float | None:
 
 
 def copy_bytes_per_second(device: jax.Device, num_bytes: int) -> float:
-    """Rate of a pass over memory that reads and writes every byte in place, both counted."""
+    """Rate of a pass over memory, with both its reads and its writes counted."""
     increment = jax.jit(lambda x: x + 1, donate_argnums=0)
     x = jax.device_put(jnp.zeros(num_bytes // 4, jnp.float32), device)
 
@@ -79,7 +79,7 @@ def copy_bytes_per_second(device: jax.Device, num_bytes: int) -> float:
 
 
 def link_curve(source: jax.Device, target: jax.Device) -> tuple[tuple[float, float], ...]:
-    """(Message bytes, bytes per second) of copies from one device to another, by size."""
+    """(Message bytes, bytes per second) of copies from one device to another, by message size."""
     points = []
     for size in _MESSAGE_BYTES:
         x = jax.device_put(jnp.zeros(size, jnp.uint8), source)

@@ -1,4 +1,4 @@
-"""The devices of a run, by rank, and what is known of them."""
+"""The devices of a run, by rank, and their cluster."""
 
 import collections
 import json
@@ -26,14 +26,14 @@ def resolve(
     """All devices of a run, those of other processes included, process by process.
 
     Args:
-        mesh: The user's own mesh, or None for every device.
-        cluster: The described cluster that the job was started on, or None.
-        visible: Numbers of the devices to use, or None for all of them.
-        started: Ranks of the described devices that a process was started for; None: all.
+        mesh: The user's mesh; None: every device.
+        cluster: The described cluster on which the job was started, or None.
+        visible: Numbers of the devices to use; None: all.
+        started: Ranks of the described devices for which a process was started; None: all.
 
     Raises:
-        MeshError: If there is no device, one process holds unlike accelerators, or the cluster
-            describes another number of devices, or accelerators where JAX has the processor.
+        MeshError: If there is no device, one process has unlike accelerators, or the cluster
+            describes another number of devices, or accelerators where JAX has the CPU.
     """
     if mesh is not None:
         devices: list[Any] = list(mesh.devices.flat)
@@ -43,7 +43,7 @@ def resolve(
         except (RuntimeError, AssertionError) as error:  # jax asserts that some platform is left
             raise MeshError(
                 f"JAX found no devices: {error}\ninstall jax[cuda13] for NVIDIA GPUs, or set "
-                "JAX_PLATFORMS=cpu to train on the processor"
+                "JAX_PLATFORMS=cpu to train on the CPU"
             ) from error
     if not devices:
         raise MeshError("the mesh has no devices: pass mesh=None to use every device there is")
@@ -52,7 +52,7 @@ def resolve(
         beyond = [i for i in visible if i >= len(devices)]
         if beyond or len(set(visible)) < len(visible) or mesh is not None:
             why = (
-                "does not go with a mesh of your own"
+                "cannot be combined with a mesh"
                 if mesh is not None
                 else (
                     f"names {beyond or 'a device twice'}, there are devices 0 to {len(devices) - 1}"
@@ -80,20 +80,20 @@ def resolve(
 
 
 def _one_of_each_process() -> list[Any]:
-    """The device of each process that trains, where accelerators know their own process only.
+    """One device for each process, where JAX clients only see local accelerators.
 
-    For another process's its processor stands, of which no more is asked than whose it is.
+    CPU devices stand for those of other processes; only their process index is read.
     """
-    own = own_devices()
-    if len(own) != 1:
+    local = own_devices()
+    if len(local) != 1:
         raise MeshError(
-            f"process {jax.process_index()} has {len(own)} devices ({own[0].device_kind}), and in "
-            "a job of unlike devices each process trains on one: start one process per device, "
-            "with hxla run --mesh, or let each see one (CUDA_VISIBLE_DEVICES; of processors, no "
+            f"process {jax.process_index()} has {len(local)} devices ({local[0].device_kind}), and "
+            "in a job of unlike devices each process trains on one: start one process per device, "
+            "with hxla run --mesh, or let each see one (CUDA_VISIBLE_DEVICES; for CPUs, no "
             "--xla_force_host_platform_device_count in XLA_FLAGS)"
         )
     firsts = {d.process_index: d for d in reversed(jax.devices("cpu"))}
-    return [*(firsts | {jax.process_index(): own[0]}).values()]
+    return [*(firsts | {jax.process_index(): local[0]}).values()]
 
 
 def _check_described(cluster: Cluster, devices: Sequence[jax.Device], ranks: Sequence[int]) -> None:
@@ -109,8 +109,8 @@ def _check_described(cluster: Cluster, devices: Sequence[jax.Device], ranks: Seq
     for i, device in zip(ranks, devices, strict=True):
         described = cluster.devices[i]
         if is_local() and not is_here(device):
-            continue  # a processor stands for it here
-        # Without a driver JAX falls back on the processor.
+            continue  # a CPU device stands for it
+        # Without a driver JAX falls back on the CPU.
         if (described.kind == "cpu") != (device.platform == "cpu"):
             raise MeshError(
                 f"mesh file {cluster.name!r} describes device {i} as {described.kind}, JAX has "
@@ -125,7 +125,7 @@ def check_one_kind_per_process(kinds: list[tuple[int, int, str]]) -> None:
         kinds: Process, device id and model name of each accelerator.
 
     Raises:
-        MeshError: Naming the process, the cards and the way out.
+        MeshError: With the process, the cards and the remedy.
     """
     by_process = collections.defaultdict(list)
     for process, device, kind in kinds:
@@ -134,18 +134,18 @@ def check_one_kind_per_process(kinds: list[tuple[int, int, str]]) -> None:
         if len({kind for _, kind in cards}) > 1:
             names = ", ".join(f"device {device}: {kind}" for device, kind in cards)
             raise MeshError(
-                f"process {process} holds unlike accelerators ({names}): JAX compiles a program "
+                f"process {process} has unlike accelerators ({names}): JAX compiles a program "
                 "for one kind only. Start one process per accelerator: hxla run script.py"
             )
 
 
 def device_kind(device: jax.Device) -> str:
-    """The model name of a device; NVML's where there is one, for jax may repeat the first's."""
+    """The model name of a device, from NVML where possible: jax may repeat the first card's."""
     if device.platform not in ("gpu", "cuda"):
         return device.device_kind
     with _nvml.driver() as nvml:
         index = None if nvml is None else _nvml.index_of(device.local_hardware_id)
-        # ROCm has no such driver, and a card given by UUID no number.
+        # None on ROCm, and for a card named by UUID.
         return device.device_kind if index is None else _nvml.name_of(nvml, index)
 
 
@@ -153,37 +153,39 @@ def job_cluster(
     devices: Devices,
     described: Cluster | None,
     gather: Callable[[str, str], tuple[str, ...]],
-    taken: Callable[[jax.Device], int],
+    used_bytes: Callable[[jax.Device], int],
 ) -> Cluster:
-    """The devices of a run as a cluster: as the mesh file has them, else as they say themselves.
+    """The devices of a run as a cluster: described by the mesh file, or else detected.
 
     Args:
-        devices: All of them, by rank.
-        described: What the mesh file says, or None.
+        devices: By rank.
+        described: The mesh file's cluster, or None.
         gather: Name and text to the texts of all processes.
-        taken: The bytes of an accelerator's memory that the user's arrays take.
+        used_bytes: Of an accelerator's memory, by the user's arrays.
 
     Returns:
-        The same on every process, with the memory that accelerators tell where the mesh file does
-        not, less what is taken of it.
+        The same on every process. Memory that the mesh file does not describe is detected, and the
+        user's arrays are subtracted.
     """
-    own = {
+    local = {
         rank: [
             device_kind(device),
             (device.memory_stats() or {}).get("bytes_limit"),
             platform.node(),
-            taken(device) if device.platform != "cpu" else 0,
+            used_bytes(device) if device.platform != "cpu" else 0,
         ]
         for rank, device in enumerate(devices)
         if device is not None and is_here(device)
     }
-    told: dict[str, list[Any]] = {}
-    for text in gather("devices", json.dumps(own)):
-        told |= json.loads(text)
-    facts = [told.get(str(rank), ["", None, "", 0]) for rank in range(len(devices))]
+    by_rank: dict[str, list[Any]] = {}
+    for text in gather("devices", json.dumps(local)):
+        by_rank |= json.loads(text)
+    facts = [by_rank.get(str(rank), ["", None, "", 0]) for rank in range(len(devices))]
     if described is not None:
         filled = [
-            device.model_copy(update={"memory_bytes": _left(device.memory_bytes or memory, used)})
+            device.model_copy(
+                update={"memory_bytes": _free_bytes(device.memory_bytes or memory, used)}
+            )
             for device, (_, memory, _, used) in zip(described.devices, facts, strict=True)
         ]
         return described.model_copy(update={"devices": tuple(filled)})
@@ -191,13 +193,13 @@ def job_cluster(
     return Cluster(
         name="",
         devices=tuple(
-            Device(kind=kind, memory_bytes=_left(memory, used), node=hosts.index(host))
+            Device(kind=kind, memory_bytes=_free_bytes(memory, used), node=hosts.index(host))
             for kind, memory, host, used in facts
         ),
         nodes=tuple(Node(name=host) for host in hosts),
     )
 
 
-def _left(memory: int | None, used: int) -> int | None:
-    """Of a memory, None where it is not known, what is left beside what is used; at least 1."""
+def _free_bytes(memory: int | None, used: int) -> int | None:
+    """The memory without the used bytes, at least 1; None if it is not known."""
     return None if memory is None else max(memory - used, 1)

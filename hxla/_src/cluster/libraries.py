@@ -1,18 +1,14 @@
-"""Which devices can meet in a collective: those of one library."""
+"""The collective library of each kind of device: unlike libraries share no collective."""
 
 from collections.abc import Iterable
 
-#: Set in processes of jobs of devices that share none: each device knows its own process only.
+#: Set in jobs of unlike libraries, where each process's JAX client only sees its local device.
 LOCAL_CLIENTS_VARIABLE = "HXLA_LOCAL_CLIENTS"
 _AMD = ("amd", "instinct", "radeon", "gfx")
 
 
 def library_of(kind: str) -> str:
-    """The library for collectives of a kind of device.
-
-    Args:
-        kind: See `Device.kind`; what is no processor, TPU or AMD card counts as one of NVIDIA.
-    """
+    """The collective library of a kind of device; NVIDIA's for all but CPUs, TPUs and AMD."""
     name = kind.lower().split("@")[0]
     if name == "cpu":
         return "Gloo"
@@ -22,7 +18,7 @@ def library_of(kind: str) -> str:
 
 
 def are_unlike(kinds: Iterable[str]) -> bool:
-    """Whether some of these kinds share no library."""
+    """Whether these kinds have different libraries."""
     return len(set(map(library_of, kinds))) > 1
 
 

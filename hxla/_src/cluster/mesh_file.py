@@ -18,7 +18,7 @@ class _Table(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-# Beyond these no cluster is, and figures made of them stay numbers.
+# No cluster exceeds these limits, which keep products of figures finite.
 _MOST_DEVICES, _MOST_TABLES = 65536, 1024
 _Figure = Annotated[float, pydantic.Field(ge=1e-12, le=1e12)]
 
@@ -47,7 +47,7 @@ class _Speed(_Table):
 class _Device(_Table):
     kind: str = pydantic.Field(min_length=1)
     count: int = pydantic.Field(1, ge=1, le=65536)
-    core_share: float | None = pydantic.Field(None, ge=0.001, le=1)  # of which Linux has quotas
+    core_share: float | None = pydantic.Field(None, ge=0.001, le=1)  # the least quota of Linux
     memory_gib: float | None = pydantic.Field(None, ge=2**-30, le=2**30)
     memory_gigabytes_per_second: _Figure | None = None
     host_memory_gib: float | None = pydantic.Field(None, ge=2**-30, le=2**30)
@@ -122,11 +122,11 @@ def load_cluster(name_or_path: str) -> Cluster:
         name_or_path: A built-in name (`cpu-1.0-0.33`) or a path.
 
     Returns:
-        The described cluster: each node and each of its devices repeated `count` times.
+        The described cluster, with each node and each device repeated `count` times.
 
     Raises:
-        MeshError: If there is no such file, or with all its faults at once: each with its key, the
-            nearest known key and the value found.
+        MeshError: If there is no such file, or it has faults: all at once, each with its key, the
+            nearest known key and the value.
 
     Example:
         >>> import hxla
@@ -143,8 +143,8 @@ def load_cluster(name_or_path: str) -> Cluster:
         faults = [_fault(failure) for failure in error.errors()] + faults
     if faults:
         raise MeshError(f"{path} has faults:" + listed(faults))
-    own = "" if _catalog.is_built_in("meshes", path) else str(path)
-    return _cluster(parsed).model_copy(update={"file": own})
+    file = "" if _catalog.is_built_in("meshes", path) else str(path)
+    return _cluster(parsed).model_copy(update={"file": file})
 
 
 def _cluster(file: _MeshFileTable) -> Cluster:
@@ -236,14 +236,14 @@ def _maybe(power: int, value: float | None) -> float | None:
 
 
 def _times_ten_to(power: int, value: float) -> float:
-    """Exact in decimal, so that a written file reads back to the same numbers."""
+    """Exact in decimal, so that a written file is read back as the same numbers."""
     return float(Decimal(repr(value)).scaleb(power))
 
 
 def _fault(failure: Any) -> str:
     if failure["type"] == "list_type" and failure["loc"][-1] in ("device", "node", "link"):
         path = ".".join(map(str, failure["loc"]))
-        return f"{path}: one table where several may be, write [[{path}]]"
+        return f"{path}: this is a list of tables, write [[{path}]]"
     return fault(failure, _MeshFileTable)
 
 
@@ -257,7 +257,7 @@ def _count(table: Mapping[str, Any]) -> int:
 
 
 def _faults_between_tables(file: Mapping[str, Any]) -> Iterator[str]:
-    """Faults that no table has by itself; tables with faults of their own do not hide them."""
+    """Contradictions between tables; faults inside a table do not hide them."""
     nodes, links = _tables(file.get("node")), _tables(file.get("link"))
     if not file.get("device") and not file.get("node"):
         yield "device: missing, add [[device]], or [[node]] with [[node.device]]"
@@ -269,7 +269,7 @@ def _faults_between_tables(file: Mapping[str, Any]) -> Iterator[str]:
     if num > _MOST_DEVICES:
         yield f"count: {num} devices in all, describe {_MOST_DEVICES} at most"
     if max(len(nodes), len(_tables(file.get("device")))) > _MOST_TABLES:
-        return  # which is told by the tables themselves
+        return  # the tables' own validation reports it
     names = [str(node.get("name")) for node in nodes]
     for i, (name, node) in enumerate(zip(names, nodes, strict=True)):
         if name in names[:i]:
@@ -282,7 +282,7 @@ def _faults_between_tables(file: Mapping[str, Any]) -> Iterator[str]:
         counts = dict(zip(names, map(_count, nodes), strict=True))
         yield from _link_faults(links, counts)
     elif links:
-        yield "link: joins nodes and there are none; write [[node]], with [node.link] inside one"
+        yield "link: there are no nodes to link; write [[node]], with [node.link] inside one"
 
 
 def _uuid_faults(nodes: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -298,7 +298,7 @@ def _uuid_faults(nodes: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
                 yield f"{path}: names {len(uuids)} cards, the table describes {num} devices"
             for uuid in map(str, uuids):
                 if uuid in seen:
-                    yield f"{path}: {uuid!r} is in {seen[uuid]} too; a device has one place"
+                    yield f"{path}: {uuid!r} is in {seen[uuid]} too; list each card once"
                 seen.setdefault(uuid, path)
 
 
@@ -316,7 +316,7 @@ def _link_faults(links: Sequence[Mapping[str, Any]], counts: Mapping[str, int]) 
         pair = tuple(sorted(names)) if names else None
         if pair in pairs:
             what = "the link between {} and {}".format(*map(repr, pair)) if pair else "the default"
-            yield f"link.{i}: gives {what} again, keep one"
+            yield f"link.{i}: repeats {what}, keep one"
         pairs.add(pair)
     if None in pairs:
         return
@@ -324,16 +324,16 @@ def _link_faults(links: Sequence[Mapping[str, Any]], counts: Mapping[str, int]) 
         if pair not in pairs and (pair[0] != pair[1] or counts[pair[0]] > 1):
             yield (
                 f"link: missing between nodes {pair[0]!r} and {pair[1]!r}, add [[link]] with "
-                f"between = {json.dumps(pair)}, or one without `between` for all that have none"
+                f"between = {json.dumps(pair)}, or one without `between` for all other pairs"
             )
 
 
 def dump_cluster(cluster: Cluster) -> str:
-    """The mesh file that `load_cluster` reads back to the same cluster.
+    """The mesh file of a cluster, which `load_cluster` reads back as an equal one.
 
     Args:
-        cluster: What to write; like nodes hold like devices, as `load_cluster` makes them.
-            Figures have at most 15 significant digits.
+        cluster: Nodes of one name must have equal devices. Figures have at most 15 significant
+            digits.
     """
     lines = [f"name = {_text(cluster.name)}"]
     if cluster.description:
@@ -388,8 +388,8 @@ def _device_lines(devices: Iterable[Device], table: str) -> Iterator[str]:
         for products in device.rates:
             figures = {"teraflops_per_second": _number(-12, products.flops_per_second)}
             figures |= {"measured": "true"} if products.measured else {}
-            own_source = products.source if products.source != device.source else ""
-            yield f"{products.dtype} = {_inline(figures, own_source)}"
+            source = products.source if products.source != device.source else ""
+            yield f"{products.dtype} = {_inline(figures, source)}"
         if device.speeds:
             yield f"[{table}.speeds]"
         for speed in device.speeds:

@@ -1,4 +1,4 @@
-"""What the NVIDIA driver says of this machine. No driver is a normal case."""
+"""Cards and wires of this machine as the NVIDIA driver reports them, if there is one."""
 
 import contextlib
 import dataclasses
@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Of one lane in one direction, by generation: transfers per second times the line code
+# Of one PCIe lane in one direction, by generation: transfers per second times the line code
 # (PCI-SIG: 2.5 and 5 GT/s with 8b/10b, 8 to 32 GT/s with 128b/130b, 64 GT/s with 242B/256B flits).
 _LANE_BYTES_PER_SECOND = {
     1: 0.25e9,
@@ -17,7 +17,7 @@ _LANE_BYTES_PER_SECOND = {
     5: 32e9 / 8 * 128 / 130,
     6: 64e9 / 8 * 242 / 256,
 }
-# As nvidia-smi topo -m has them.
+# The names of `nvidia-smi topo -m`.
 _PATHS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
 
@@ -26,8 +26,8 @@ class Card:
     """One GPU.
 
     Attributes:
-        index: Its number for NVML, which counts all cards.
-        pcie: Generation and lanes of its slot; None if the driver does not say.
+        index: In NVML, which counts all cards.
+        pcie: Generation and lanes of its slot; None if not known.
     """
 
     index: int
@@ -40,12 +40,12 @@ class Card:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wire:
-    """How two cards are joined.
+    """The connection of two cards.
 
     Attributes:
-        cards: Their numbers, the smaller one first.
+        cards: Their indices, the smaller one first.
         name: `NV4` for four NVLinks, else the PCIe path: `PIX`, `PXB`, `PHB`, `NODE` or `SYS`.
-        bytes_per_second: Of the wires, in one direction; None if the driver does not say.
+        bytes_per_second: In one direction; None if not known.
     """
 
     cards: tuple[int, int]
@@ -70,13 +70,13 @@ def driver() -> Iterator[Any]:
 
 
 def index_of(hardware_id: int | None) -> int | None:
-    """NVML's number of a card that CUDA counts among the visible ones; None if not known."""
+    """NVML's index of one of CUDA's visible cards; None if not known."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hardware_id is None or not visible:
         return hardware_id
     entries = visible.split(",")
     if hardware_id >= len(entries) or not entries[hardware_id].strip().isdigit():
-        return None  # given by UUID
+        return None  # named by UUID
     return int(entries[hardware_id])
 
 
@@ -86,7 +86,7 @@ def name_of(nvml: Any, index: int) -> str:
 
 
 def read() -> tuple[tuple[Card, ...], tuple[Wire, ...]]:
-    """All cards and how each two of them are joined; nothing without a driver."""
+    """All cards and the wire between each two; nothing without a driver."""
     with driver() as nvml:
         if nvml is None:
             return (), ()
@@ -96,7 +96,7 @@ def read() -> tuple[tuple[Card, ...], tuple[Wire, ...]]:
         buses = [_bus(nvml.nvmlDeviceGetPciInfo(handle)) for handle in handles]
         wires = []
         for a, b in itertools.combinations(range(len(handles)), 2):
-            # Through a switch every card reaches every other one with all its links.
+            # Through a switch every card reaches every other card with all its links.
             num = links[a].count(buses[b]) or min(
                 links[a].count("switch"), links[b].count("switch")
             )
@@ -134,7 +134,7 @@ def _pcie_bytes_per_second(card: Card) -> float | None:
 
 
 def _nvlinks(nvml: Any, handle: Any) -> list[str]:
-    """What each active NVLink of a card leads to: another card's bus, or `switch`."""
+    """The remote end of each active NVLink of a card: another card's bus, or `switch`."""
     ends = []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         if not _ask(nvml, nvml.nvmlDeviceGetNvLinkState, handle, link):
@@ -157,10 +157,10 @@ def _nvlink_bytes_per_second(nvml: Any, handle: Any) -> float | None:
     return float(values[0].value.uiVal) * 1e6 or None
 
 
-def _ask(nvml: Any, question: Callable[..., Any], *arguments: Any) -> Any:
-    """An answer that not every card and driver has; None without."""
+def _ask(nvml: Any, query: Callable[..., Any], *arguments: Any) -> Any:
+    """The answer to a query that some cards and drivers refuse; None then."""
     try:
-        return question(*arguments)
+        return query(*arguments)
     except nvml.NVMLError:
         return None
 

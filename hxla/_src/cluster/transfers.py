@@ -1,4 +1,4 @@
-"""Transfers at the same time: what each takes where devices of a node share its network card."""
+"""Seconds of simultaneous transfers, where devices of a node share its network card."""
 
 import collections
 import dataclasses
@@ -13,7 +13,7 @@ class Send:
     """A transfer from one device to another, in one direction.
 
     Attributes:
-        num_bytes: In one message.
+        num_bytes: Of one message.
     """
 
     sender: int
@@ -21,17 +21,16 @@ class Send:
     num_bytes: float
 
 
-CardWay = tuple[int, bool]  # a node, and whether into it: False of a card that is not duplex
+CardWay = tuple[int, bool]  # a node, and whether into it; always False if it is not duplex
 
 
 def cards_passed(
     card_of: Callable[[int], NetworkCard | None], a: int, b: int
 ) -> list[tuple[NetworkCard, CardWay]]:
-    """The cards that a transfer from one node to another passes, and in which direction.
+    """The cards that a transfer from node `a` to node `b` passes, with its direction.
 
     Args:
-        card_of: `Cluster.network_card`, best with what it has said kept.
-        a: The node of the sender.
+        card_of: `Cluster.network_card`, cached for speed.
     """
     if a == b:
         return []
@@ -40,14 +39,10 @@ def cards_passed(
 
 
 def ring_transfers(cluster: Cluster, ranks: Iterable[int], num_bytes: float) -> list[Send]:
-    """What every device of a ring sends to the next; none for a single device.
+    """The sends from each device of a ring to the next; none for a single device.
 
-    The ring passes the devices node by node, so that it leaves each node once, as the libraries
-    of collectives lay rings.
-
-    Args:
-        cluster: That the ranks are of.
-        ranks: The devices of the ring.
+    The ring passes the devices node by node and leaves each node once, as collective libraries
+    build rings.
     """
     order = sorted(ranks, key=lambda rank: cluster.devices[rank].node)
     if len(order) < 2:
@@ -61,63 +56,59 @@ def ring_transfers(cluster: Cluster, ranks: Iterable[int], num_bytes: float) -> 
 def transfer_seconds(cluster: Cluster, transfers: Sequence[Send]) -> list[float | None]:
     """Predict the time of each of several transfers that begin together.
 
-    A transfer takes no less than its link says of it alone. Over a network card all transfers of
-    its direction, or of both if it is not duplex, get equal shares of the bandwidth until the
-    shortest of them is done: one of b bytes ends when the card has carried, of every other, as many
-    bytes as that has, at most b.
-
-    Args:
-        cluster: That the ranks are of.
+    A transfer takes at least its link's time. Transfers over a network card in one direction, or in
+    both if it is not duplex, share its bandwidth equally. So a transfer of b bytes ends when the
+    card has carried at most b bytes of every other transfer.
 
     Returns:
         The seconds of each; None where no link is described.
     """
-    # Most transfers are like others: between the same nodes, of as many bytes.
-    sorts = [
+    # Most transfers have equals: the same nodes and bytes.
+    kinds = [
         (cluster.devices[x.sender].node, cluster.devices[x.receiver].node, x.num_bytes)
         if x.sender != x.receiver
         else None
         for x in transfers
     ]
-    numbers = collections.Counter(filter(None, sorts))
+    numbers = collections.Counter(filter(None, kinds))
     card_of = functools.cache(cluster.network_card)
     over: dict[CardWay, dict[float, int]] = collections.defaultdict(collections.Counter)
     for (a, b, size), num in numbers.items():
         for _, key in cards_passed(card_of, a, b):
             over[key][size] += num
-    carried = {key: _Carried(sizes) for key, sizes in over.items()}
-    found: dict[tuple[int, int, float] | None, float | None] = {None: None}
-    for sort, x in zip(sorts, transfers, strict=True):
-        if sort is None or sort in found:
+    carried = {key: _CarriedBytes(sizes) for key, sizes in over.items()}
+    seconds: dict[tuple[int, int, float] | None, float | None] = {None: None}
+    for kind, x in zip(kinds, transfers, strict=True):
+        if kind is None or kind in seconds:
             continue
-        a, b, size = sort
+        a, b, size = kind
         link = cluster.link(x.sender, x.receiver)
         if link is None:
-            found[sort] = None
+            seconds[kind] = None
             continue
         shared = [
             link.latency_seconds + carried[key].until(size) / card.bytes_per_second
             for card, key in cards_passed(card_of, a, b)
         ]
-        found[sort] = max([link.seconds(size), *shared])
-    return [found[sort] for sort in sorts]
+        seconds[kind] = max([link.seconds(size), *shared])
+    return [seconds[kind] for kind in kinds]
 
 
-class _Carried:
-    """How much a card carries until a transfer of some size is done.
+class _CarriedBytes:
+    """The bytes that a card has carried when a transfer of some size is done.
 
     Args:
-        counts: Bytes of the transfers that pass it, with how many are of as many.
+        counts: The number of its transfers of each size in bytes.
     """
 
     def __init__(self, counts: Mapping[float, int]):
         self._until: dict[float, float] = {}
-        left, before = sum(counts.values()), 0.0
+        num_longer, done = sum(counts.values()), 0.0
         for size in sorted(counts):
-            self._until[size] = before + left * size
-            before += counts[size] * size
-            left -= counts[size]
+            self._until[size] = done + num_longer * size
+            done += counts[size] * size
+            num_longer -= counts[size]
 
     def until(self, size: float) -> float:
-        """Bytes carried when the transfers of a size that is among them are done."""
+        """Bytes carried when the card's transfers of this size are done."""
         return self._until[size]
