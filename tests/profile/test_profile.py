@@ -267,7 +267,7 @@ def broken(change):
             "sizes.0.tensor: .* valid integer, found True",
         ),
         (broken(lambda t: t.update(layers=[])), "layers: .* at least 1 item"),
-        (broken(lambda t: t["times"].append(t["times"][0])), r"\('cpu', 2, 1\) is there 2 times"),
+        (broken(lambda t: t["times"].append(t["times"][0])), r"\('cpu', 2, 1\) is listed 2 times"),
         ('{"version": 1, "version": 1}', "version: given 2 times"),
     ],
 )
@@ -283,7 +283,7 @@ def test_a_profile_of_another_model_is_refused(tmp_path):
     dump_profile(example(), tmp_path / "p.json")
     with pytest.raises(hxla.PlanError, match="another model: net, not other"):
         load_profile(tmp_path / "p.json", model="other")
-    with pytest.raises(hxla.PlanError, match="do not go together"):
+    with pytest.raises(hxla.PlanError, match="do not match"):
         merge_profiles([example(), dataclasses.replace(example(), model="other")])
 
 

@@ -1,4 +1,4 @@
-"""The matrix products of a segment and what moves between them, on one device."""
+"""The matrix products and the memory traffic of a segment on one device."""
 
 import collections
 import dataclasses
@@ -18,18 +18,18 @@ _PRODUCTS = ("dot_general", "conv_general_dilated")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatrixProduct:
-    """Equal products of matrices, [rows, depth] by [depth, columns].
+    """Equal matrix products, [rows, depth] by [depth, columns].
 
-    A convolution is one too, of the windows of its input by its kernel.
+    A convolution is a product of the windows of its input by its kernel.
 
     Attributes:
-        count: How many follow one another.
-        copies: How many each of them is at once (a batch of products, groups of features).
-        rows: Of the first matrix and the result.
-        columns: Of the second matrix and the result.
-        depth: Over which is summed.
-        arithmetic: What it is computed in, as mesh files name rates; `model`: float32 as jax
-            computes it by default.
+        count: The number of products, one after another.
+        copies: The size of each product's batch (batch dimensions, groups of features).
+        rows: The rows of the first matrix and the result.
+        columns: The columns of the second matrix and the result.
+        depth: The size of the contracted dimension.
+        arithmetic: The dtype, by the names of rates in mesh files; `model`: float32 as jax computes
+            it by default.
 
     References:
         Chetlur et al., "cuDNN: Efficient Primitives for Deep Learning", 2014, section 3.1
@@ -45,47 +45,47 @@ class MatrixProduct:
 
     @property
     def flops(self) -> float:
-        """The operations of all of them, a multiply-add being two."""
+        """The operations of all products, a multiply-add being two."""
         return 2.0 * self.count * self.copies * self.rows * self.columns * self.depth
 
     @property
     def backward(self) -> tuple["MatrixProduct", "MatrixProduct"]:
-        """Those of the gradients of the first and of the second matrix."""
+        """The products of the gradients of the first and of the second matrix."""
         first = dataclasses.replace(self, columns=self.depth, depth=self.columns)
         second = dataclasses.replace(self, rows=self.depth, depth=self.rows)
         return first, second
 
 
 def products_of(graph: Graph, ops: Sequence[Op], cut: Sharded) -> tuple[MatrixProduct, ...]:
-    """The products of a microbatch's forward on one device; what is not cut, each device repeats.
+    """The products of a microbatch's forward on one device of a group.
 
     Args:
-        cut: How the devices of a group share the arrays.
+        cut: The sharding over the group; replicated products count on every device.
     """
-    found: collections.Counter[MatrixProduct] = collections.Counter()
+    counts: collections.Counter[MatrixProduct] = collections.Counter()
     for op in leaves(tuple(ops)):
         if op.name not in _PRODUCTS:
             continue
         is_dot = op.name == "dot_general"
-        own = _of_dot(op, _operands(op, cut)) if is_dot else _of_convolution(op, graph, cut)
-        said = graph.arithmetic if graph.arithmetic != "model" else _arithmetic(op)
-        found[dataclasses.replace(own, arithmetic=said)] += op.times
-    return tuple(dataclasses.replace(own, count=num) for own, num in found.items())
+        product = _dot(op, _operands(op, cut)) if is_dot else _convolution(op, graph, cut)
+        arithmetic = graph.arithmetic if graph.arithmetic != "model" else _arithmetic(op)
+        counts[dataclasses.replace(product, arithmetic=arithmetic)] += op.times
+    return tuple(dataclasses.replace(product, count=num) for product, num in counts.items())
 
 
 def _arithmetic(op: Op) -> str:
-    """By the dtype of its operands, where those of float32 may say that all bits count."""
+    """The operands' dtype; float32 only where the highest precision is asked for."""
     dtypes = {v.aval.dtype.name for v in op.eqn.invars[:2]}
     asked = op.eqn.params.get("precision")
     if dtypes == {"float32"}:
-        is_whole = asked in (jax.lax.Precision.HIGHEST, (jax.lax.Precision.HIGHEST,) * 2)
-        return "float32" if is_whole else "model"
+        is_highest = asked in (jax.lax.Precision.HIGHEST, (jax.lax.Precision.HIGHEST,) * 2)
+        return "float32" if is_highest else "model"
     low = [name for name in ("bfloat16", "float16", "float64") if dtypes == {name}]
     return low[0] if low else "model"
 
 
 def _operands(op: Op, cut: Sharded) -> list[Shape]:
-    """The shapes of one device's operands."""
+    """The operands' shapes on one device."""
     shapes = [list(v.aval.shape) for v in op.eqn.invars]
     for axis in cut.axes.values():
         wanted = axis.wanted.get(op.outputs[0], ())
@@ -95,7 +95,7 @@ def _operands(op: Op, cut: Sharded) -> list[Shape]:
     return [tuple(shape) for shape in shapes]
 
 
-def _of_dot(op: Op, operands: Sequence[Shape]) -> MatrixProduct:
+def _dot(op: Op, operands: Sequence[Shape]) -> MatrixProduct:
     first, second = operands[:2]
     (summed, summed_too), (batch, batch_too) = op.eqn.params["dimension_numbers"]
 
@@ -110,7 +110,7 @@ def _of_dot(op: Op, operands: Sequence[Shape]) -> MatrixProduct:
     )
 
 
-def _of_convolution(op: Op, graph: Graph, cut: Sharded) -> MatrixProduct:
+def _convolution(op: Op, graph: Graph, cut: Sharded) -> MatrixProduct:
     numbers, kernel = op.eqn.params["dimension_numbers"], _operands(op, cut)[1]
     out = math.prod(graph.values[op.outputs[0]].shape) // cut.num_parts(op.outputs[0])
     groups = op.eqn.params["feature_group_count"]
@@ -124,17 +124,17 @@ def _of_convolution(op: Op, graph: Graph, cut: Sharded) -> MatrixProduct:
 
 
 def moved_bytes(graph: Graph, ops: Sequence[Op], cut: Sharded) -> int:
-    """The bytes that a forward moves through memory beside its products, as compilers fuse it.
+    """The bytes that a forward moves through memory between its products, as compilers fuse it.
 
-    What lies between two products or reductions is one operation for a compiler, whose inner values
-    never reach memory: it reads the results of products, and writes what products take. A reduction
-    reads what it sums up once more.
+    The operations between two products or reductions are one fusion, whose inner values never reach
+    memory. It reads the results of products and writes the operands of products. A reduction reads
+    its operand once more.
 
     Args:
-        cut: How the devices of a group share the arrays.
+        cut: The sharding over the devices of a group.
     """
 
-    def own(v: int) -> int:
+    def device_bytes(v: int) -> int:
         return graph.values[v].num_bytes // cut.num_parts(v)
 
     flat = list(leaves(tuple(ops)))
@@ -143,11 +143,11 @@ def moved_bytes(graph: Graph, ops: Sequence[Op], cut: Sharded) -> int:
     taken = {v for op in flat if op.name in _PRODUCTS for v in op.inputs if isinstance(v, int)}
     written = {v for v in (taken & made) - of_products if graph.values[v].param is None}
     reduced = sum(
-        own(v) * op.times
+        device_bytes(v) * op.times
         for op in flat
         if op.name.startswith("reduce_")
         for v in op.inputs
         if isinstance(v, int)
     )
     times = {v: op.times for op in flat for v in op.outputs}
-    return reduced + sum(own(v) * times[v] for v in (*of_products, *written))
+    return reduced + sum(device_bytes(v) * times[v] for v in (*of_products, *written))

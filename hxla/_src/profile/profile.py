@@ -1,4 +1,4 @@
-"""A model as the planner sees it: a chain of layers, their sizes and their measured times."""
+"""A model for the planner: a chain of layers with their sizes and times."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,15 +13,15 @@ class LayerSize:
     """Sizes of one layer on one device of a tensor-parallel group.
 
     Attributes:
-        parameter_bytes: The bytes of the parameters that the device holds.
-        output_bytes: The bytes of one microbatch's output, what the next layer is sent.
-        stash_bytes: The bytes that one microbatch's backward keeps from its forward.
+        parameter_bytes: The bytes of the device's shard of the parameters.
+        output_bytes: The bytes of one microbatch's output, which the next layer receives.
+        stash_bytes: The bytes of one microbatch's residuals.
         flops: The forward operations of one microbatch (0: not known).
-        arithmetic: What its matrix products are computed in, as mesh files name rates; `model`:
-            each as the model says.
+        arithmetic: The dtype of its matrix products, by the names of rates in mesh files; `model`:
+            the model's dtypes.
         products: The matrix products of one microbatch's forward; none: not known.
-        moved_bytes: The bytes that one microbatch's forward moves through memory beside them; 0:
-            not known, about what its backward keeps.
+        moved_bytes: The bytes that one microbatch's forward moves through memory between its
+            products; 0: not known, estimated by `stash_bytes`.
     """
 
     parameter_bytes: float
@@ -38,10 +38,10 @@ class LayerTime:
     """Seconds of one layer on one device, for one microbatch.
 
     Attributes:
-        forward: The seconds of the forward, with the collectives of tensor parallelism inside.
+        forward: The seconds of the forward, with tensor parallelism's collectives.
         backward: The seconds of the backward, likewise.
         update: The seconds of the update of the device's parameters, once a step.
-        measured: Whether it was measured; else it is estimated from operations and bytes
+        measured: Whether it was measured; otherwise it is estimated from operations and bytes
             (roofline).
     """
 
@@ -53,7 +53,7 @@ class LayerTime:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Setting:
-    """What the times of a profile were measured for.
+    """The devices and microbatch size for which times were measured.
 
     Attributes:
         kind: The kind of the device, as `Device.label` says.
@@ -71,12 +71,12 @@ class SplitTime:
     """Seconds of one microbatch on devices over which an axis cuts the model, all at work together.
 
     Attributes:
-        kinds: The kinds of the devices at each place of a copy, those of several copies sorted and
-            joined by ` + `.
+        kinds: For each place along the axis the kinds of its devices, those of several replicas
+            sorted and joined by ` + `.
         microbatch_size: The examples of the microbatch.
-        sent_bytes: The bytes that one device sends over the axis for it, which tell one way to cut
-            the model from another.
-        parts: The part of all that is cut that each place has.
+        sent_bytes: The bytes that one device sends over the axis, which distinguish one sharding
+            from another.
+        parts: The fraction of the cut dimensions at each place.
         seconds: The seconds of the microbatch, forward and backward, with its collectives.
     """
 
@@ -88,30 +88,30 @@ class SplitTime:
 
     @property
     def split(self) -> tuple[tuple[str, ...], int, float]:
-        """What is cut, whatever the parts."""
+        """The key of a split, without its parts."""
         return self.kinds, self.microbatch_size, self.sent_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A model as a chain of layers, with the sizes and times that are known.
+    """A model as a chain of layers, with known sizes and times.
 
     Attributes:
-        model: The name, or fingerprint of the traced program.
+        model: The name, or a fingerprint of the parameters.
         layers: The names of the layers, in the order of the chain.
         sizes: (microbatch size, tensor) to one size for each layer.
         times: Setting to one time for each layer.
         reductions: The kinds of devices that train together, sorted and joined by ` + `, to the
-            seconds of a step that are neither microbatches nor updates: the sum of gradients over
-            all of them, and what the training loop does besides.
-        peaks: Setting to the bytes that a whole copy needs on the device without the inputs of its
-            microbatches: state, sums, and what the compiled programs say of themselves.
-        num_segments: The most layers that were asked for, of which a chain may have fewer (0: as
-            many as there are).
-        form: The form of memory in which the model trained meanwhile, whose forwards that run again
-            and copies are in its times, as `Plan.memory_form` names it; empty: each layer ran
-            alone.
-        splits: Times of splits of the model, of each with the parts that it ran with.
+            seconds of a step outside microbatches and updates: the all-reduce of gradients and the
+            training loop.
+        peaks: Setting to the bytes of a whole replica on the device without the inputs of its
+            microbatches: state, sums, and the compiled programs' temporaries.
+        num_segments: The largest number of layers that was asked for; a chain may have fewer (0:
+            as many as there are).
+        form: The memory layout in which the times were measured during training, as
+            `Plan.memory_form` names it. Its recomputation and transfers are in the times. Empty:
+            each layer ran alone.
+        splits: Times of splits of the model, each with its parts.
     """
 
     model: str
@@ -130,30 +130,30 @@ class Profile:
         return self.num_segments or len(self.layers)
 
     def check(self, layers: Sequence[str]) -> None:
-        """Refuse to speak of another chain.
+        """Refuse another chain of layers.
 
         Args:
-            layers: The names of that chain's layers.
+            layers: The names of the chain's layers.
 
         Raises:
-            PlanError: If its layers are other ones.
+            PlanError: If the names differ.
         """
         if self.layers != tuple(layers):
             raise PlanError(
-                f"the profile has the segments {', '.join(self.layers)}, the loss now has "
+                f"the profile has the segments {', '.join(self.layers)}, the loss has "
                 f"{', '.join(layers)}: measure it again with hxla profile"
             )
 
     def to_table(self) -> dict[str, Any]:
-        """Write it as lists and dictionaries, for JSON."""
+        """Write the profile as lists and dictionaries, for JSON."""
         return {
             "model": self.model,
             "layers": list(self.layers),
             "num_segments": self.num_segments,
             "form": self.form,
             "sizes": [
-                {"microbatch_size": b, "tensor": t, "layers": [dataclasses.asdict(s) for s in own]}
-                for (b, t), own in sorted(self.sizes.items())
+                {"microbatch_size": b, "tensor": t, "layers": list(map(dataclasses.asdict, sizes))}
+                for (b, t), sizes in sorted(self.sizes.items())
             ],
             "times": [
                 {**dataclasses.asdict(setting), "layers": [dataclasses.asdict(t) for t in times]}
@@ -164,12 +164,12 @@ class Profile:
                 {**dataclasses.asdict(setting), "bytes": peak}
                 for setting, peak in sorted(self.peaks.items())
             ],
-            "splits": [dataclasses.asdict(own) for own in self.splits],
+            "splits": [dataclasses.asdict(split) for split in self.splits],
         }
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> "Profile":
-        """Read what `to_table` made.
+        """Read a profile from the result of `to_table`.
 
         Args:
             table: The lists and dictionaries.
@@ -180,7 +180,7 @@ class Profile:
         Raises:
             KeyError: If a key is missing.
             TypeError: If a value is of another type.
-            ValueError: If a number is none.
+            ValueError: If a value is no number.
         """
         return cls(
             model=str(table["model"]),
@@ -218,10 +218,10 @@ def _setting(row: Mapping[str, Any]) -> Setting:
 
 
 def together_key(labels: Iterable[str]) -> str:
-    """Names a set of devices that train together, by their kinds."""
+    """The key of devices that train together: their sorted kinds."""
     return " + ".join(sorted(labels))
 
 
 def measured_sum(profile: Profile | None, labels: Iterable[str]) -> float | None:
-    """Seconds of the sum over devices of some kinds, and of the loop, where they were measured."""
+    """Measured seconds of the all-reduce over these devices and of the loop, or None."""
     return None if profile is None else profile.reductions.get(together_key(labels))

@@ -15,7 +15,7 @@ from .profile import Profile
 
 _VERSION = 1
 
-# Beyond these nothing was measured, and what is made of them stays a number.
+# No measurement exceeds these limits, which keep sums and products finite.
 _Seconds = Annotated[float, pydantic.Field(ge=0, le=1e9)]
 _Bytes = Annotated[float, pydantic.Field(ge=0, le=2**60)]
 _Count = Annotated[int, pydantic.Field(ge=1, le=2**40)]
@@ -64,7 +64,7 @@ class _Sizes(_FileTable):
         return self.microbatch_size, self.tensor
 
 
-class _OfKind(_FileTable):
+class _KindTable(_FileTable):
     kind: str
     microbatch_size: _Count
     tensor: _Count
@@ -74,11 +74,11 @@ class _OfKind(_FileTable):
         return self.kind, self.microbatch_size, self.tensor
 
 
-class _Times(_OfKind):
+class _Times(_KindTable):
     layers: list[_TimeTable]
 
 
-class _Peak(_OfKind):
+class _Peak(_KindTable):
     bytes: Annotated[int, pydantic.Field(ge=0, le=2**60)]
 
 
@@ -104,12 +104,7 @@ class _ProfileTable(_FileTable):
 
 
 def dump_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
-    """Write a profile so that `load_profile` reads it back equal; the file is never half written.
-
-    Args:
-        profile: What was measured so far.
-        path: Of the file; its folder is made.
-    """
+    """Write a profile to a file, atomically; its folder is made."""
     table = {"version": _VERSION, **profile.to_table()}
     file = local_path(path, "path", PlanError)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -119,18 +114,18 @@ def dump_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
 
 
 def load_profile(path: str | os.PathLike[str], *, model: str | None = None) -> Profile:
-    """Read measured times that `hxla profile` wrote.
+    """Read a profile that `hxla profile` wrote.
 
     Args:
         path: The path of the file.
-        model: The model that the profile must be of; None: any.
+        model: The name of the model that it must describe; None: any.
 
     Returns:
         The profile.
 
     Raises:
-        PlanError: If the file cannot be read, is of another version or model, or holds times that
-            are no times: every fault with its key.
+        PlanError: If the file cannot be read, is of another version or model, or has invalid
+            values: every fault with its key.
 
     Example:
         >>> import hxla
@@ -139,10 +134,10 @@ def load_profile(path: str | os.PathLike[str], *, model: str | None = None) -> P
     """
     refuse = named("profile", path, PlanError)
     table = read_json(path, refuse)
-    found = table.get("version") if isinstance(table, dict) else None
-    if type(found) is not int or found != _VERSION:
+    version = table.get("version") if isinstance(table, dict) else None
+    if type(version) is not int or version != _VERSION:
         raise refuse(
-            f"has version {shown(found)}, this hxla reads {_VERSION}: measure again with hxla "
+            f"has version {shown(version)}, this hxla reads {_VERSION}: measure again with hxla "
             "profile"
         )
     faults = list(_faults(table))
@@ -152,23 +147,23 @@ def load_profile(path: str | os.PathLike[str], *, model: str | None = None) -> P
     if model is not None and profile.model != model:
         raise refuse(
             f"is of another model: {profile.model[:80]}, not {model}; measure this one with hxla "
-            "profile, into a file of its own"
+            "profile, into another file"
         )
     return profile
 
 
 def merge_profiles(profiles: Iterable[Profile]) -> Profile:
-    """All that several profiles of one model hold; later ones win.
+    """The union of several profiles of one model; later ones win.
 
     Raises:
-        PlanError: If they are of several models, or cut into other numbers of layers.
+        PlanError: If their models or numbers of layers differ.
     """
     first, *others = profiles
     for other in others:
         if (other.model, len(other.layers)) != (first.model, len(first.layers)):
             raise PlanError(
                 f"profiles of {first.model} in {len(first.layers)} layers and of {other.model} in "
-                f"{len(other.layers)} do not go together: measure one model, cut in one way"
+                f"{len(other.layers)} do not match: measure one model, in the same layers"
             )
         first = dataclasses.replace(
             first,
@@ -177,13 +172,13 @@ def merge_profiles(profiles: Iterable[Profile]) -> Profile:
             reductions={**first.reductions, **other.reductions},
             peaks={**first.peaks, **other.peaks},
             form=other.form or first.form,
-            splits=tuple({own.split: own for own in (*first.splits, *other.splits)}.values()),
+            splits=tuple({s.split: s for s in (*first.splits, *other.splits)}.values()),
         )
     return first
 
 
 def _faults(table: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with a file: its own tables first, else how they go together."""
+    """The faults inside a file's tables; without any, the contradictions between them."""
     try:
         file = _ProfileTable.model_validate(table)
     except pydantic.ValidationError as error:
@@ -193,7 +188,7 @@ def _faults(table: Mapping[str, Any]) -> Iterator[str]:
         settings = Counter(row.setting for row in rows)
         for setting, times in settings.items():
             if times > 1:
-                yield f"{name}: {shown(setting)} is there {times} times"
+                yield f"{name}: {shown(setting)} is listed {times} times"
     layered = [(f"sizes.{i}", len(row.layers)) for i, row in enumerate(file.sizes)]
     layered += [(f"times.{i}", len(row.layers)) for i, row in enumerate(file.times)]
     for i, split in enumerate(file.splits):

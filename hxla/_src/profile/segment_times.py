@@ -1,4 +1,4 @@
-"""Seconds of each segment of a model's chain on one device, and the residuals it keeps."""
+"""Seconds and residuals of each segment of a model's chain on one device."""
 
 import functools
 import hashlib
@@ -29,43 +29,42 @@ from .profile import LayerSize, LayerTime
 def kept_bytes(
     graph: Graph, chain: Sequence[Segment], trained: Collection[int] | None = None
 ) -> tuple[int, ...]:
-    """For each segment the fewest bytes that have to wait for its backward.
+    """For each segment the fewest bytes of residuals that its backward needs.
 
-    A stage of a pipeline keeps a minimum cut between its forward and its backward, in which
-    element-wise work may be done again. Of several segments in a row the cuts together are one of
-    the stage that holds them, so that their sum is never less than what the stage keeps: an array
-    that two neighbours keep counts twice. Parameters, batch and constants are there anyway.
+    A stage of a pipeline keeps a minimum cut between its forward and backward, in which
+    element-wise work may be recomputed. The cuts of consecutive segments together are a cut of
+    their stage, so their sum is an upper bound: an array in two cuts counts twice. Parameters,
+    batch and constants do not count.
 
     Args:
-        chain: Its segments; equal ones are looked at once.
-        trained: Places of the parameters that have a gradient; None: all.
+        trained: Indices of the parameters that have a gradient; None: all.
     """
-    composer = ResidualEstimator(graph)
+    estimator = ResidualEstimator(graph)
     known: dict[Any, int] = {}
     out = []
     for segment in chain:
         key = segment_kind(graph, segment, trained)
         if key not in known:
-            known[key] = _kept(composer, graph, segment, trained)
+            known[key] = _residual_bytes(estimator, graph, segment, trained)
         out.append(known[key])
     return tuple(out)
 
 
-def _kept(
-    composer: ResidualEstimator, graph: Graph, segment: Segment, trained: Collection[int] | None
+def _residual_bytes(
+    estimator: ResidualEstimator, graph: Graph, segment: Segment, trained: Collection[int] | None
 ) -> int:
     values = graph.values
     params = [graph.param_values[p] for p in segment.params]
-    own = [params[i] for i in trained_params(graph, segment, trained)]
-    floats = [v for v in segment.inputs if values[v].differentiable]
-    given_back = [v for v in segment.outputs if values[v].differentiable]
+    with_gradient = [params[i] for i in trained_params(graph, segment, trained)]
+    with_gradient += [v for v in segment.inputs if values[v].differentiable]
+    cotangents = [v for v in segment.outputs if values[v].differentiable]
     arguments = (*params, *segment.inputs, *segment.given)
-    made = composer.program(segment.ops, arguments, segment.outputs, given_back, [*own, *floats])
-    return sum(bytes_of(v.aval.shape, v.aval.dtype) for v in made.kept(segment.inputs))
+    program = estimator.program(segment.ops, arguments, segment.outputs, cotangents, with_gradient)
+    return sum(bytes_of(v.aval.shape, v.aval.dtype) for v in program.kept(segment.inputs))
 
 
 def model_name(params: PyTree) -> str:
-    """Names a model by its parameters and their shapes."""
+    """A fingerprint of a model's parameter names and shapes."""
     named = zip(leaf_names(params), jax.tree.leaves(params), strict=True)
     text = "\n".join(f"{name} {x.shape}" for name, x in named)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -79,34 +78,33 @@ def layer_sizes(
     kept: Sequence[int] | None = None,
     trained: Collection[int] | None = None,
 ) -> tuple[LayerSize, ...]:
-    """What the planner needs of each segment's size, on one device of a tensor-parallel group.
+    """The size of each segment on one device of a tensor-parallel group.
 
-    Of what a backward keeps, the devices of a group hold the share that they hold of all that the
-    segment makes.
+    The residuals are taken to be sharded like all values that the segment makes together.
 
     Args:
-        cut: How the group's devices share the arrays.
-        kept: Of each segment the bytes that wait for its backward; None: `kept_bytes` says.
-        trained: Places of the parameters that have a gradient; None: all.
+        cut: The sharding over the group.
+        kept: For each segment the bytes of its residuals; None: by `kept_bytes`.
+        trained: Indices of the parameters that have a gradient; None: all.
     """
 
-    def own(values: Iterable[int]) -> int:
+    def device_bytes(values: Iterable[int]) -> int:
         return sum(graph.values[v].num_bytes // cut.num_parts(v) for v in values)
 
     num = math.prod(axis.num_devices for axis in cut.axes.values())
     kept = kept_bytes(graph, chain, trained) if kept is None else kept
     made = [s.stashed(graph) for s in chain]
     whole = [sum(graph.values[v].num_bytes for v in values) for values in made]
-    shares = [own(values) for values in made]
+    shares = [device_bytes(values) for values in made]
     return tuple(
         LayerSize(
-            parameter_bytes=own(graph.param_values[p] for p in s.params),
+            parameter_bytes=device_bytes(graph.param_values[p] for p in s.params),
             output_bytes=s.output_bytes,
             stash_bytes=kept[i] * (shares[i] / whole[i] if whole[i] else 1.0),
             flops=s.flops / num,
             arithmetic=graph.arithmetic,
             products=products_of(graph, s.ops, cut),
-            # Where nothing is multiplied or summed up, what is made moves through memory.
+            # Without products and reductions, all values that it makes move through memory.
             moved_bytes=moved_bytes(graph, s.ops, cut) or shares[i],
         )
         for i, s in enumerate(chain)
@@ -124,11 +122,11 @@ def measure(
     options: dict[str, Any],
     done: Callable[[int], None] = lambda _: None,
 ) -> tuple[LayerTime, ...]:
-    """Run every segment forward, and forward and backward, on real data.
+    """Time every segment's forward, and its forward with backward, on real data.
 
-    A segment's backward is the time of both less that of the forward. Parameters are on the device
-    one segment at a time; where only shapes are known, random numbers stand in for them. Segments
-    that are one program, as the iterations of a scan over layers are, are compiled and timed once.
+    A segment's backward takes the difference. Parameters are on the device one segment at a time;
+    where only shapes are known, they are random. Segments that are one program, as the iterations
+    of a scan over layers are, are compiled and timed once.
 
     Args:
         graph: Traced for a microbatch like `batch`.
@@ -141,32 +139,32 @@ def measure(
     put = functools.partial(jax.device_put, device=device)
     leaves = jax.tree.leaves(params)
     others = [_stand_in(x) for x in jax.tree.leaves(aux)]
-    given: Env = dict(zip(graph.aux_values, put(others), strict=True))
-    given[graph.key_value] = put(root_key(0))
-    given |= dict(zip(graph.batch_values, put(jax.tree.leaves(batch)), strict=True))
+    outer: Env = dict(zip(graph.aux_values, put(others), strict=True))
+    outer[graph.key_value] = put(root_key(0))
+    outer |= dict(zip(graph.batch_values, put(jax.tree.leaves(batch)), strict=True))
     crossing: Env = {}
     times = []
     known: dict[Any, tuple[Any, LayerTime]] = {}
     for i, segment in enumerate(chain):
-        own = put([_entry(graph, leaves, p) for p in segment.params])
+        read = put([_read_rows(graph, leaves, p) for p in segment.params])
         inputs = [crossing[v] for v in segment.inputs]
-        rest = [given[v] for v in segment.given]
+        rest = [outer[v] for v in segment.given]
         run = _by_place(graph, segment)
-        key = len(own), len(inputs), _text(jax.make_jaxpr(run)(own, inputs, rest))
+        key = len(read), len(inputs), _text(jax.make_jaxpr(run)(read, inputs, rest))
         if key not in known:
             forward = jax.jit(run, compiler_options=options)
-            jax.block_until_ready(forward(own, inputs, rest))
-            forward_seconds = steady_seconds(functools.partial(forward, own, inputs, rest))
+            jax.block_until_ready(forward(read, inputs, rest))
+            forward_seconds = steady_seconds(functools.partial(forward, read, inputs, rest))
             with_backward = _with_backward(run)
             if device.platform == "cpu":
                 with_backward = uncrossed(with_backward)
             both = jax.jit(with_backward, compiler_options=options)
-            both_seconds = steady_seconds(functools.partial(both, own, inputs, rest))
+            both_seconds = steady_seconds(functools.partial(both, read, inputs, rest))
             backward_seconds = max(0.0, both_seconds - forward_seconds)
             time = LayerTime(forward=forward_seconds, backward=backward_seconds)
             known[key] = forward, time
         forward, time = known[key]
-        crossing |= dict(zip(segment.outputs, forward(own, inputs, rest), strict=True))
+        crossing |= dict(zip(segment.outputs, forward(read, inputs, rest), strict=True))
         times.append(time)
         done(i + 1)
     return tuple(times)
@@ -176,21 +174,21 @@ def _by_place(graph: Graph, segment: Segment) -> Callable[..., list[Any]]:
     """A segment as a function of lists of arrays."""
     run = run_segment(graph, segment)
 
-    def by_place(params: Sequence[Any], inputs: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-        own = dict(zip(segment.inputs, inputs, strict=True))
-        return run(params, own, dict(zip(segment.given, given, strict=True)))
+    def by_place(params: Sequence[Any], inputs: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
+        crossing = dict(zip(segment.inputs, inputs, strict=True))
+        return run(params, crossing, dict(zip(segment.given, rest, strict=True)))
 
     return by_place
 
 
 def _text(closed: ClosedJaxpr) -> str:
-    """Text that two segments share only if they are one program of the same constants."""
+    """Text that is equal for segments with the same program and constants."""
     consts = [f"{np.shape(c)}{np.asarray(c).tobytes().hex()}" for c in closed.consts]
     return "\n".join((str(closed.jaxpr), *consts))
 
 
-def _entry(graph: Graph, params: Sequence[Any], entry: int) -> Any:
-    """A parameter, or the rows of one that a segment reads."""
+def _read_rows(graph: Graph, params: Sequence[Any], entry: int) -> Any:
+    """A parameter, or the rows that a segment reads from it."""
     x, value = params[params_of(graph)[entry]], graph.values[graph.param_values[entry]]
     if value.rows is None:
         return _stand_in(x)
@@ -203,16 +201,16 @@ def _entry(graph: Graph, params: Sequence[Any], entry: int) -> Any:
 def _stand_in(x: Any) -> Any:
     if not is_abstract(x):
         return x
-    # Neither zeros nor large: what follows must stay in the range of usual numbers.
+    # Neither zeros nor large, so that later values stay in the usual range.
     return np.random.default_rng(0).normal(0, 0.02, x.shape).astype(x.dtype)
 
 
 def _with_backward(run: Callable[..., list[Any]]) -> Callable[..., Any]:
-    def both(params: Sequence[Any], inputs: Sequence[Any], given: Sequence[Any]) -> Any:
+    def both(params: Sequence[Any], inputs: Sequence[Any], rest: Sequence[Any]) -> Any:
         smooth = {i: x for i, x in enumerate(inputs) if _is_float(x)}
 
         def outputs(params: Sequence[Any], smooth: dict[int, Any]) -> list[Any]:
-            made = run(params, [smooth.get(i, x) for i, x in enumerate(inputs)], given)
+            made = run(params, [smooth.get(i, x) for i, x in enumerate(inputs)], rest)
             return [x for x in made if _is_float(x)]
 
         made, back = jax.vjp(outputs, list(params), smooth)
