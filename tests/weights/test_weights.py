@@ -174,10 +174,9 @@ def test_every_fault_is_in_one_error(tmp_path):
     with pytest.raises(WeightsError) as error:
         train(own, weights=path)
     for words in (
-        "missing in the file (norm.skale is there and has no place):\n"
+        "missing in the file (the file has norm.skale, which no rule uses):\n"
         "  norm.scale for norm/scale float32[8]",
-        "with no place in the model; add a rule, or name them in `unused`:\n"
-        "  norm.skale float32[8]",
+        "but used by no rule; add a rule, or name them in `unused`:\n  norm.skale float32[8]",
         "  head.kernel: [3, 8] in the file, [8, 4] needed for head/kernel float32[8, 4]",
         "  head.bias: float16 in the file, needed for head/bias float32[4]",
         "cast=True",
@@ -236,10 +235,10 @@ def test_a_pattern_matches_whole_components(pattern, name, bound):
         ({"model": "x{a*}"}, "stands for whole components"),
         ({"model": "{a"}, "is no pattern"),
         ({"model": "{0}"}, "is no placeholder"),
-        ({"file": "{n}"}, "`stack` and a placeholder that only `file` has go together"),
+        ({"file": "{n}"}, "`stack` and a placeholder that only `file` has need each other"),
         ({"stack": 0}, "`stack` and a placeholder"),
-        ({"join": 0}, "`join` goes with several files"),
-        ({"file": ["a", "b"]}, "`join` goes with several files"),
+        ({"join": 0}, "`join` is required for several files"),
+        ({"file": ["a", "b"]}, "`join` is required for several files"),
         ({"file": ["a", "b"], "join": 0, "shares": [1]}, "1 shares for 2 files"),
         ({"dims": [0, 0]}, "do not name each dimension once"),
         ({"dims": [True]}, "valid integer"),
@@ -332,10 +331,10 @@ def test_what_a_rule_does_not_suit_is_said(tmp_path):
         hxla.save_weights(path, tree, names=names)
     for words in (
         "a float32[3], rule 'a' <- 'a': dims = [1, 0], but 1 dimensions",
-        "c float32[3]: its tensor c is that of b, too",
-        "its 3 do not divide into shares of [1, 1]",
+        "c float32[3]: tensor c is also written by b",
+        "size 3 does not divide into shares of [1, 1]",
         "stack = 4, but the array has 1 dimensions",
-        "f float32[3]: no rule names it",
+        "f float32[3]: no rule matches it",
         "safetensors has no such dtype",
     ):
         assert words in str(error.value)
@@ -454,7 +453,7 @@ def test_processes_that_see_different_files_all_say_so(tmp_path):
         == [f"{missing} is no file (on processes 1, 2)"] * 3
     )
     for path, text in zip((file, other), opened_together([file, other]), strict=True):
-        assert f"{path} holds other tensors on process 1 than on process 0" in text
+        assert f"{path} has other tensors on process 1 than on process 0" in text
 
 
 # -- what others read ---------------------------------------------------------------------------

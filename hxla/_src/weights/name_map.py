@@ -1,8 +1,8 @@
-"""Names of tensors in files of weights: which of them makes which array of a model, and how.
+"""Maps from the arrays of a model to the tensors of weight files.
 
 `{n}` stands for the rest of one component of a path (`blocks/{n}/up`, `Dense_{n}`), and `{path*}`
-for any number of whole components. No regular expressions: a few letters of one can take longer
-than training.
+for any number of whole components. Regular expressions are not used, since a short one can take
+longer than training.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import pydantic
 from ..core import catalogue
 from ..core.errors import ConfigError
 
-#: What stands for each placeholder: one text, or components.
+#: The value of each placeholder: one text, or components.
 Bound = Mapping[str, str | tuple[str, ...]]
 
 
@@ -29,7 +29,7 @@ class NamePattern:
     separator: str
 
     def __post_init__(self) -> None:
-        """Refuse what has no meaning, with a ValueError."""
+        """Refuse ambiguous patterns with a ValueError."""
         several = [part for part in self._parts if part[1].endswith("*")]
         if len(several) > 1:
             raise ValueError(f"{self.text!r} has two placeholders for several components; use one")
@@ -43,11 +43,11 @@ class NamePattern:
 
     @property
     def placeholders(self) -> frozenset[str]:
-        """Their names, with a star for several components."""
+        """The placeholders' names, with a star for several components."""
         return frozenset(name for _, name, _ in self._parts if name)
 
     def match(self, name: str) -> Bound | None:
-        """What the placeholders stand for in a name, or None if it does not match."""
+        """The placeholders' values in a name, or None if it does not match."""
         parts, components = self._parts, name.split(self.separator)
         star = next((i for i, part in enumerate(parts) if part[1].endswith("*")), None)
         if star is None and len(parts) != len(components):
@@ -69,8 +69,8 @@ class NamePattern:
                 return None
             if not (text.startswith(before) and text.endswith(after)):
                 return None
-            found = text[len(before) : len(text) - len(after)]
-            if bound.setdefault(key, found) != found:
+            value = text[len(before) : len(text) - len(after)]
+            if bound.setdefault(key, value) != value:
                 return None
         return bound
 
@@ -85,7 +85,7 @@ class NamePattern:
 
 @functools.cache
 def pattern(text: str, separator: str) -> NamePattern:
-    """The pattern of a text; a map's few are each matched with every array of a model."""
+    """The pattern of a text, cached since each is matched with every array of a model."""
     return NamePattern(text, separator)
 
 
@@ -108,26 +108,26 @@ def _part(text: str, whole: str) -> tuple[str, str, str]:
 
 
 _LARGEST_FILE = 1 << 20  # bytes
-_MODEL, _FILE = "/", "."  # what separates the components of a name
+_MODEL, _FILE = "/", "."  # separators of the components of a name
 
 
 class TensorName(pydantic.BaseModel):
-    """One rule: the tensors of a file that make an array of the model.
+    """One rule: the tensors of a file that form an array of the model.
 
     Attributes:
         model: The pattern of the array's path in the model, `blocks/{n}/up/kernel`.
         file: The pattern of the tensor's name in the file, `h.{n}.mlp.up.weight`, or several whose
-            tensors are joined. A placeholder that stands only here counts from 0: see `stack`.
+            tensors are joined. A placeholder that only `file` has counts from 0: see `stack`.
         rank: The number of dimensions that the array must have; None: any.
-        dims: For each dimension of the file's tensor the dimension of the array that it is, or the
-            several that it is made of; None: the same. PyTorch's linear layers need `[1, 0]`.
-        stack: The array's dimension along which tensors are stacked, one for each number of the
-            placeholder that only `file` has, as in a scan over layers; `dims` are those of the
-            array without it.
-        join: The array's dimension along which the tensors of several `file` follow each other.
-        shares: The share of each of them in that dimension; by default all are equal.
+        dims: For each dimension of the file's tensor, the array's dimension or dimensions that form
+            it; None: the same. PyTorch's linear layers need `[1, 0]`.
+        stack: The array's dimension along which tensors are stacked, as in a scan over layers: one
+            for each number of the placeholder that only `file` has. `dims` then leave this
+            dimension out.
+        join: The array's dimension along which the tensors of several `file` are concatenated.
+        shares: The ratio of their sizes in that dimension; by default all are equal.
         part: If the array is one of equal parts of a tensor: the tensor's dimension that is cut,
-            which part it is, counted from 0, and of how many.
+            the number of the part, counted from 0, and the number of parts.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
@@ -155,7 +155,7 @@ class TensorName(pydantic.BaseModel):
     @pydantic.field_validator("dims", mode="before")
     @classmethod
     def _as_in_a_file(cls, dims: Any) -> Any:
-        """There a number stands for itself."""
+        """Entries may be one dimension as a number."""
         if not isinstance(dims, list | tuple):
             return dims
         return tuple(tuple(d) if isinstance(d, list | tuple) else (d,) for d in dims)
@@ -165,14 +165,16 @@ class TensorName(pydantic.BaseModel):
         known = model_pattern(self).placeholders
         new = [p.placeholders - known for p in file_patterns(self)]
         if any(n != new[0] for n in new) or len(new[0]) > 1 or any(n.endswith("*") for n in new[0]):
-            raise ValueError(f"{list(self.file)} have placeholders that {self.model!r} has not")
+            raise ValueError(f"{list(self.file)} have placeholders that {self.model!r} lacks")
         if (self.stack is None) != (not new[0]):
             raise ValueError(
-                "`stack` and a placeholder that only `file` has go together: "
+                "`stack` and a placeholder that only `file` has need each other: "
                 f"stack = {self.stack}, placeholders {sorted(new[0])}"
             )
         if (self.join is None) != (len(self.file) == 1):
-            raise ValueError(f"`join` goes with several files, here {len(self.file)}")
+            raise ValueError(
+                f"`join` is required for several files and refused for one, here {len(self.file)}"
+            )
         if self.shares and len(self.shares) != len(self.file):
             raise ValueError(f"{len(self.shares)} shares for {len(self.file)} files")
         if self.stack is not None and self.join is not None:
@@ -189,7 +191,7 @@ class TensorName(pydantic.BaseModel):
 
     @property
     def written_dims(self) -> list[Any]:
-        """The dims as a file has them."""
+        """The dims as a map's file writes them."""
         return [d[0] if len(d) == 1 else list(d) for d in self.dims or ()]
 
     def __str__(self) -> str:
@@ -197,26 +199,25 @@ class TensorName(pydantic.BaseModel):
 
 
 def model_pattern(rule: TensorName) -> NamePattern:
-    """The pattern of the paths that a rule is for."""
+    """The pattern of a rule's paths in the model."""
     return pattern(rule.model, _MODEL)
 
 
 def file_patterns(rule: TensorName) -> tuple[NamePattern, ...]:
-    """The patterns of the names of its tensors."""
+    """The patterns of a rule's tensor names in the file."""
     return tuple(pattern(text, _FILE) for text in rule.file)
 
 
 class NameMap(pydantic.BaseModel):
-    """Rules in their order: the first that matches an array of the model decides.
+    """Rules in order: the first that matches an array of the model decides.
 
     Attributes:
         name: The name of the map.
         description: The files and models that it is for.
-        format: What a written file says of its origin: transformers reads files of `pt`.
+        format: The `format` in a written file's metadata; transformers reads files of `pt`.
         tensors: The rules in order; a file has one table `tensor` for each.
-        fresh: Patterns of arrays of the model that no file holds: they begin as the model makes
-            them.
-        unused: Patterns of tensors in a file that the model has no place for.
+        fresh: Patterns of arrays of the model that no file has: they keep their initial values.
+        unused: Patterns of tensors in a file that the model does not have.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
@@ -241,7 +242,7 @@ class NameMap(pydantic.BaseModel):
         return tuple(pattern(text, _FILE).text for text in patterns)
 
     def is_fresh(self, path: str) -> bool:
-        """Say whether an array of the model begins as the model makes it.
+        """Say whether an array of the model keeps its initial values.
 
         Args:
             path: The array's path in the model.
@@ -252,7 +253,7 @@ class NameMap(pydantic.BaseModel):
         return any(pattern(text, _MODEL).match(path) is not None for text in self.fresh)
 
     def is_unused(self, name: str) -> bool:
-        """Say whether a tensor is known to have no place in the model.
+        """Say whether a tensor is one that the model does not have.
 
         Args:
             name: The tensor's name in the file.
@@ -278,12 +279,12 @@ class NameMap(pydantic.BaseModel):
         return None
 
 
-#: The same names, components joined by dots: what is written by default.
+#: The same names, components joined by dots: the default.
 SAME = NameMap(name="same", tensors=(TensorName(model="{path*}", file=("{path*}",)),))
 
 
 def as_names(names: "str | NameMap | None") -> NameMap:
-    """A map that may be given by its name or file, or not at all."""
+    """The map of a name or file; `SAME` for None."""
     return SAME if names is None else load_names(names) if isinstance(names, str) else names
 
 
@@ -298,7 +299,7 @@ def load_names(name_or_path: str) -> NameMap:
         The map.
 
     Raises:
-        ConfigError: If there is none, or it has unknown keys or wrong values, all at once.
+        ConfigError: If there is no such map, or it has unknown keys or wrong values, all at once.
 
     Example:
         >>> import hxla
@@ -315,7 +316,7 @@ def load_names(name_or_path: str) -> NameMap:
     except pydantic.ValidationError as error:
         lines = [f"  {_place(e['loc'])}: {e['msg']}" for e in error.errors()]
         raise ConfigError(f"names {path} have errors:\n" + "\n".join(lines)) from None
-    except (ValueError, RecursionError) as error:  # of TOML
+    except (ValueError, RecursionError) as error:  # from TOML
         raise ConfigError(f"names {path}: {error}") from None
 
 

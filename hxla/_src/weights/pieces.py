@@ -1,7 +1,6 @@
-"""How an array of a model lies in tensors of a file: stacked, joined, cut out, dimensions moved.
+"""An array of a model as pieces of a file's tensors: stacked, joined, cut, transposed.
 
-Everything is a view of the file's bytes, so a slice of the array reads, or writes, its own bytes
-and no others.
+Everything is a view of the file's bytes, so a slice of the array reads or writes only its bytes.
 """
 
 import dataclasses
@@ -14,21 +13,21 @@ import numpy as np
 from .name_map import TensorName, file_patterns, model_pattern
 
 Index = tuple[slice, ...]
-#: Ends in an ellipsis, so that a single element is a view, too.
+#: Ends in an ellipsis, so that a single element is also a view.
 Place = tuple[slice | int | EllipsisType, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorPiece:
-    """What one tensor holds of an array.
+    """The part of an array that is in one tensor.
 
     Attributes:
-        array_shape: Of what it holds, in the dimensions of the array but a stacked one.
-        dims: For each dimension of the tensor those of `array_shape` that it is made of.
-        part: The dimension of the tensor of which this is a part, which, and of how many.
-        axis: The dimension of the array along which pieces follow each other; None: it is alone.
-        start: Where this one begins there.
-        is_stacked: Whether it is one entry of that dimension and lacks it.
+        array_shape: Of the piece, in the array's dimensions without a stacked one.
+        dims: For each dimension of the tensor the dimensions of `array_shape` that form it.
+        part: If the piece is part of the tensor: dimension, number of the part, number of parts.
+        axis: The array's dimension along which pieces are joined or stacked; None: one piece.
+        start: Of the piece along `axis`.
+        is_stacked: Whether the piece is one entry of `axis` and lacks this dimension.
     """
 
     tensor: str
@@ -41,7 +40,7 @@ class TensorPiece:
     is_stacked: bool = False
 
     def within(self, stored: np.ndarray) -> np.ndarray:
-        """What it holds, as a view of the tensor."""
+        """The piece as a view of its stored tensor."""
         if self.part is not None:
             dim, i, num = self.part
             size = self.shape[dim] // num
@@ -50,36 +49,35 @@ class TensorPiece:
             stored = stored[tuple(cut)]
         order = [d for group in self.dims for d in group]
         split = stored.reshape([self.array_shape[d] for d in order])
-        assert not split.size or np.may_share_memory(split, stored)  # else a write would be lost
+        assert not split.size or np.may_share_memory(split, stored)  # a write to a copy is lost
         return split.transpose(np.argsort(order))
 
     def overlap(self, index: Index) -> tuple[Place, Place] | None:
-        """Where it stands in a block of the array, and what of it; None if nothing does."""
+        """The place in a block of the array, and the part of the piece there; None: disjoint."""
         everything: Place = (*(slice(None),) * len(index), ...)
         if self.axis is None:
             return everything, (*index, ...)
-        asked = index[self.axis]
+        wanted = index[self.axis]
         size = 1 if self.is_stacked else self.array_shape[self.axis]
-        low, high = max(asked.start, self.start), min(asked.stop, self.start + size)
+        low, high = max(wanted.start, self.start), min(wanted.stop, self.start + size)
         if low >= high:
             return None
-        place, own = list(everything), list[slice | int | EllipsisType]((*index, ...))
+        place, part = list(everything), list[slice | int | EllipsisType]((*index, ...))
         if self.is_stacked:
-            place[self.axis] = low - asked.start
-            del own[self.axis]
+            place[self.axis] = low - wanted.start
+            del part[self.axis]
         else:
-            place[self.axis] = slice(low - asked.start, high - asked.start)
-            own[self.axis] = slice(low - self.start, high - self.start)
-        return tuple(place), tuple(own)
+            place[self.axis] = slice(low - wanted.start, high - wanted.start)
+            part[self.axis] = slice(low - self.start, high - self.start)
+        return tuple(place), tuple(part)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pieced:
-    """An array of a model, and the pieces that make it.
+    """An array of a model and its pieces.
 
     Attributes:
         name: The array's path in the model.
-        pieces: In their order.
     """
 
     name: str
@@ -90,49 +88,44 @@ class Pieced:
     def parts(
         self, block: np.ndarray, index: Index, view: Callable[[str], np.ndarray]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Parts of a block of the array beside the parts of the file that hold them.
+        """Views of a block of the array, each with the view of a tensor for it.
 
         Args:
-            block: What lies at `index`.
             index: Of the block in the array.
             view: From the name of a tensor to the tensor.
         """
         for piece in self.pieces:
-            found = piece.overlap(index)
-            if found is not None:
-                place, own = found
-                yield block[place], piece.within(view(piece.tensor))[own]
+            overlap = piece.overlap(index)
+            if overlap is not None:
+                place, part = overlap
+                yield block[place], piece.within(view(piece.tensor))[part]
 
     def read(self, index: Sequence[slice], view: Callable[[str], np.ndarray]) -> np.ndarray:
-        """A block of the array, in its own memory and dtype."""
+        """A new block of the array, in the model's dtype."""
         whole = normal(index, self.shape)
         block = np.empty([s.stop - s.start for s in whole], self.dtype)
-        for own, stored in self.parts(block, whole, view):
-            own[...] = stored.astype(self.dtype)
+        for part, stored in self.parts(block, whole, view):
+            part[...] = stored.astype(self.dtype)
         return block
 
     def write(
         self, block: np.ndarray, index: Sequence[slice], view: Callable[[str], np.ndarray]
     ) -> None:
-        """Put a block of the array into the file."""
-        for own, stored in self.parts(block, normal(index, self.shape), view):
-            stored[...] = own
+        """Write a block of the array to the file."""
+        for part, stored in self.parts(block, normal(index, self.shape), view):
+            stored[...] = part
 
 
 def normal(index: Sequence[slice], shape: Sequence[int]) -> Index:
-    """Slices with their ends written out."""
+    """Slices with explicit ends."""
     return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))
 
 
 def pieced(name: str, shape: tuple[int, ...], dtype: np.dtype, rule: TensorName) -> Pieced:
-    """The pieces that a rule says make an array.
-
-    Args:
-        name: Of the array, which the rule matches.
-        rule: From a map of names.
+    """The pieces of an array by the rule that matches its name.
 
     Raises:
-        ValueError: If the rule does not suit the array's shape.
+        ValueError: If the rule does not fit the array's shape.
     """
     bound = model_pattern(rule).match(name)
     assert bound is not None
@@ -147,23 +140,23 @@ def pieced(name: str, shape: tuple[int, ...], dtype: np.dtype, rule: TensorName)
         names = [first.fill({**bound, key: str(i)}) for i in starts]
         shapes = [rest] * len(names)
     elif rule.join is not None:
-        sizes = _joined(shape[rule.join], rule.shares or (1,) * len(rule.file))
+        sizes = _joined_sizes(shape[rule.join], rule.shares or (1,) * len(rule.file))
         names = [p.fill(bound) for p in file_patterns(rule)]
         shapes = [(*shape[: rule.join], n, *shape[rule.join + 1 :]) for n in sizes]
         starts, axis = [sum(sizes[:i]) for i in range(len(sizes))], rule.join
     else:
         names, shapes, starts, axis = [first.fill(bound)], [shape], [0], None
     pieces = tuple(
-        _piece(tensor, own, rule, axis=axis, start=start)
-        for tensor, own, start in zip(names, shapes, starts, strict=True)
+        _piece(tensor, piece_shape, rule, axis=axis, start=start)
+        for tensor, piece_shape, start in zip(names, shapes, starts, strict=True)
     )
     return Pieced(name=name, shape=shape, dtype=dtype, pieces=pieces)
 
 
-def _joined(size: int, shares: Sequence[int]) -> list[int]:
+def _joined_sizes(size: int, shares: Sequence[int]) -> list[int]:
     unit, rest = divmod(size, sum(shares))
     if rest:
-        raise ValueError(f"its {size} do not divide into shares of {list(shares)}")
+        raise ValueError(f"size {size} does not divide into shares of {list(shares)}")
     return [unit * share for share in shares]
 
 

@@ -1,8 +1,8 @@
 """The safetensors format: a header of JSON, then the tensors' bytes, one after another.
 
-Read and written here and not through the package of that name, because a process takes only the
-slices that it holds, and several processes write one file. A file is somebody else's: its header is
-checked whole before a byte of a tensor is believed.
+The package of that name is not used, because a process reads only the slices of its devices, and
+several processes write one file. A file is untrusted input: its whole header is checked before any
+tensor is read.
 
 References:
     https://github.com/huggingface/safetensors#format
@@ -26,7 +26,7 @@ _LARGEST_HEADER = 1 << 24  # bytes; 100,000 tensors need about ten million
 _LARGEST_RANK = 32
 _ALIGNMENT = 8
 
-#: Names of dtypes in a header, the widest first: in this order a file's tensors are aligned.
+#: Names of dtypes in a header, the widest first: tensors in this order are aligned.
 _DTYPES: Mapping[str, np.dtype] = {
     "I64": np.dtype(np.int64),
     "U64": np.dtype(np.uint64),
@@ -53,7 +53,7 @@ class Stored:
     """A tensor in a file.
 
     Attributes:
-        begin: Where its bytes begin in the file.
+        begin: Offset of its bytes in the file.
     """
 
     path: pathlib.Path
@@ -63,11 +63,11 @@ class Stored:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all elements."""
+        """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, *, writable: bool = False) -> np.ndarray:
-        """The tensor as the file has it, mapped into memory: only what is touched is read."""
+        """The tensor mapped into memory, so that only touched pages are read."""
         if not self.num_bytes:
             return np.zeros(self.shape, self.dtype)
         mapped = np.memmap(
@@ -80,9 +80,9 @@ def read_header(path: pathlib.Path) -> dict[str, Stored]:
     """The tensors of a file by their names.
 
     Raises:
-        WeightsError: If there is none, or it is damaged: the first fault, with its place.
+        WeightsError: If there is no file, or it is damaged: the first fault, with its place.
     """
-    _is_file(path)
+    _check_is_file(path)
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -101,24 +101,24 @@ def read_header(path: pathlib.Path) -> dict[str, Stored]:
 
 def _parsed(path: pathlib.Path, text: bytes, size: int) -> dict[str, Stored]:
     try:
-        table = json.loads(text.decode("utf-8"), object_pairs_hook=_once)
+        table = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise _damaged(path, f"its header is no JSON: {str(error)[:200]}") from None
     if not isinstance(table, dict):
         raise _damaged(path, "its header is no table")
     table.pop("__metadata__", None)
-    start, found = 8 + len(text), {}
+    start, tensors = 8 + len(text), {}
     ends = []
     for name, entry in table.items():
         shape, dtype, begin, end = _entry(path, name, entry)
         if end - begin != math.prod(shape) * dtype.itemsize or end > size - start:
             raise _damaged(
                 path,
-                f"tensor {name!r}, {dtype}{list(shape)}, lies in the bytes {begin} to {end} of "
+                f"tensor {name!r}, {dtype}{list(shape)}, is in the bytes {begin} to {end} of "
                 f"{size - start}",
             )
         ends.append((begin, end, name))
-        found[name] = Stored(path=path, shape=shape, dtype=dtype, begin=start + begin)
+        tensors[name] = Stored(path=path, shape=shape, dtype=dtype, begin=start + begin)
     last = 0
     for begin, end, name in sorted(ends):
         if begin != last:
@@ -126,7 +126,7 @@ def _parsed(path: pathlib.Path, text: bytes, size: int) -> dict[str, Stored]:
         last = end
     if last != size - start:
         raise _damaged(path, f"its tensors end at byte {last} of {size - start}")
-    return found
+    return tensors
 
 
 def _entry(path: pathlib.Path, name: str, entry: Any) -> tuple[tuple[int, ...], np.dtype, int, int]:
@@ -151,17 +151,17 @@ def _are_counts(values: Any) -> bool:
     return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose names differ; a name that stands twice is said in the error."""
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object without duplicate names; a duplicate is a ValueError."""
     table = dict(pairs)
     if len(table) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{max(names, key=names.count)!r} stands there twice")
+        raise ValueError(f"{max(names, key=names.count)!r} is listed twice")
     return table
 
 
 def _damaged(path: pathlib.Path, what: str) -> WeightsError:
-    return WeightsError(f"{path} is no whole safetensors file: {what}")
+    return WeightsError(f"{path} is no complete safetensors file: {what}")
 
 
 def make_file(
@@ -169,17 +169,17 @@ def make_file(
     shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]],
     metadata: Mapping[str, str],
 ) -> dict[str, Stored]:
-    """Make a file with room for tensors, whose bytes are then written through their views.
+    """Make a file with room for tensors, which are then written through their views.
 
     Args:
-        path: The file; one that is there is replaced.
+        path: An existing file is replaced.
         shapes: The shape and dtype of each tensor.
 
     Returns:
-        The tensors by their names.
+        The tensors by name.
 
     Raises:
-        WeightsError: If the file cannot be made, or there is no room for it.
+        WeightsError: If the file cannot be made, or the disk is full.
     """
     order = {dtype: i for i, dtype in enumerate(_NAMES)}
     offset, table = 0, {"__metadata__": dict(metadata)} if metadata else {}
@@ -203,8 +203,8 @@ def make_file(
     return read_header(path)
 
 
-def without_a_name(dtypes: Iterable[Any]) -> list[str]:
-    """Those of the dtypes that the format has no name for."""
+def unsupported_dtypes(dtypes: Iterable[Any]) -> list[str]:
+    """The dtypes that the format does not have."""
     return sorted({str(d) for d in dtypes if not isinstance(d, np.dtype) or d not in _NAMES})
 
 
@@ -216,7 +216,7 @@ def files_of(path: pathlib.Path) -> dict[str, Stored]:
             either.
 
     Raises:
-        WeightsError: If there is nothing of the kind, or a tensor stands in two files.
+        WeightsError: If there is no such file, or a tensor is in two files.
     """
     if path.is_dir():
         indices, files = sorted(path.glob("*.index.json")), sorted(path.glob("*.safetensors"))
@@ -227,18 +227,18 @@ def files_of(path: pathlib.Path) -> dict[str, Stored]:
             )
         return files_of(indices[0]) if indices else _merged(files)
     if path.suffix == ".json":
-        return _merged([path.parent / name for name in _named_by(path)])
+        return _merged([path.parent / name for name in _indexed_files(path)])
     return read_header(path)
 
 
-def _is_file(path: pathlib.Path) -> None:
-    """Opening a pipe would wait for its other end."""
+def _check_is_file(path: pathlib.Path) -> None:
+    """Refuse pipes, which would block when opened."""
     if not path.is_file():
         raise WeightsError(f"{path} is no file")
 
 
-def _named_by(index: pathlib.Path) -> list[str]:
-    _is_file(index)
+def _indexed_files(index: pathlib.Path) -> list[str]:
+    _check_is_file(index)
     try:
         with index.open("rb") as file:
             text = file.read(_LARGEST_HEADER + 1)
@@ -254,12 +254,14 @@ def _named_by(index: pathlib.Path) -> list[str]:
 
 
 def _merged(files: list[pathlib.Path]) -> dict[str, Stored]:
-    found: dict[str, Stored] = {}
+    merged: dict[str, Stored] = {}
     twice: list[str] = []
     for path in files:
         tensors = read_header(path)
-        twice += [f"  {n}: in {found[n].path.name} and {path.name}" for n in tensors if n in found]
-        found |= tensors
+        twice += [
+            f"  {n}: in {merged[n].path.name} and {path.name}" for n in tensors if n in merged
+        ]
+        merged |= tensors
     if twice:
-        raise WeightsError("tensors that stand in two files:\n" + "\n".join(twice[:20]))
-    return found
+        raise WeightsError("tensors in two files:\n" + "\n".join(twice[:20]))
+    return merged

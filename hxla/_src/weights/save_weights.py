@@ -1,6 +1,6 @@
-"""Weights written and read outside of training: safetensors, and folders that plain Flax reads.
+"""Weights saved and loaded outside of training: safetensors, and folders that plain Flax reads.
 
-Every process writes the slices that it holds into one file; nothing is gathered.
+Every process writes its shards into one file; nothing is gathered.
 """
 
 import os
@@ -21,10 +21,10 @@ from ..jax.coordination import gather
 from ..model.trainable import entries_of
 from .name_map import NameMap, as_names
 from .pieces import Pieced, pieced
-from .safetensors import Stored, make_file, read_header, without_a_name
+from .safetensors import Stored, make_file, read_header, unsupported_dtypes
 from .weights import Read, Wanted, Weights, as_weights, filled, open_weights
 
-_OTHERS = "_hxla_other_variables"  # an attribute of the parameters of a session's state
+_OTHERS = "_hxla_other_variables"  # an attribute of a session's state.params
 _MOST_NAMES = 3
 _MARK = "_CHECKPOINT_METADATA"  # a file that Orbax writes into each of its folders
 _TIMEOUT_SECONDS = 600.0  # for the slowest process to write its slices
@@ -35,18 +35,14 @@ def _gather(what: str, text: str) -> tuple[str, ...]:
 
 
 def note_other_variables(state: Any) -> None:
-    """Let the parameters of a state name its other variables: who writes them alone is told.
-
-    Args:
-        state: An `hxla.State`.
-    """
+    """Note an `hxla.State`'s other variables on its parameters, for a warning when saved alone."""
     others = [name for _, name, value in entries_of(state.aux) if not _is_stream(value)]
     if others and hasattr(state.params, "__dict__"):
         vars(state.params)[_OTHERS] = others
 
 
 def _arrays_of(model: Any) -> PyTree:
-    """A tree as it is; of a model its arrays, without random streams."""
+    """The arrays of a model without random streams, or a tree unchanged."""
     if isinstance(model, nn.Module):
         raise WeightsError(
             "a Linen module has no arrays: pass its variables, result.state and not result.model"
@@ -54,7 +50,7 @@ def _arrays_of(model: Any) -> PyTree:
     if isinstance(model, nnx.Module):
         return nnx.state(model, nnx.Not(nnx.RngState))
     if {"params", "aux", "opt_state"} <= set(vars(model) if hasattr(model, "__dict__") else ()):
-        params, aux = model.params, model.aux  # of an hxla.State
+        params, aux = model.params, model.aux  # an hxla.State
         is_nnx = isinstance(params, nnx.State)
         return nnx.merge_state(params, aux) if is_nnx else {"params": params, **aux}
     if others := getattr(model, "__dict__", {}).get(_OTHERS):
@@ -68,22 +64,21 @@ def _arrays_of(model: Any) -> PyTree:
 
 
 def load_weights(weights: str | os.PathLike[str] | Weights, like: PyTree) -> PyTree:
-    """Read weights from safetensors files, each array straight to where it is to lie.
+    """Read weights from safetensors files, each array directly into its sharding.
 
-    To train from weights, pass them to `hxla.Job(..., weights=...)`, which lays them as its plan
-    says.
+    To train from weights, pass them to `hxla.Job(..., weights=...)`, which shards them by its plan.
 
     Args:
-        weights: The file, index or folder, or an `hxla.Weights` that also says how names map.
+        weights: The file, index or folder, or an `hxla.Weights` that also maps names.
         like: The tree to fill: an `nnx.State`, Linen's variables, or any other tree of arrays or
-            `jax.ShapeDtypeStruct`. Those with a sharding give it to what is read, and only the
+            `jax.ShapeDtypeStruct`. Where a leaf has a sharding, the result has it too, and only the
             slices of this process's devices are read.
 
     Returns:
-        A tree like `like`. Arrays that the map calls `fresh` are those of `like`.
+        A tree like `like`. Arrays that the map calls `fresh` are taken from `like`.
 
     Raises:
-        WeightsError: If a file is damaged, or names, shapes and dtypes do not suit `like`: all
+        WeightsError: If a file is damaged, or names, shapes and dtypes do not match `like`: all
             faults at once.
         ConfigError: If the map of names has errors.
 
@@ -105,13 +100,13 @@ def load_weights(weights: str | os.PathLike[str] | Weights, like: PyTree) -> PyT
     wanted = jax.tree.map(lambda x: None if _is_stream(x) else x, like, is_leaf=_is_stream)
     leaves, treedef = jax.tree.flatten(wanted)
     readers = open_weights(as_weights(weights), Wanted.of(wanted), _gather)
-    found = jax.tree.unflatten(treedef, map(_read, leaves, readers))
-    own = lambda x, new: x if _is_stream(x) else new  # noqa: E731
-    return jax.tree.map(own, like, found, is_leaf=_is_stream)
+    loaded = jax.tree.unflatten(treedef, map(_read, leaves, readers))
+    with_streams = lambda x, new: x if _is_stream(x) else new  # noqa: E731
+    return jax.tree.map(with_streams, like, loaded, is_leaf=_is_stream)
 
 
 def _is_stream(x: Any) -> bool:
-    """Whether a part of a tree is a random stream of an NNX model, which is no weight."""
+    """Whether part of a tree is a random stream of an NNX model, which is no weight."""
     return isinstance(x, nnx.RngState)
 
 
@@ -130,23 +125,22 @@ def save_weights(
 ) -> None:
     """Write a model's arrays to a safetensors file, or to an Orbax folder that plain Flax reads.
 
-    Every process of a job calls this, and writes the slices that it holds: nothing is gathered, and
-    all processes must see the folder. What is there appears at the end by one rename, and replaces
-    what had the name.
+    Every process of a job must call this and see the folder; each writes its shards, and nothing is
+    gathered. The file or folder appears at the end by one rename, and replaces an older one.
 
     Args:
         path: A name that ends in `.safetensors` makes one such file; any other name makes a folder
             that `orbax.checkpoint.StandardCheckpointer` restores.
-        tree: What to write: `result.state`, an NNX model, Linen's variables, or any other tree of
-            arrays. Of `session.state` it is the parameters and the other variables, such as
-            BatchNorm's statistics; `session.state.params` has none of these, of which a warning
-            tells. Of an NNX model random streams are left out.
+        tree: The arrays: `result.state`, an NNX model, Linen's variables, or any other tree. From
+            `session.state` the parameters and the other variables, such as BatchNorm's statistics,
+            are written; `session.state.params` lacks the latter, which is a warning. An NNX model's
+            random streams are left out.
         names: The map from the model's names to those of the file, or the name or file of one.
             None: the same names, components joined by dots.
 
     Raises:
-        WeightsError: If the path cannot be written, or the map and the arrays do not suit each
-            other: all faults at once.
+        WeightsError: If the path cannot be written, or the map does not match the arrays: all
+            faults at once.
         ConfigError: If the map of names has errors.
 
     Example:
@@ -171,7 +165,7 @@ def save_weights(
 
 def _save_file(target: pathlib.Path, tree: PyTree, names: NameMap) -> None:
     wanted, leaves = Wanted.of(tree), jax.tree.leaves(tree)
-    arrays, shapes = _laid_out(wanted, names)
+    arrays, shapes = _file_layout(wanted, names)
     part = target.with_name(target.name + ".part")
     stored: dict[str, Stored] = {}
 
@@ -182,7 +176,7 @@ def _save_file(target: pathlib.Path, tree: PyTree, names: NameMap) -> None:
     def write() -> None:
         stored.update(read_header(part))
         for array, leaf in zip(arrays, leaves, strict=True):
-            for index, block in _own_blocks(leaf):
+            for index, block in _blocks_to_write(leaf):
                 array.write(block, index, lambda name: stored[name].view(writable=True))
 
     def end() -> None:
@@ -193,17 +187,17 @@ def _save_file(target: pathlib.Path, tree: PyTree, names: NameMap) -> None:
 
     try:
         for step in (begin, write, end):
-            _together(step, target)
+            _on_all_processes(step, target)
     finally:
         if jax.process_index() == 0:
             part.unlink(missing_ok=True)
 
 
-def _together(step: Callable[[], None], target: pathlib.Path) -> None:
-    """A step that every process makes; none goes on where one has failed.
+def _on_all_processes(step: Callable[[], None], target: pathlib.Path) -> None:
+    """Run a step on every process, and fail on all if it fails on one.
 
     Raises:
-        WeightsError: On every process, with the faults of all.
+        WeightsError: On every process, with all processes' faults.
     """
     problem = ""
     try:
@@ -217,10 +211,10 @@ def _together(step: Callable[[], None], target: pathlib.Path) -> None:
         raise WeightsError("\n".join(problems))
 
 
-def _laid_out(
+def _file_layout(
     wanted: tuple[Wanted, ...], names: NameMap
 ) -> tuple[list[Pieced], dict[str, tuple[tuple[int, ...], np.dtype]]]:
-    """How each array lies in the file's tensors, and these.
+    """The pieces of each array, and the shape and dtype of each tensor of the file.
 
     Raises:
         WeightsError: With all faults.
@@ -230,18 +224,18 @@ def _laid_out(
     shapes: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
     writers: dict[str, dict[tuple[int, int, int] | None, str]] = {}
     for array in wanted:
-        own = f"{array.name} {array.dtype}{list(array.shape)}"
-        if without_a_name([array.dtype]):
-            faults.append(f"  {own}: safetensors has no such dtype")
+        label = f"{array.name} {array.dtype}{list(array.shape)}"
+        if unsupported_dtypes([array.dtype]):
+            faults.append(f"  {label}: safetensors has no such dtype")
             continue
         rule = names.rule_of(array.name, len(array.shape))
         if rule is None:
-            faults.append(f"  {own}: no rule names it")
+            faults.append(f"  {label}: no rule matches it")
             continue
         try:
             pieces = pieced(array.name, array.shape, array.dtype, rule)
         except ValueError as error:
-            faults.append(f"  {own}, rule {rule}: {error}")
+            faults.append(f"  {label}, rule {rule}: {error}")
             continue
         arrays.append(pieces)
         for piece in pieces.pieces:
@@ -249,24 +243,24 @@ def _laid_out(
             others = writers.setdefault(piece.tensor, {})
             if before != (piece.shape, array.dtype) or piece.part in others:
                 other = others.get(piece.part) or next(iter(others.values()))
-                faults.append(f"  {own}: its tensor {piece.tensor} is that of {other}, too")
+                faults.append(f"  {label}: tensor {piece.tensor} is also written by {other}")
             others[piece.part] = array.name
     for tensor, parts in writers.items():
         num = next(iter(parts))
         if num is not None and len(parts) < num[2]:
-            faults.append(f"  {tensor}: only {len(parts)} of its {num[2]} parts are there")
+            faults.append(f"  {tensor}: only {len(parts)} of its {num[2]} parts are written")
     if faults:
         raise WeightsError(
-            f"this model cannot be written by the names {names.name!r}:\n" + "\n".join(faults)
+            f"this model cannot be saved with the names {names.name!r}:\n" + "\n".join(faults)
         )
     return arrays, shapes
 
 
-def _own_blocks(leaf: Any) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-    """Blocks of an array that this process is to write, and where they stand in it.
+def _blocks_to_write(leaf: Any) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+    """Index and data of the blocks of an array that this process writes.
 
-    Where every process has a copy of its own, process 0 writes; where processes share an array,
-    each writes those of its blocks that no lower device has, too.
+    Process 0 writes arrays that every process has whole. Of a sharded array each process writes
+    its shards with replica number 0.
     """
     whole = (slice(None),) * np.ndim(leaf)
     if not isinstance(leaf, jax.Array):
@@ -288,17 +282,17 @@ def _save_folder(target: pathlib.Path, tree: PyTree) -> None:
     leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
     shared = [_processes(x) for x in leaves if not x.is_fully_addressable]
     writers = set[int]().union(*shared) if shared else {0}
-    if several:  # what each process has alone goes as host arrays, which process 0 writes
+    if several:  # process-local arrays become host arrays, which process 0 writes
         tree = jax.tree.map(_on_host, tree)
 
     def save() -> None:
         if 0 not in writers or jax.process_index() not in writers:
-            return  # this process has a part of another copy of the model than process 0
+            return  # this process belongs to another replica than process 0
         if target.exists() and not (target / _MARK).exists() and any(target.iterdir()):
             raise WeightsError(
-                f"{target} is there and no folder of weights; name another, or remove it first"
+                f"{target} exists and is no folder of weights; name another, or remove it first"
             )
-        import orbax.checkpoint as ocp  # which takes long
+        import orbax.checkpoint as ocp  # a slow import
 
         options = ocp.options.MultiprocessingOptions(
             active_processes=writers if several else None, barrier_sync_key_prefix="hxla-weights"
@@ -307,7 +301,7 @@ def _save_folder(target: pathlib.Path, tree: PyTree) -> None:
         with ocp.Checkpointer(handler, multiprocessing_options=options) as checkpointer:
             checkpointer.save(target, args=ocp.args.StandardSave(tree), force=True)
 
-    _together(save, target)
+    _on_all_processes(save, target)
 
 
 def _on_host(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Weights that exist: which tensors of a file fill which arrays of a model, all faults at once."""
+"""Existing weights: the tensors of files matched with a model's arrays, all faults at once."""
 
 import dataclasses
 import difflib
@@ -18,7 +18,7 @@ from .name_map import NameMap, as_names
 from .pieces import Pieced, pieced
 from .safetensors import Stored, files_of
 
-#: Reads a block of an array, of which it is given the slices.
+#: From the slices of a block of an array to the block.
 Read = Callable[[tuple[slice, ...]], np.ndarray]
 Gather = Callable[[str, str], tuple[str, ...]]
 
@@ -27,15 +27,15 @@ _SHOWN = 20  # faults of each kind
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Weights in files that training begins with: `hxla.Job(..., weights=...)`.
+    """Weights in files, with which training begins: `hxla.Job(..., weights=...)`.
 
     Args:
         path: A `.safetensors` file, the index of several (`model.safetensors.index.json`), or the
             folder of either.
         names: The map from the model's names to those of the files, or the name or file of one.
             None: the same names, components joined by dots.
-        cast: Whether floating-point tensors of another dtype are cast to the model's; else they
-            are refused.
+        cast: Whether floating-point tensors of another dtype are cast to the model's; otherwise
+            they are refused.
 
     Example:
         >>> import hxla
@@ -50,7 +50,7 @@ class Weights:
 
 
 def as_weights(weights: "str | os.PathLike[str] | Weights") -> Weights:
-    """Weights that may be given by their path."""
+    """The weights, or those at a path."""
     return weights if isinstance(weights, Weights) else Weights(weights)
 
 
@@ -82,7 +82,7 @@ def _array(x: Any) -> Any:
 
 
 def filled(shape: Sequence[int], sharding: jax.sharding.Sharding, read: Read) -> jax.Array:
-    """An array of which each device of this process is given what is read for its slices."""
+    """An array whose shards on this process's devices are read."""
     return jax.make_array_from_callback(tuple(shape), sharding, lambda index: read(index or ()))
 
 
@@ -91,15 +91,14 @@ def open_weights(
     wanted: Sequence[Wanted],
     gather: Gather = lambda _, text: (text,),
 ) -> list[Read | None]:
-    """For each array what reads blocks of it; None where the map says that it is fresh.
+    """For each array of the model a reader of its blocks; None where the map calls it fresh.
 
     Args:
-        wanted: The arrays of the model.
         gather: Name and text to the texts of all processes.
 
     Raises:
         WeightsError: If a file is damaged, processes see different files, or names, shapes and
-            dtypes do not suit the model: all faults at once.
+            dtypes do not match the model: all faults at once.
         ConfigError: If the map of names has errors.
     """
     names, problem = as_names(weights.names), ""
@@ -108,12 +107,12 @@ def open_weights(
         stored = files_of(pathlib.Path(weights.path).expanduser())
     except WeightsError as error:
         problem = str(error)
-    said = gather("weights", f"{_digest(stored)} {problem}")
-    _refuse_other_files(weights.path, [text.split(" ", 1) for text in said])
-    found, faults = _matched(names, wanted, stored, cast=weights.cast)
+    texts = gather("weights", f"{_digest(stored)} {problem}")
+    _check_same_files(weights.path, [text.split(" ", 1) for text in texts])
+    arrays, faults = _matched(names, wanted, stored, cast=weights.cast)
     if faults:
         raise WeightsError(
-            f"{weights.path} does not suit the model by the names {names.name!r}:\n"
+            f"{weights.path} does not match the model with the names {names.name!r}:\n"
             + "\n".join(faults)
         )
 
@@ -123,25 +122,26 @@ def open_weights(
     def reader(array: Pieced) -> Read:
         return lambda index: array.read(index, view)
 
-    return [None if array is None else reader(array) for array in found]
+    return [None if array is None else reader(array) for array in arrays]
 
 
 def _digest(stored: Mapping[str, Stored]) -> str:
-    """Of names, shapes and places: what lies there is too much to read on every process."""
+    """Hash of names, shapes and offsets; the data is too large to read on every process."""
     table = [(n, s.shape, str(s.dtype), s.begin) for n, s in sorted(stored.items())]
     return hashlib.sha256(repr(table).encode()).hexdigest()[:16]
 
 
-def _refuse_other_files(path: Any, said: Sequence[Sequence[str]]) -> None:
-    problems = {rank: problem for rank, (_, problem) in enumerate(said) if problem}
+def _check_same_files(path: Any, rows: Sequence[Sequence[str]]) -> None:
+    """Refuse files that differ between processes, from each one's digest and problem."""
+    problems = {rank: problem for rank, (_, problem) in enumerate(rows) if problem}
     if problems:
         texts = dict.fromkeys(problems.values())
-        ranks = f" (on processes {', '.join(map(str, problems))})" if len(said) > 1 else ""
+        ranks = f" (on processes {', '.join(map(str, problems))})" if len(rows) > 1 else ""
         raise WeightsError("\n".join(texts) + ranks)
-    other = [str(rank) for rank, row in enumerate(said) if row[0] != said[0][0]]
+    other = [str(rank) for rank, row in enumerate(rows) if row[0] != rows[0][0]]
     if other:
         raise WeightsError(
-            f"{path} holds other tensors on process {', '.join(other)} than on process 0: every "
+            f"{path} has other tensors on process {', '.join(other)} than on process 0: every "
             "process must see the same files"
         )
 
@@ -149,51 +149,51 @@ def _refuse_other_files(path: Any, said: Sequence[Sequence[str]]) -> None:
 def _matched(
     names: NameMap, wanted: Sequence[Wanted], stored: dict[str, Stored], *, cast: bool
 ) -> tuple[list[Pieced | None], list[str]]:
-    """What makes each array, and all that is wrong with it.
+    """The pieces of each array, and all faults.
 
-    Complex tensors in `stored` become pairs of real numbers where the model has those.
+    Complex tensors in `stored` become pairs of real numbers where the model has pairs.
     """
-    found: list[Pieced | None] = []
+    arrays: list[Pieced | None] = []
     unnamed, misfit, missing, shapes, dtypes = [], [], [], [], []
     used: set[str] = set()
     for array in wanted:
-        found.append(None)
+        arrays.append(None)
         if names.is_fresh(array.name):
             continue
         rule = names.rule_of(array.name, len(array.shape))
-        own = f"{array.name} {array.dtype}{list(array.shape)}"
+        label = f"{array.name} {array.dtype}{list(array.shape)}"
         if rule is None:
-            unnamed.append(f"  {own}")
+            unnamed.append(f"  {label}")
             continue
         try:
             pieces = pieced(array.name, array.shape, array.dtype, rule)
         except ValueError as error:
-            misfit.append(f"  {own}, rule {rule}: {error}")
+            misfit.append(f"  {label}, rule {rule}: {error}")
             continue
-        found[-1] = pieces
+        arrays[-1] = pieces
         for piece in pieces.pieces:
             used.add(piece.tensor)
             tensor = stored.get(piece.tensor)
             if tensor is None:
-                missing.append(f"  {piece.tensor} for {own}")
+                missing.append(f"  {piece.tensor} for {label}")
                 continue
-            tensor = stored[piece.tensor] = _in_parts(tensor, piece.shape, array.dtype)
+            tensor = stored[piece.tensor] = _as_real_or_complex(tensor, piece.shape, array.dtype)
             if tensor.shape != piece.shape:
                 shapes.append(
                     f"  {piece.tensor}: {list(tensor.shape)} in the file, {list(piece.shape)} "
-                    f"needed for {own} by the rule {rule}"
+                    f"needed for {label} by the rule {rule}"
                 )
             elif tensor.dtype != array.dtype and not (cast and _can_cast(tensor, array)):
-                dtypes.append(f"  {piece.tensor}: {tensor.dtype} in the file, needed for {own}")
+                dtypes.append(f"  {piece.tensor}: {tensor.dtype} in the file, needed for {label}")
     unexpected = [n for n in stored if n not in used and not names.is_unused(n)]
     near = difflib.get_close_matches(missing[0].split()[0], unexpected[:1000], 1) if missing else []
-    hint = f" ({near[0]} is there and has no place)" if near else ""
+    hint = f" (the file has {near[0]}, which no rule uses)" if near else ""
     faults = [
         *_listed("no rule for arrays of the model; add one, or name them in `fresh`", unnamed),
-        *_listed("rules that do not suit the array", misfit),
+        *_listed("rules that do not fit the array", misfit),
         *_listed(f"missing in the file{hint}", missing),
         *_listed(
-            "in the file, with no place in the model; add a rule, or name them in `unused`",
+            "in the file, but used by no rule; add a rule, or name them in `unused`",
             [f"  {n} {stored[n].dtype}{list(stored[n].shape)}" for n in unexpected],
         ),
         *_listed("of another shape; a rule's `dims`, `part`, `join` and `stack` change it", shapes),
@@ -202,13 +202,13 @@ def _matched(
             dtypes,
         ),
     ]
-    return found, faults
+    return arrays, faults
 
 
-def _in_parts(tensor: Stored, shape: tuple[int, ...], dtype: Any) -> Stored:
-    """A tensor with each complex number as a pair of real ones, or back, if so it is wanted.
+def _as_real_or_complex(tensor: Stored, shape: tuple[int, ...], dtype: Any) -> Stored:
+    """A complex tensor as pairs of real numbers, or pairs as complex, if the model has these.
 
-    Trained complex parameters are such pairs, in a last dimension of two; bytes are the same.
+    Trained complex parameters are pairs in a last dimension of two; the bytes are the same.
     """
     whole, half = np.dtype(np.complex64), np.dtype(np.float32)
     is_wanted_complex = jax.numpy.issubdtype(dtype, jax.numpy.complexfloating)
