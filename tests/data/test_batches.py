@@ -136,7 +136,7 @@ def test_a_position_is_that_of_the_step_and_not_of_what_was_loaded_ahead(kind):
     made = Made()
     resumed = source_of(kind(made))
     resumed.example()
-    assert "by the state of its iterator" in resumed.begin(10, state)
+    assert "from the state of its iterator" in resumed.begin(10, state)
     assert (batch_of(resumed, 10) == expected[10]).all()
     assert (batch_of(resumed, 11) == expected[11]).all()
     assert (batch_of(resumed, 0) == expected[0]).all()
@@ -160,7 +160,7 @@ def test_what_cannot_say_where_it_is_is_read_again_and_that_is_said():
     source = source_of(streams.generated(made))
     said = source.begin(3, None)
     assert "3 global batches are read again and skipped: it has neither get_state" in said
-    assert "a resumed run reads again" in source.begin(0, None)
+    assert "a resumed run would read and skip" in source.begin(0, None)
     batch_of(source, 3)
     assert made.numbers == [*range(4 * SIZE)]
 
@@ -171,12 +171,12 @@ def test_what_cannot_say_where_it_is_is_read_again_and_that_is_said():
     source = source_of(Odd(made))
     batch_of(source, 0)
     assert source.state(1) is None
-    assert "its state holds a builtins.object" in source.begin(0, None)
+    assert "its state has a builtins.object" in source.begin(0, None)
 
 
 def test_a_state_of_other_data_is_refused():
     source = source_of(streams.Stream(Made()))
-    with pytest.raises(hxla.DataError, match=r"Stream\.set_state does not take the state"):
+    with pytest.raises(hxla.DataError, match=r"Stream\.set_state does not accept the saved state"):
         source.begin(3, to_text({"other": 1}))
     source = source_of(streams.generated(Made()))
     with pytest.raises(hxla.DataError, match="was saved, but it has neither"):
@@ -382,7 +382,7 @@ def test_killed_processes_resume_without_reading_from_the_start(tmp_path):
     )
     assert run(tmp_path, "-n", "1", job).wait(PATIENCE_SECONDS) == 0
     printed = (tmp_path / "printed.txt").read_text()
-    assert f"goes on at global batch {step} by the state of its iterator" in printed
+    assert f"continues at global batch {step} from the state of its iterator" in printed
     resumed, undisturbed = re.findall(r"sha256 (\w+) after 60 steps", printed)
     assert resumed == undisturbed
     rows = [line.split() for line in told[1].read_text().splitlines()]

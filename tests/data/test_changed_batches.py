@@ -183,7 +183,7 @@ REFUSED = {
     "objects": (np.array([{}] * 8, object), "has dtype object"),
     "texts": (np.array(["a"] * 8), "has dtype <U1"),
     "bytes": (np.array([b"a"] * 8), r"has dtype \|S1"),
-    "keys": (jax.random.split(jax.random.key(0), 8), "holds random keys"),
+    "keys": (jax.random.split(jax.random.key(0), 8), "has random keys"),
 }
 
 
@@ -239,7 +239,7 @@ def test_rows_of_lists_train_as_their_arrays_do():
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ([[1, 2], [3]], r"example 0: \['x'\]: its lists are of unlike lengths"),
+        ([[1, 2], [3]], r"example 0: \['x'\]: its lists have unlike lengths"),
         (["a", "b"], r"example 0: \['x'\] has dtype <U1"),
         ([1, None], r"example 0: \['x'\] has dtype object"),
     ],

@@ -118,7 +118,7 @@ def test_iterables_are_checked_and_end_with_a_message():
     assert s.fetch(1, np.array([2]))["x"].tolist() == [6]
     with pytest.raises(DataError, match="ended after 2 global batches"):
         s.fetch(2, np.arange(4))
-    with pytest.raises(DataError, match="holds 3 examples, batch_size is 4"):
+    with pytest.raises(DataError, match="has 3 examples, batch_size is 4"):
         source(iter([{"x": np.zeros(3)}])).fetch(0, np.arange(4))
 
 
@@ -153,5 +153,5 @@ def test_a_device_opens_only_the_files_of_its_own_microbatches():
 
 def test_data_with_an_order_of_its_own_is_not_shuffled_by_file():
     batches = iter([{"x": np.zeros((4, 1), np.float32)}])
-    with pytest.raises(DataError, match="brings its own order"):
+    with pytest.raises(DataError, match="has a fixed order"):
         _data.as_source(batches, batch_size=4, seed=0, examples_per_file=2)

@@ -108,7 +108,7 @@ def test_workers_end_with_the_process_that_they_work_for():
     ("data", "words"),
     [
         (iter([]), r"an iterable \(list_iterator\) is read in order by one process"),
-        ({"x": np.zeros((9, 2))}, "the data is arrays, of which nothing is to be made"),
+        ({"x": np.zeros((9, 2))}, "the data is arrays, which need no work"),
     ],
 )
 def test_data_for_which_there_is_nothing_to_do_is_refused(data, words):

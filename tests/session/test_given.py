@@ -136,7 +136,7 @@ def batched():
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (batched, r"a grain\.MapDataset of batches: hxla makes its own, leave out \.batch"),
+        (batched, r"a grain\.MapDataset of batches: hxla batches it, leave out \.batch"),
         (lambda: BATCHES, r"a list of 4 global batches, .*data=iter\(batches\)"),
         (lambda: [DATA["x"], DATA["y"]], r"for columns pass a tuple, \(x, y\)"),
     ],
@@ -175,7 +175,7 @@ def test_an_iterable_that_has_a_length_has_epochs():
     assert len(result.history.steps) == 6
     assert data.begun == 2
     with pytest.raises(
-        hxla.DataError, match=r"has 4 global batches by its length, .* after 3: pass"
+        hxla.DataError, match=r"has length 4, but a pass ended after 3 global batches: pass"
     ):
         train(Passes(), steps=None, epochs=2)
     for unknown in (iter(BATCHES), lambda i: {k: v[i % 64] for k, v in DATA.items()}):

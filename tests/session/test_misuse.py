@@ -265,7 +265,7 @@ CALLS = {
     "keys in the data": (
         dict(data={"x": X, "key": jax.random.split(KEY, 32)}),
         DATAS,
-        r"holds random keys.*loss\(model, batch, key\)",
+        r"has random keys.*loss\(model, batch, key\)",
     ),
     "texts in the data": (dict(data={"x": np.full(32, "a")}), DATAS, "encode it as numbers"),
     "a number among the columns": (dict(data={"x": X, "scale": np.float32(2)}), DATAS, "leading"),
@@ -274,7 +274,7 @@ CALLS = {
     "batches of another size": (
         dict(data=iter([{"x": X[:4], "y": Y[:4]}])),
         DATAS,
-        "global batch 0 holds 4 examples, batch_size is 16",
+        "global batch 0 has 4 examples, batch_size is 16",
     ),
     "too few batches": (
         dict(data=iter([{"x": X[:16], "y": Y[:16]}]), steps=3),

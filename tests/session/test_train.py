@@ -407,7 +407,7 @@ def test_batches_of_the_users_own_train_as_the_same_batches_of_the_data_do():
             if own:
                 for begin in (0, 8):
                     session.step({"x": data["x"][begin : begin + 8]})
-                with pytest.raises(hxla.DataError, match="holds 4 examples, batch_size is 8"):
+                with pytest.raises(hxla.DataError, match="has 4 examples, batch_size is 8"):
                     session.step({"x": data["x"][:4]})
             else:
                 assert [record.step for record in session] == [0, 1]

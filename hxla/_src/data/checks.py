@@ -1,4 +1,4 @@
-"""What an example or a batch of the user's data must be, and how it becomes arrays."""
+"""Checks of the user's examples and batches, and their conversion to host arrays."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,30 +15,30 @@ _SCALARS = (int, float, complex, np.generic, str, bytes, type(None))
 
 
 def leaf_name(path: Any) -> str:
-    """An array of a batch, in words."""
+    """The name of an array of a batch, for messages."""
     return jax.tree_util.keystr(path) or "the array"
 
 
 def as_arrays(tree: PyTree, where: str) -> PyTree:
-    """An example or a batch as host arrays that every device can hold.
+    """An example or a batch as host arrays of dtypes that devices support.
 
-    A list of numbers, however deep, is an array; other lists hold arrays. A mapping that jax does
-    not know is a dictionary.
+    A list of numbers, however deep, is an array; other lists are containers. Mappings that jax does
+    not know become dictionaries.
 
     Raises:
-        DataError: With the name of what is no such array.
+        DataError: With the name of the first leaf that is no such array.
     """
 
-    def made(path: Any, leaf: Any) -> Any:
+    def convert(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, Mapping):
-            return mapped(dict(leaf), path)
+            return convert_tree(dict(leaf), path)
         return _as_array(leaf, f"{where}: {leaf_name(path)}")
 
-    def mapped(part: PyTree, before: Any) -> PyTree:
-        own = lambda path, leaf: made((*before, *path), leaf)  # noqa: E731
-        return jax.tree_util.tree_map_with_path(own, part, is_leaf=_is_numbers)
+    def convert_tree(part: PyTree, prefix: Any) -> PyTree:
+        at_path = lambda path, leaf: convert((*prefix, *path), leaf)  # noqa: E731
+        return jax.tree_util.tree_map_with_path(at_path, part, is_leaf=_is_numbers)
 
-    return mapped(tree, ())
+    return convert_tree(tree, ())
 
 
 def with_dictionaries(data: Any) -> Any:
@@ -46,14 +46,14 @@ def with_dictionaries(data: Any) -> Any:
     if not isinstance(data, Mapping | tuple):
         return data
 
-    def made(leaf: Any) -> Any:
+    def convert(leaf: Any) -> Any:
         return with_dictionaries(dict(leaf)) if isinstance(leaf, Mapping) else leaf
 
-    return jax.tree.map(made, data)
+    return jax.tree.map(convert, data)
 
 
 def _is_numbers(x: Any) -> bool:
-    """Whether something is a list of numbers, or of such lists; texts are refused as an array."""
+    """Whether `x` is a list of numbers, or of such lists; lists of texts are refused later."""
     if type(x) is not list:
         return False
     kinds = set(map(type, x))
@@ -68,41 +68,41 @@ def _as_array(x: Any, name: str) -> np.ndarray:
         array = np.asarray(x)
     except (TypeError, ValueError, RuntimeError) as error:
         if isinstance(x, list):
-            raise DataError(f"{name}: its lists are of unlike lengths; pad them") from None
+            raise DataError(f"{name}: its lists have unlike lengths; pad them") from None
         raise DataError(f"{name} is no array that this process can read: {error}") from error
     check_dtype(array, name)
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def check_dtype(x: Any, name: str) -> None:
-    """Refuse what no device can hold, or what would not be what it is there.
+    """Refuse dtypes that no device supports, masked arrays and random keys.
 
     Args:
-        x: Anything; what has no dtype passes.
-        name: What it is, in words.
+        x: Anything; without a dtype it passes.
+        name: For the message.
 
     Raises:
-        DataError: With what to do.
+        DataError: With the remedy.
     """
     dtype = getattr(x, "dtype", None)
     if isinstance(x, np.ma.MaskedArray):
         raise DataError(
-            f"{name} is a masked array, whose mask no device knows: fill it, x.filled(0), and pass "
-            "the mask as an array of its own"
+            f"{name} is a masked array, whose mask devices do not support: fill it, x.filled(0), "
+            "and pass the mask as another array"
         )
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct) and is_key(x):
         raise DataError(
-            f"{name} holds random keys; leave them out, and let the loss take its key as third "
+            f"{name} has random keys; leave them out, and let the loss take its key as third "
             "argument, loss(model, batch, key)"
         )
-    if isinstance(dtype, np.dtype) and not _is_held(dtype):
+    if isinstance(dtype, np.dtype) and not _is_supported(dtype):
         raise DataError(
-            f"{name} has dtype {dtype}, which no device can hold; encode it as numbers of 64 bits "
-            "at most"
+            f"{name} has dtype {dtype}, which no device supports; encode it as numbers of at most "
+            "64 bits"
         )
 
 
-def _is_held(dtype: np.dtype[Any]) -> bool:
+def _is_supported(dtype: np.dtype[Any]) -> bool:
     is_number = jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
     return is_number and dtype.kind != "m" and dtype.itemsize <= (16 if dtype.kind == "c" else 8)
 
@@ -124,13 +124,13 @@ def leading_dimension(tree: PyTree, where: str) -> int:
 
 
 def check_alike(tree: PyTree, where: str, first: PyTree, there: str, *, leading: int = 0) -> None:
-    """Refuse what has other arrays than the first of its kind: programs are compiled for that.
+    """Refuse arrays that differ from the first ones, for which programs are compiled.
 
     Args:
-        where: What it is, in words.
+        where: The name of `tree`, for messages.
         first: Arrays or shapes.
-        there: What that is, in words.
-        leading: The leading dimensions that may differ.
+        there: The name of `first`, for messages.
+        leading: The number of leading dimensions that may differ.
 
     Raises:
         DataError: With every array that differs.
@@ -143,11 +143,11 @@ def check_alike(tree: PyTree, where: str, first: PyTree, there: str, *, leading:
     structures = [jax.tree.structure(t) for t in (tree, first)]
     if all(pairs) and len(set(structures)) == 1:
         return
-    found, wanted = _by_name(tree), _by_name(first)
-    faults = [f"{name} is missing" for name in wanted if name not in found]
-    faults += [f"{name} is not in {there}" for name in found if name not in wanted]
-    for name in (name for name in wanted if name in found):
-        x, y = found[name], wanted[name]
+    actual, expected = _by_name(tree), _by_name(first)
+    faults = [f"{name} is missing" for name in expected if name not in actual]
+    faults += [f"{name} is not in {there}" for name in actual if name not in expected]
+    for name in (name for name in expected if name in actual):
+        x, y = actual[name], expected[name]
         if x.shape[leading:] != y.shape[leading:]:
             faults.append(f"{name} has shape {x.shape}, in {there} {y.shape}; pad it to one shape")
         if _on_device(x) != _on_device(y):

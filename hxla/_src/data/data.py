@@ -1,8 +1,8 @@
-"""The user's data, whatever it is, as microbatches that are loaded ahead of the step.
+"""The user's data, of any kind, as microbatches that are loaded ahead of the step.
 
 Examples form one continuous stream: position `p = step * batch_size + i` belongs to epoch `p // N`
-and reads example `permutation(epoch)[p % N]`, so nothing is dropped between epochs and the order
-is a function of seed, epoch and step alone.
+and reads example `permutation(epoch)[p % N]`. So nothing is dropped between epochs, and the order
+depends on seed, epoch and step alone.
 """
 
 import concurrent.futures
@@ -17,7 +17,7 @@ import numpy as np
 from ..core.errors import DataError
 from ..core.types import PyTree
 from ..plan.plan import Plan
-from .batches import AS_IT_COMES, Batches, Unmoving
+from .batches import AS_IT_COMES, Batches, NoPosition
 from .checks import (
     as_arrays,
     check_alike,
@@ -43,37 +43,37 @@ class Source(Protocol):
     """Random access to the stream of examples."""
 
     num_examples: int | None
-    num_batches: int | None  # of an iterable that can be begun again
+    num_batches: int | None  # of a repeatable iterable
     order: str  # of the examples, in words
 
     def repeat(self) -> None:
-        """Let another pass over such an iterable follow each one."""
+        """Start another pass over a repeatable iterable after each one."""
 
     def fetch(self, step: int, positions: np.ndarray) -> PyTree:
         """Examples at positions of the global batch of a step, stacked, as host arrays."""
 
     def example(self) -> PyTree:
-        """One example with a leading dimension of 1: arrays, or shapes where data is shapes."""
+        """One example with a leading dimension of 1, as arrays or shapes."""
 
     def sample(self, size: int) -> PyTree | None:
-        """The first examples of the stream; None where they cannot be read at any time."""
+        """The first examples of the stream; None without random access."""
 
     def state(self, step: int) -> str | None:
-        """The position before a step, for a checkpoint; None where the step says it all."""
+        """The position before a step, for a checkpoint; None with random access."""
 
     def begin(self, step: int, state: str | None) -> str:
-        """Go to the first step of a session; returns what the user should know of it."""
+        """Go to the first step of a session; returns a note for the user, or ''."""
 
 
 def _shapes(tree: PyTree, size: int | None = None) -> PyTree:
-    """Shapes of arrays, with another leading dimension if one is given."""
-    of = lambda x: x.shape if size is None else (size, *x.shape[1:])  # noqa: E731
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(of(x), x.dtype), tree)
+    """Shapes of arrays; `size`, if any, replaces the leading dimension."""
+    shape = lambda x: x.shape if size is None else (size, *x.shape[1:])  # noqa: E731
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape(x), x.dtype), tree)
 
 
 def _is_arrays(data: Any) -> bool:
     if hasattr(data, "__iter__") and not (hasattr(data, "shape") or isinstance(data, dict | tuple)):
-        return False  # a list holds examples; a generator or a dataset is no pytree
+        return False  # a list is a sequence of examples; generators and datasets are no pytrees
     leaves = jax.tree.leaves(data)
     return bool(leaves) and all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves)
 
@@ -86,18 +86,18 @@ class _Arrays:
         for path, x in jax.tree_util.tree_leaves_with_path(data):
             check_dtype(x, f"{name}: {leaf_name(path)}")
         self._name = name
-        # A jax array may be cut over devices, and rows of it are made by programs.
+        # A jax array may be sharded, and slicing it would run programs.
         on_host = lambda x: as_arrays(x, name) if isinstance(x, jax.Array) else x  # noqa: E731
         self._data = jax.tree.map(on_host, data)
 
     @property
     def is_shapes(self) -> bool:
-        """Whether it can be planned only."""
+        """Whether there are no arrays, so that a job can only be planned."""
         return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(self._data))
 
     def take(self, indices: np.ndarray) -> PyTree:
         if self.is_shapes:
-            raise DataError("data is shapes only: a job of them can be planned, not trained")
+            raise DataError("data is shapes only: a job with it can be planned, not trained")
         return as_arrays(jax.tree.map(lambda x: x[indices], self._data), self._name)
 
     def example(self) -> PyTree:
@@ -114,7 +114,7 @@ class _Examples:
     def __init__(self, get: Callable[[int], PyTree], num_examples: int | None):
         self.num_examples = num_examples
         self._get = get
-        self._first: tuple[str, PyTree] | None = None  # the first one's name and its shapes
+        self._first: tuple[str, PyTree] | None = None  # name and shapes of the first example
 
     def take(self, indices: np.ndarray) -> PyTree:
         names = [f"example {int(i)}" for i in indices]
@@ -131,7 +131,7 @@ class _Examples:
         return self.take(np.zeros(1, np.int64))
 
 
-class _Random(Unmoving):
+class _Random(NoPosition):
     """Random access with epochs."""
 
     def __init__(
@@ -145,7 +145,7 @@ class _Random(Unmoving):
         self.order = f"shuffled{files}" if shuffle else AS_IT_COMES
         if self.num_examples is not None and self.num_examples < batch_size:
             raise DataError(
-                f"data holds {self.num_examples} examples, fewer than one global batch of "
+                f"data has {self.num_examples} examples, fewer than one global batch of "
                 f"{batch_size}: use a smaller batch_size or more data"
             )
 
@@ -157,9 +157,9 @@ class _Random(Unmoving):
         epochs, within = np.divmod(stream, size)
         indices = np.empty_like(within)
         for epoch in np.unique(epochs):
-            own = epochs == epoch
-            indices[own] = shuffled(
-                within[own], size, self._per_file, seed=self._seed, epoch=int(epoch)
+            mask = epochs == epoch
+            indices[mask] = shuffled(
+                within[mask], size, self._per_file, seed=self._seed, epoch=int(epoch)
             )
         return self._reader.take(indices)
 
@@ -177,13 +177,13 @@ def _grain(data: Any, kind: str) -> bool:
 
 
 def _is_batched(data: Any) -> bool:
-    """Whether a Grain dataset, or one that it is made of, puts examples together."""
+    """Whether a Grain dataset, or one of its parents, batches examples."""
     parents = getattr(data, "parents", ())
     return type(data).__name__ == "BatchMapDataset" or any(map(_is_batched, parents))
 
 
 def _refuse_known(data: Any, name: str, batch_size: int) -> None:
-    """Say what to write instead of what is often given, and is not what it seems to be."""
+    """Refuse frequent mistakes, each with its remedy."""
     if inspect.isgeneratorfunction(data):
         called = f"{data.__name__}()"
         raise DataError(f"{name} is a generator function: call it, {name}={called}")
@@ -200,7 +200,7 @@ def _refuse_known(data: Any, name: str, batch_size: int) -> None:
             raise DataError(
                 f"{name} is a list of {len(data)} arrays of {min(sizes)} rows each, and a list is "
                 "a sequence of examples: for columns pass a tuple, (x, y), or a dictionary, "
-                "{'x': x, 'y': y}, which each batch then is too"
+                "{'x': x, 'y': y}; batches have the same structure"
             )
     if isinstance(data, dict) and any(isinstance(x, list) for x in data.values()):
         raise DataError(f"{name} is a dictionary of lists: make them arrays, numpy.asarray(...)")
@@ -220,7 +220,7 @@ def _refuse_known(data: Any, name: str, batch_size: int) -> None:
 
 
 def _reader(data: Any, num_examples: int | None, name: str) -> Any:
-    """Random access to examples, or None if `data` offers none."""
+    """Random access to examples, or None if `data` has none."""
     if _is_arrays(data):
         return _Arrays(data, name)
     is_sequence = hasattr(data, "__len__") and hasattr(data, "__getitem__")
@@ -232,13 +232,12 @@ def _reader(data: Any, num_examples: int | None, name: str) -> Any:
 
 
 def _pooled(reader: Any, num_workers: int) -> Any:
-    """Examples made by worker processes, if there are to be some; arrays need none."""
+    """Examples made by worker processes, if any; arrays need none."""
     if not num_workers or (isinstance(reader, _Arrays) and reader.is_shapes):
         return reader
     if isinstance(reader, _Arrays):
         raise DataError(
-            f"data.workers={num_workers}: the data is arrays, of which nothing is to be made: "
-            "leave it at 0"
+            f"data.workers={num_workers}: the data is arrays, which need no work: leave it at 0"
         )
     return PooledExamples(reader, num_workers)
 
@@ -255,19 +254,18 @@ def as_source(
     is_shared: bool = True,
     num_workers: int = 0,
 ) -> Source:
-    """Recognise the user's data.
+    """The source of the user's data, by its kind.
 
     Args:
-        data: See the module and `DataError`'s list of kinds.
+        data: Of a kind in `_KINDS`.
         batch_size: Examples of a global batch.
-        seed: Of the order.
-        shuffle: Whether random-access data is shuffled anew each epoch. A `grain.MapDataset` keeps
-            its own order, and a callable without `num_examples` has no epochs to shuffle.
-        num_examples: Of a callable that is to have epochs.
-        examples_per_file: Examples that stay together when they are shuffled.
-        num_kept: Of an iterable, global batches that are kept for who asks late.
+        shuffle: Whether random-access data is shuffled in each epoch. A `grain.MapDataset` keeps
+            its order, and a callable without `num_examples` has no epochs.
+        num_examples: Of a callable with epochs.
+        examples_per_file: Examples that stay together in the shuffle.
+        num_kept: Global batches of an iterable that may be fetched again.
         is_shared: Whether the processes of a host read an iterable once, together.
-        num_workers: Processes of a host that make examples; 0: a thread of each process does.
+        num_workers: Processes of a host that make examples; 0: a thread of each training process.
 
     Raises:
         DataError: If it is none of the kinds, malformed, or smaller than one global batch.
@@ -277,45 +275,45 @@ def as_source(
     reader = None if _grain(data, "MapDataset") else _reader(data, num_examples, "data")
     if examples_per_file > 1 and (reader is None or reader.num_examples is None):
         raise DataError(
-            f"io.examples_per_file={examples_per_file} says how hxla shuffles, but this data "
-            f"({type(data).__name__}) brings its own order: leave it at 1, or give random access "
+            f"io.examples_per_file={examples_per_file} is for data that hxla shuffles, but "
+            f"{type(data).__name__} has a fixed order: leave it at 1, or use random access "
             "(arrays, a sequence, or a callable with num_examples)"
         )
     if _grain(data, "MapDataset"):
         if _is_batched(data):
             raise DataError(
-                "data is a grain.MapDataset of batches: hxla makes its own, leave out .batch(...)"
+                "data is a grain.MapDataset of batches: hxla batches it, leave out .batch(...)"
             )
-        is_endless = len(data) == sys.maxsize  # it was repeated already
+        is_endless = len(data) == sys.maxsize  # of a dataset with .repeat()
         if len(data) < batch_size:
             raise DataError(
-                f"data holds {len(data)} examples, fewer than one global batch of {batch_size}"
+                f"data has {len(data)} examples, fewer than one global batch of {batch_size}"
             )
-        # Its own repeat reshuffles each epoch, so it is asked for unbounded positions.
-        every = data if is_endless else data.repeat()
-        own = _pooled(_Examples(every.__getitem__, None), num_workers)
-        source = _Random(own, batch_size, seed, False, 1)
+        # Grain's repeat reshuffles each epoch, so positions are unbounded.
+        repeated = data if is_endless else data.repeat()
+        reader = _pooled(_Examples(repeated.__getitem__, None), num_workers)
+        source = _Random(reader, batch_size, seed, False, 1)
         source.num_examples = None if is_endless else len(data)
         return source
     if reader is not None:
-        own_order = shuffle and reader.num_examples is not None
+        is_shuffled = shuffle and reader.num_examples is not None
         reader = _pooled(reader, num_workers)
-        return _Random(reader, batch_size, seed, own_order, examples_per_file)
+        return _Random(reader, batch_size, seed, is_shuffled, examples_per_file)
     if hasattr(data, "__iter__") and not isinstance(data, dict | str | bytes):
         if num_workers:
             raise DataError(
                 f"data.workers={num_workers}: an iterable ({type(data).__name__}) is read in "
-                "order by one process of each host. Let it have processes of its own "
-                "(grain.IterDataset.mp_prefetch), which are then the host's, or give random access"
+                "order by one process of each host. Start processes in the iterable "
+                "(grain.IterDataset.mp_prefetch), or use random access"
             )
         return HostBatches(Batches(data, batch_size, num_kept), is_shared=is_shared)
     raise DataError(f"data is {type(data).__name__}; {_KINDS}")
 
 
 def num_steps(source: Source, *, batch_size: int, epochs: int) -> int:
-    """Steps of so many epochs: whole global batches of the continuous stream.
+    """Steps of a number of epochs: whole global batches of the continuous stream.
 
-    An iterable is then begun again at the end of each.
+    An iterable is made to start again at the end of each epoch.
 
     Raises:
         DataError: If the length of the data is unknown.
@@ -325,7 +323,7 @@ def num_steps(source: Source, *, batch_size: int, epochs: int) -> int:
     if source.num_batches is None:
         raise DataError(
             "epochs need data of known length: pass steps, num_examples with a callable, or an "
-            "iterable that has a length and begins anew whenever it is iterated"
+            "iterable that has a length and can be iterated several times"
         )
     source.repeat()
     return epochs * source.num_batches
@@ -335,8 +333,8 @@ def eval_batches(data: Any, microbatch_size: int) -> tuple[int, Callable[[int], 
     """One pass in order; the last microbatch may be shorter.
 
     Args:
-        data: Any kind of data but an unbounded one; an iterable is read whole.
-        microbatch_size: Examples of all but the last microbatch.
+        data: Bounded, of any kind; an iterable is read whole.
+        microbatch_size: Examples of all microbatches but the last.
 
     Returns:
         The number of examples, and a function from microbatch id to microbatch.
@@ -345,7 +343,7 @@ def eval_batches(data: Any, microbatch_size: int) -> tuple[int, Callable[[int], 
 
 
 def _bounded(data: Any, name: str, size: int) -> Any:
-    """Random access to data of any kind but an unbounded one; an iterable is read whole."""
+    """Random access to bounded data of any kind; an iterable is read whole."""
     data = with_dictionaries(data)
     _refuse_known(data, name, size)
     reader = _reader(data, None, name)
@@ -366,7 +364,7 @@ def _read_whole(data: Iterable[PyTree], name: str) -> PyTree:
         leading_dimension(batches[-1], where)
         check_alike(batches[-1], where, batches[0], "batch 0", leading=1)
     if not batches:
-        again = ", or was read before: an iterator is read once" if is_iterator(data) else ""
+        again = ", or was read before: iterators are read once" if is_iterator(data) else ""
         raise DataError(f"{name} is empty{again}")
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
 
@@ -382,7 +380,7 @@ def _in_order(reader: Any, microbatch_size: int) -> tuple[int, Callable[[int], P
 
 
 def is_iterator(data: Any) -> bool:
-    """Whether data can be read once only, as a generator can."""
+    """Whether data can be read only once, as a generator."""
     return isinstance(data, Iterator)
 
 
@@ -390,7 +388,7 @@ class Loader:
     """Loads this process's microbatches ahead of the step, in the background.
 
     Args:
-        num_steps: Steps of the run: nothing is loaded beyond them.
+        num_steps: Of the run; nothing is loaded beyond them.
     """
 
     def __init__(
@@ -403,7 +401,7 @@ class Loader:
     ):
         self._source, self._size = source, microbatch_size
         self._num_steps, self._depth = num_steps, depth
-        # One thread keeps the order of steps, which iterables need.
+        # One thread, since iterables need the order of steps.
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "hxla-loader")
         self._pending: dict[tuple[int, int], concurrent.futures.Future[dict[int, PyTree]]] = {}
 
@@ -414,7 +412,7 @@ class Loader:
         self.close()
 
     def close(self) -> None:
-        """End the thread that loads."""
+        """End the loader's thread."""
         self._pool.shutdown(cancel_futures=True)
 
     def _load(self, step: int, ids: list[int]) -> dict[int, PyTree]:
@@ -423,12 +421,12 @@ class Loader:
         leaves, treedef = jax.tree.flatten(self._source.fetch(step, np.concatenate(positions)))
         parts = [np.split(leaf, len(ids)) for leaf in leaves]
         return {
-            index: jax.tree.unflatten(treedef, own)
-            for index, own in zip(ids, zip(*parts, strict=True), strict=True)
+            index: jax.tree.unflatten(treedef, leaves)
+            for index, leaves in zip(ids, zip(*parts, strict=True), strict=True)
         }
 
     def start(self, step: int, ids: Sequence[int]) -> None:
-        """Begin to load a step's microbatches and those of the steps after it."""
+        """Start loading a step's microbatches and those of the next steps."""
         for ahead in range(step, min(step + self._depth, self._num_steps)):
             missing = [index for index in ids if (ahead, index) not in self._pending]
             if missing:
@@ -436,10 +434,10 @@ class Loader:
                 self._pending |= dict.fromkeys([(ahead, index) for index in missing], loading)
 
     def get(self, step: int, ids: Sequence[int]) -> list[PyTree]:
-        """Microbatches of a step, in the order of ids; those of later steps go on loading.
+        """Microbatches of a step, in the order of ids; later steps continue to load.
 
         Raises:
-            DataError: And whatever else the user's data raises.
+            DataError: Or any exception of the user's data.
         """
         self.start(step, ids)
         batches = [self._pending[step, index].result()[index] for index in ids]
@@ -453,15 +451,15 @@ class Loader:
 def cut_batch(
     batch: PyTree, ids: Sequence[range], plan: Plan, name: str, first: PyTree
 ) -> list[list[PyTree]]:
-    """Microbatches of a global batch for each local copy of the model.
+    """Microbatches of a global batch for each local replica.
 
     Args:
-        ids: Of the microbatches of each copy.
-        name: What the batch is, in words.
-        first: Arrays of the first examples of the job's data.
+        ids: Of each replica's microbatches.
+        name: Of the batch, for messages.
+        first: The first example of the job's data.
 
     Raises:
-        DataError: If it is malformed, no global batch, or has other arrays than the data.
+        DataError: If it is malformed, no global batch, or differs from the job's data.
     """
     if isinstance(batch, Mapping | tuple):
         reader: Any = _Arrays(as_arrays(batch, name), name)
@@ -469,15 +467,15 @@ def cut_batch(
         reader = _bounded(batch, name, plan.batch_size)
     size, fetch = _in_order(reader, plan.microbatch_size)
     if size != plan.batch_size:
-        raise DataError(f"{name} holds {size} examples, batch_size is {plan.batch_size}")
-    found, wanted = (_shapes(x, size) for x in (reader.example(), first))
-    check_alike(found, name, wanted, "the job's data")
-    return [[fetch(i) for i in own] for own in ids]
+        raise DataError(f"{name} has {size} examples, batch_size is {plan.batch_size}")
+    actual, expected = (_shapes(x, size) for x in (reader.example(), first))
+    check_alike(actual, name, expected, "the job's data")
+    return [[fetch(i) for i in replica_ids] for replica_ids in ids]
 
 
 def num_tokens(batches: Sequence[Sequence[PyTree]], num_microbatches: int) -> int:
-    """Entries of the largest integer matrix of a global batch: its tokens, if it has any."""
-    some = next((b for own in batches for b in own), None)
+    """Elements of the largest integer matrix of a global batch: its tokens, if it has any."""
+    some = next((batch for of_replica in batches for batch in of_replica), None)
     leaves = [x for x in jax.tree.leaves(some) if hasattr(x, "dtype")]
     sizes = [x.size for x in leaves if x.ndim == 2 and np.issubdtype(x.dtype, np.integer)]
     return max(sizes, default=0) * num_microbatches

@@ -1,7 +1,7 @@
-"""How the processes of a host find the one that does something for all, and ask it.
+"""Requests from the processes of a host to the one that serves them all.
 
-They are of one user and one job, so what they send each other is pickled. What is large travels as
-file descriptors of shared memory.
+They belong to one user and one job, so messages are pickled. Arrays are sent as file descriptors of
+shared memory.
 """
 
 import os
@@ -21,20 +21,20 @@ from ..jax.coordination import LostReaderError, claim, num_processes
 
 _LENGTH = struct.Struct("!Q")
 _CREDENTIALS = struct.Struct("3i")
-_MOST_FDS = 250  # of a message, by Linux
+_MOST_FDS = 250  # Linux's limit for one message
 _LOST = (
-    "the process that reads the data for this host is gone: see what it said last; "
+    "the process that reads the data for this host is gone: see its last output; "
     "data.share=false lets each process read for itself"
 )
 
-Answer = tuple[dict[str, Any], Sequence[int]]  # the descriptors are closed once they were sent
+Answer = tuple[dict[str, Any], Sequence[int]]  # descriptors are closed after sending
 
 
 class Asker:
-    """The side that asks.
+    """The client's end of a link.
 
     Args:
-        address: Of the side that answers.
+        address: Of the server.
     """
 
     def __init__(self, address: str):
@@ -47,11 +47,11 @@ class Asker:
             raise LostReaderError(_LOST) from error
 
     def ask(self, *request: Any) -> tuple[dict[str, Any], list[int]]:
-        """Ask, and wait for the answer; its file descriptors are the caller's to close.
+        """Send a request and wait for the answer; the caller closes its file descriptors.
 
         Raises:
-            DataError: What the other side raised.
-            LostReaderError: If it is gone, or failed by an error of the user's own.
+            DataError: As raised by the server.
+            LostReaderError: If the server is gone, or the user's code failed there.
         """
         with self._lock:
             try:
@@ -67,31 +67,31 @@ class Asker:
 
 
 def link(what: str, answer: Callable[..., Answer]) -> Asker | None:
-    """Find the process of this host that is the first to call this.
+    """Link to the server: the first process of this host that calls this.
 
     Args:
-        what: Name of what it does; each process calls this equally often.
-        answer: Called by threads with what others ask, if it is this process.
+        what: Name of the service; each process calls this equally often.
+        answer: Called by threads with requests, if this process is the server.
 
     Returns:
-        What asks it, or None if it is this process.
+        The client's end, or None in the server.
     """
     if sys.platform != "linux" or num_processes() == 1:
         return None
-    address = f"\0hxla-data-{secrets.token_hex(16)}"  # in no folder: it ends with the process
+    address = f"\0hxla-data-{secrets.token_hex(16)}"  # abstract: it ends with the process
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(address)
     listener.listen()
-    found = claim(f"{what} of {_host()}", address)
-    if found != address:
+    server = claim(f"{what} of {_host()}", address)
+    if server != address:
         listener.close()
-        return Asker(found)
+        return Asker(server)
     _in_background(_serve, listener, answer)
     return None
 
 
 def _host() -> str:
-    """This kernel, and the part of it in which abstract sockets are seen."""
+    """This kernel and network namespace, in which abstract sockets are visible."""
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}-{os.stat('/proc/self/ns/net').st_ino}"
 
@@ -101,7 +101,7 @@ def _in_background(work: Callable[..., None], *arguments: Any) -> None:
 
 
 def _serve(listener: socket.socket, answer: Callable[..., Answer]) -> None:
-    """Answer the other processes of this user, until this one ends."""
+    """Answer other processes of this user until this process ends."""
     while True:
         asker, _ = listener.accept()
         peer = asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -112,17 +112,17 @@ def _serve(listener: socket.socket, answer: Callable[..., Answer]) -> None:
 
 
 def answer_all(asker: socket.socket, answer: Callable[..., Answer]) -> None:
-    """Answer until the other side ends."""
+    """Answer a client's requests until it ends."""
     with asker:
         while True:
             fds: Sequence[int] = ()
             try:
                 request, _ = receive(asker)
                 try:
-                    told, fds = answer(*request)
+                    reply, fds = answer(*request)
                 except Exception as error:
-                    told = _told(error)
-                send(asker, told, fds)
+                    reply = _error_reply(error)
+                send(asker, reply, fds)
             except (EOFError, OSError):
                 return
             finally:
@@ -130,8 +130,8 @@ def answer_all(asker: socket.socket, answer: Callable[..., Answer]) -> None:
                     os.close(fd)
 
 
-def _told(error: Exception) -> dict[str, Any]:
-    """An error for the other processes; the one that reads raises it itself, and is to blame."""
+def _error_reply(error: Exception) -> dict[str, Any]:
+    """An error as a reply: data errors are raised again, others are reported as the server's."""
     if isinstance(error, DataError):
         return {"error": str(error)}
     return {"failed": f"reading the data for this host failed: {type(error).__name__}: {error}"}
@@ -141,7 +141,7 @@ def send(to: socket.socket, message: Any, fds: Sequence[int] = ()) -> None:
     """Send a message with file descriptors.
 
     Raises:
-        OSError: If the other side is gone.
+        OSError: If the peer is gone.
     """
     data = pickle.dumps(message)
     head = _LENGTH.pack(len(data))
@@ -153,8 +153,8 @@ def receive(source: socket.socket) -> tuple[Any, list[int]]:
     """Wait for a message and its file descriptors.
 
     Raises:
-        EOFError: If the other side is gone.
-        OSError: Likewise.
+        EOFError: If the peer has closed the socket.
+        OSError: If the connection is broken.
     """
     head, fds, _, _ = socket.recv_fds(source, _LENGTH.size, _MOST_FDS)
     if not head:

@@ -1,6 +1,6 @@
-"""An iterator over the user's data, and its position as text that goes into a checkpoint.
+"""An iterator over the user's data, and its position as text for a checkpoint.
 
-Nothing is pickled: whoever reads a checkpoint runs no code of it.
+Nothing is pickled, so reading a checkpoint runs no code of it.
 """
 
 import base64
@@ -13,17 +13,17 @@ import numpy as np
 from ..core.errors import DataError
 from ..core.types import PyTree
 
-#: What keeps a position, in the words of Grain and in those of torchdata and Hugging Face.
+#: Methods that get and set a position, of Grain, and of torchdata and Hugging Face.
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
-_MARK = "hxla:"  # of a dictionary that stands for what JSON has not
+_MARK = "hxla:"  # the key's prefix in a dictionary for a type that JSON lacks
 
 
 class Position:
-    """Where an iterator over the user's data is.
+    """The position of an iterator over the user's data.
 
     Args:
-        data: Whatever `iter` takes. Its iterator, or it itself, may have `get_state` and
-            `set_state`, or `state_dict` and `load_state_dict`.
+        data: An iterable. It or its iterator may have `get_state` and `set_state`, or
+            `state_dict` and `load_state_dict`.
     """
 
     def __init__(self, data: Iterable[PyTree]):
@@ -33,7 +33,7 @@ class Position:
 
     @property
     def _iterator(self) -> Iterator[PyTree]:
-        if self._opened is None:  # only now, for many begin to load ahead
+        if self._opened is None:  # late, since many iterators start to load ahead
             self._opened = iter(self._data)
         return self._opened
 
@@ -42,11 +42,11 @@ class Position:
         return next(self._iterator)
 
     def state(self) -> str | None:
-        """What `go_to` takes to come back here; None if the iterator cannot say."""
-        found = self._keeper
-        if found is None or self._refused:
+        """The position as text for `go_to`; None if the iterator has none."""
+        methods = self._methods
+        if methods is None or self._refused:
             return None
-        _, (get, _), _ = found
+        _, (get, _), _ = methods
         try:
             return to_text(get())
         except TypeError as error:
@@ -55,33 +55,33 @@ class Position:
 
     @property
     def problem(self) -> str:
-        """Why there is no state, in words; empty if there is one."""
+        """Why there is no state; empty if there is one."""
         if self._refused:
-            return f"its state holds {self._refused}, which a checkpoint cannot keep"
-        if self._keeper is None:
+            return f"its state has {self._refused}, which a checkpoint cannot store"
+        if self._methods is None:
             return "it has neither get_state and set_state nor state_dict and load_state_dict"
         return ""
 
     def go_to(self, state: str) -> None:
-        """Go on from a state.
+        """Continue from a state.
 
         Raises:
-            DataError: If the iterator does not take it.
+            DataError: If the iterator does not accept it.
         """
-        found = self._keeper
-        if found is None:
+        methods = self._methods
+        if methods is None:
             raise DataError("the state of an iterator was saved, but " + self.problem)
-        owner, (_, put), name = found
+        owner, (_, put), name = methods
         try:
             put(from_text(state))
         except Exception as error:
             raise DataError(
-                f"data: {type(owner).__name__}.{name} does not take the state that was saved: "
+                f"data: {type(owner).__name__}.{name} does not accept the saved state: "
                 f"{type(error).__name__}: {error}; resume with the data of the first run, or use "
                 "another checkpoint_dir"
             ) from error
         if owner is self._data and owner is not self._opened:
-            self._opened = None  # the next iterator begins there
+            self._opened = None  # the next iterator starts there
 
     def begin_anew(self) -> bool:
         """Go back to the first batch; returns whether the data can be iterated again."""
@@ -91,7 +91,7 @@ class Position:
         return True
 
     @property
-    def _keeper(self) -> tuple[Any, tuple[Callable[..., Any], Callable[..., Any]], str] | None:
+    def _methods(self) -> tuple[Any, tuple[Callable[..., Any], Callable[..., Any]], str] | None:
         for owner in (self._iterator, self._data):
             for get, put in _METHODS:
                 if callable(getattr(owner, get, None)) and callable(getattr(owner, put, None)):
@@ -100,20 +100,20 @@ class Position:
 
 
 def to_text(state: Any) -> str:
-    """A state as JSON, with bytes, tuples, NumPy's arrays and keys of any kind.
+    """A state as JSON, with bytes, tuples, NumPy's arrays and keys of any type.
 
     Raises:
-        TypeError: With the class of what is something else.
+        TypeError: With the class of any other value.
     """
-    return json.dumps(_plain(state))
+    return json.dumps(_encoded(state))
 
 
 def from_text(text: str) -> Any:
-    """What `to_text` was given."""
-    return _whole(json.loads(text))
+    """The inverse of `to_text`."""
+    return _decoded(json.loads(text))
 
 
-def _plain(x: Any) -> Any:
+def _encoded(x: Any) -> Any:
     if isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "OV":
         data = base64.b64encode(np.ascontiguousarray(x).tobytes()).decode()
         kind = "array" if isinstance(x, np.ndarray) else "scalar"
@@ -121,34 +121,34 @@ def _plain(x: Any) -> Any:
     if type(x) in (type(None), bool, int, float, str):
         return x
     if type(x) is list:
-        return [_plain(v) for v in x]
+        return [_encoded(v) for v in x]
     if type(x) is tuple:
-        return {_MARK + "tuple": [_plain(v) for v in x]}
+        return {_MARK + "tuple": [_encoded(v) for v in x]}
     if isinstance(x, bytes | bytearray):
         return {_MARK + "bytes": base64.b64encode(x).decode()}
     if isinstance(x, dict):
         if all(type(k) is str and not k.startswith(_MARK) for k in x):
-            return {k: _plain(v) for k, v in x.items()}
-        return {_MARK + "items": [[_plain(k), _plain(v)] for k, v in x.items()]}
+            return {k: _encoded(v) for k, v in x.items()}
+        return {_MARK + "items": [[_encoded(k), _encoded(v)] for k, v in x.items()]}
     raise TypeError(f"a {type(x).__module__}.{type(x).__qualname__}")
 
 
-def _whole(x: Any) -> Any:
+def _decoded(x: Any) -> Any:
     if isinstance(x, list):
-        return [_whole(v) for v in x]
+        return [_decoded(v) for v in x]
     if not isinstance(x, dict):
         return x
     [key, *others] = x or [""]
     if others or not key.startswith(_MARK):
-        return {k: _whole(v) for k, v in x.items()}
+        return {k: _decoded(v) for k, v in x.items()}
     value = x[key]
     match key.removeprefix(_MARK):
         case "tuple":
-            return tuple(_whole(v) for v in value)
+            return tuple(_decoded(v) for v in value)
         case "bytes":
             return base64.b64decode(value)
         case "items":
-            return {_whole(k): _whole(v) for k, v in value}
+            return {_decoded(k): _decoded(v) for k, v in value}
     dtype, shape, data = value
     array = np.frombuffer(base64.b64decode(data), np.dtype(dtype)).reshape(shape).copy()
     return array if key == _MARK + "array" else array[()]

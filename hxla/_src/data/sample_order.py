@@ -1,4 +1,4 @@
-"""The order of samples: a keyed permutation that is the same everywhere and forever."""
+"""The order of samples: a keyed permutation, equal on all platforms and versions."""
 
 import numpy as np
 
@@ -15,10 +15,10 @@ def _mix(x: np.ndarray, key: int) -> np.ndarray:
 
 
 def permute(index: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndarray:
-    """Where each position of an epoch reads from.
+    """The example at each position of an epoch.
 
-    A Feistel network over the next even power of two, walked until it falls inside the range: a
-    bijection of `range(size)` in constant memory, that depends on no library's random stream.
+    A Feistel network over the next even power of two, walked until it is inside the range: a
+    bijection of `range(size)` in constant memory, independent of any library's random stream.
 
     Args:
         index: Positions, integers in [0, size).
@@ -45,30 +45,30 @@ def permute(index: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndarra
 
 
 def shuffled(index: np.ndarray, size: int, per_file: int, *, seed: int, epoch: int) -> np.ndarray:
-    """`permute`, but examples of one file stay together.
+    """`permute` that keeps the examples of a file together.
 
     Args:
         index: Positions, integers in [0, size).
-        per_file: Examples of a file; the last one may have fewer.
+        per_file: Examples of a file; the last file may have fewer.
 
     Returns:
-        int64 array of the shape of `index`: files in a shuffled order, each one's examples
-        shuffled within it.
+        int64 array of the shape of `index`: files in shuffled order, with their examples shuffled
+        inside each.
     """
     if per_file == 1:
         return permute(index, size, seed=seed, epoch=epoch)
     num_files, rest = divmod(size, per_file)
-    # A shorter last file stays last: all others then begin at multiples of their size.
+    # A shorter last file stays last, so that all others begin at multiples of their size.
     position, within = np.divmod(np.asarray(index, np.int64), per_file)
     whole = position < num_files
     file = position.copy()
     file[whole] = permute(position[whole], num_files, seed=seed, epoch=epoch)
     out = np.empty_like(position)
     for number in np.unique(file):
-        own = file == number
+        mask = file == number
         length = per_file if number < num_files else rest
-        out[own] = number * per_file + permute(
-            within[own], length, seed=seed + int(number) + 1, epoch=epoch
+        out[mask] = number * per_file + permute(
+            within[mask], length, seed=seed + int(number) + 1, epoch=epoch
         )
     return out
 

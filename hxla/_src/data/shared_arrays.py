@@ -1,7 +1,7 @@
-"""Arrays in anonymous shared memory, which a process hands to another as a file descriptor.
+"""Arrays in anonymous shared memory, which processes send each other as a file descriptor.
 
-It has no name, so nothing of it is left behind, however its processes end, and it does not count
-against the size of /dev/shm.
+Without a name, the memory is freed however its processes end, and it does not count against the
+size of /dev/shm.
 """
 
 import mmap
@@ -15,7 +15,7 @@ from ..core.types import PyTree
 
 _ALIGNMENT = 64  # bytes
 
-#: For each array its dtype, its shape and where it begins, in the tree of the batch.
+#: Dtype, shape and offset of each array, in the tree of the batch.
 Table = PyTree
 
 
@@ -23,7 +23,7 @@ def place_arrays(tree: PyTree) -> tuple[Table, int, PyTree]:
     """Copy arrays into new shared memory.
 
     Returns:
-        What is where, the file descriptor of the memory, and the arrays there.
+        The table of the arrays, the file descriptor of the memory, and the new arrays.
     """
     leaves, treedef = jax.tree.flatten(tree)
     rows, end = [], 0
@@ -40,11 +40,7 @@ def place_arrays(tree: PyTree) -> tuple[Table, int, PyTree]:
 
 
 def arrays_at(table: Table, fd: int) -> PyTree:
-    """The arrays in the memory of a file descriptor, to be read only.
-
-    Args:
-        fd: Of the memory; it may be closed afterwards.
-    """
+    """Read-only arrays in the memory of a file descriptor, which may be closed afterwards."""
     return _arrays(table, mmap.mmap(fd, 0, prot=mmap.PROT_READ))
 
 

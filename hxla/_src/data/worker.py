@@ -1,8 +1,7 @@
 """A process that makes examples; `python -m hxla._src.data.worker FD ...` starts one per FD.
 
-The first imports what the data needs and reads it once; the others are forked from it before it
-does anything else, so what they only read is in memory once. Each ends when its socket closes, that
-is with the process that it works for, however that ends.
+The first worker unpickles the data; the others are forked from it right after, so memory that is
+only read is shared. Each ends when its socket closes, however its parent process ends.
 """
 
 import os
@@ -25,10 +24,10 @@ _MOST_CHARACTERS = 2000  # of a traceback
 
 def work(sockets: Sequence[socket.socket]) -> None:
     """Serve one of the sockets, and fork a process for each of the others."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all of a job, which may still train on
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole job, which may continue
         signal.signal(number, signal.SIG_IGN)
-    own, *others = sockets
-    (path, data), _ = receive(own)
+    current, *others = sockets
+    (path, data), _ = receive(current)
     sys.path[:] = path
     problem, reader = "", None
     try:
@@ -37,32 +36,32 @@ def work(sockets: Sequence[socket.socket]) -> None:
         problem = traceback.format_exc()[-_MOST_CHARACTERS:]
     for i, other in enumerate(others):
         if not os.fork():
-            own.close()
+            current.close()
             for later in others[i + 1 :]:
                 later.close()
-            own = other
+            current = other
             break
         other.close()
 
     def answer(indices: np.ndarray) -> Answer:
         if problem:
-            raise DataError(f"data.workers: the data cannot be read in a process:\n{problem}")
-        table, fd, _ = place_arrays(_made(reader, indices))
+            raise DataError(f"data.workers: the data cannot be unpickled in a process:\n{problem}")
+        table, fd, _ = place_arrays(_take(reader, indices))
         return {"table": table}, [fd]
 
-    answer_all(own, answer)
-    os._exit(0)  # nothing of the data's own is to be cleaned up several times
+    answer_all(current, answer)
+    os._exit(0)  # exit handlers of the data must not run once per worker
 
 
-def _made(reader: Any, indices: np.ndarray) -> Any:
+def _take(reader: Any, indices: np.ndarray) -> Any:
     try:
         return reader.take(indices)
     except DataError:
         raise
     except Exception as error:
-        said = traceback.format_exc()[-_MOST_CHARACTERS:]
+        trace = traceback.format_exc()[-_MOST_CHARACTERS:]
         raise DataError(
-            f"data: {type(error).__name__}: {error}, in a worker process:\n{said}"
+            f"data: {type(error).__name__}: {error}, in a worker process:\n{trace}"
         ) from error
 
 

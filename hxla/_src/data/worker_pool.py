@@ -1,7 +1,7 @@
-"""Processes that make the examples of random-access data, of which a host has one set for all.
+"""Worker processes that make the examples of random-access data, one set for each host.
 
-The first process of the host that needs an example starts them. The others ask it, and get the
-shared memory in which the workers put the examples.
+The first training process of the host that needs an example starts them. The others request
+examples from it, and get the shared memory that the workers filled.
 """
 
 import concurrent.futures
@@ -33,16 +33,16 @@ class PooledExamples:
     """Examples that worker processes make.
 
     Args:
-        own: Makes them in a process.
+        reader: Makes examples; it is pickled.
     """
 
-    def __init__(self, own: Any, num_workers: int):
-        self.num_examples: int | None = own.num_examples
-        self._own, self._num_workers = own, num_workers
+    def __init__(self, reader: Any, num_workers: int):
+        self.num_examples: int | None = reader.num_examples
+        self._reader, self._num_workers = reader, num_workers
 
     def example(self) -> PyTree:
-        """One example, which shows what they are: made here."""
-        return self._own.example()
+        """One example, made in this process, for its shapes."""
+        return self._reader.example()
 
     def take(self, indices: np.ndarray) -> PyTree:
         """Examples, stacked."""
@@ -63,7 +63,7 @@ class PooledExamples:
 
     @functools.cached_property
     def _side(self) -> "_Pool | Asker":
-        pool = _Pool(self._own, self._num_workers)
+        pool = _Pool(self._reader, self._num_workers)
         return link("examples", pool.answer) or pool
 
 
@@ -80,13 +80,13 @@ def _pickled(reader: Any) -> bytes:
     except Exception as error:
         raise DataError(
             "data.workers: the data cannot be sent to processes "
-            f"({type(error).__name__}: {error}): let it open "
-            "files and locks when it is first used, or leave data.workers at 0"
+            f"({type(error).__name__}: {error}): open files and locks at its first use, or leave "
+            "data.workers at 0"
         ) from error
 
 
 class _Pool:
-    """The processes, from the side that started them."""
+    """The workers, in the process that started them."""
 
     def __init__(self, reader: Any, num_workers: int):
         self._reader, self._num_workers = reader, num_workers
@@ -95,7 +95,7 @@ class _Pool:
 
     @functools.cached_property
     def _idle(self) -> "queue.SimpleQueue[socket.socket]":
-        """Sockets of the workers that do nothing."""
+        """Sockets of idle workers."""
         pickled = _pickled(self._reader)
         pairs = [socket.socketpair() for _ in range(self._num_workers)]
         theirs = [b.fileno() for _, b in pairs]
@@ -103,14 +103,14 @@ class _Pool:
             [sys.executable, "-m", "hxla._src.data.worker", *map(str, theirs)],
             pass_fds=theirs,
             stdin=subprocess.DEVNULL,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},  # a card is the training processes'
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},  # cards are for the training processes
         )
         idle: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
-        for own, other in pairs:
-            other.close()
-            idle.put(own)
-        weakref.finalize(self, _end, [own for own, _ in pairs], process)
-        with contextlib.suppress(OSError):  # who asks next is told that it ended
+        for ours, theirs_end in pairs:
+            theirs_end.close()
+            idle.put(ours)
+        weakref.finalize(self, _end, [ours for ours, _ in pairs], process)
+        with contextlib.suppress(OSError):  # the next request reports that the worker ended
             send(pairs[0][0], (sys.path, pickled))
         return idle
 
@@ -120,30 +120,30 @@ class _Pool:
         return {"tables": tables}, fds
 
     def make(self, indices: np.ndarray) -> tuple[list[Any], list[int]]:
-        """Examples in parts, in order: what is where, and file descriptors of the memory.
+        """Examples in consecutive parts: tables of arrays, and file descriptors of the memory.
 
         Raises:
-            DataError: What making them raised.
+            DataError: As raised by the data.
         """
         parts = np.array_split(indices, min(self._num_workers, len(indices)))
         with self._lock:
             idle = self._idle
-        made = [self._threads.submit(_ask, idle, part) for part in parts]
-        concurrent.futures.wait(made)
-        failed = next((one.exception() for one in made if one.exception()), None)
+        futures = [self._threads.submit(_ask, idle, part) for part in parts]
+        concurrent.futures.wait(futures)
+        failed = next((future.exception() for future in futures if future.exception()), None)
         if failed is not None:
-            for one in made:
-                if not one.exception():
-                    os.close(one.result()[1])
+            for future in futures:
+                if not future.exception():
+                    os.close(future.result()[1])
             raise failed
-        results = [one.result() for one in made]
+        results = [future.result() for future in futures]
         return [table for table, _ in results], [fd for _, fd in results]
 
 
 def _end(sockets: Sequence[socket.socket], process: "subprocess.Popen[bytes]") -> None:
-    """Let the workers end, each after the examples at hand."""
-    for one in sockets:
-        one.close()
+    """End the workers, each after its current examples."""
+    for end in sockets:
+        end.close()
     try:
         process.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:
@@ -159,7 +159,7 @@ def _ask(idle: "queue.SimpleQueue[socket.socket]", indices: np.ndarray) -> tuple
     except (EOFError, OSError):
         raise DataError(
             "data.workers: a worker process ended while it made examples "
-            f"{indices[0]} to {indices[-1]}: its memory was short, or the data ended it"
+            f"{indices[0]} to {indices[-1]}: it ran out of memory, or the data ended it"
         ) from None
     finally:
         idle.put(worker)
