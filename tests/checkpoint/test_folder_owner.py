@@ -167,7 +167,7 @@ def test_of_two_jobs_of_processes_the_second_ends_and_the_first_trains_on(tmp_pa
     second = start(tmp_path / "second", TRAINS.format(steps=4, folder=folder), "-n", "2")
     _, err = end_of(second)
     assert second.returncode == 1
-    assert f"CheckpointError: checkpoint_dir {folder} is that of another session: process " in err
+    assert f"CheckpointError: checkpoint_dir {folder} is used by another session: process " in err
     first.send_signal(signal.SIGTERM)
     _, err = end_of(first)
     assert first.returncode == 75, err

@@ -1,11 +1,11 @@
-"""Checkpoints through Orbax: asynchronous, in the user's own tree, free of any layout.
+"""Checkpoints through Orbax: asynchronous, in the user's tree, independent of any layout.
 
-Orbax raises the error of a background write only after all processes have met at a barrier; if one
-of them failed they never do.
+Every process writes its shards and reads the shards that it needs; nothing is gathered. A
+checkpoint becomes visible by one rename, so a process killed at any moment leaves a complete
+checkpoint or none. Its seal detects later damage.
 
-Every process writes what it owns, and reads what it needs: nothing is gathered. A checkpoint
-becomes visible by one rename, so a process killed at any moment leaves either a whole checkpoint or
-none. What happens to it later is seen by its seal.
+Orbax raises the error of a background write only after a barrier of all processes, which they never
+pass if one failed. So errors are reported here before the barrier.
 """
 
 import contextlib
@@ -27,61 +27,61 @@ from ..core.types import PyTree
 from ..jax.heap import trim_heap
 from ..model.functional import plain_leaves
 from .owner import FolderOwner
-from .seal import META, TREE, let_go, newest_intact, seal, sealed_meta, set_aside
+from .seal import META, TREE, newest_intact, remove_set_aside, seal, sealed_meta, set_aside
 
 _ORBAX = str(pathlib.Path(ocp.__file__).parent)
 
-Tell = Callable[[BaseException], None]
+Report = Callable[[BaseException], None]
 
 
 class _WatchedWrite:
-    """A write in the background, as Orbax's own futures are."""
+    """One of Orbax's futures of a background write, which reports its error."""
 
-    def __init__(self, write: Any, tell: Tell):
-        self._write, self._tell = write, tell
+    def __init__(self, write: Any, report: Report):
+        self._write, self._report = write, report
 
     def result(self, timeout: int | None = None) -> Any:
         """Wait for the write."""
         try:
             return self._write.result(timeout)
         except BaseException as error:
-            self._tell(error)
+            self._report(error)
             raise
 
 
-class _Telling:
-    """What both handlers add to Orbax's own."""
+class _ErrorReporting:
+    """Reports errors of Orbax's handlers, and seals."""
 
-    def __init__(self, tell: Tell, **options: Any):
+    def __init__(self, report: Report, **options: Any):
         super().__init__(**options)
-        self._tell = tell
+        self._report = report
 
     async def async_save(self, *args: Any, **kwargs: Any) -> list[_WatchedWrite]:
-        """Begin to write; the returned futures are waited for in the background."""
+        """Start to write; Orbax waits for the returned futures in the background."""
         writes = await super().async_save(*args, **kwargs)  # type: ignore[misc]
-        return [_WatchedWrite(write, self._tell) for write in writes or ()]
+        return [_WatchedWrite(write, self._report) for write in writes or ()]
 
     def finalize(self, directory: Any) -> None:
-        """Finish what all processes have written, before the checkpoint gets its name."""
+        """Finish the writes of all processes, before the checkpoint is renamed."""
         try:
             super().finalize(directory)  # type: ignore[misc]
             self._seal(directory)
         except BaseException as error:
-            self._tell(error)
+            self._report(error)
             raise
 
     def _seal(self, directory: Any) -> None:
-        """Nothing by default."""
+        """No seal by default."""
 
 
-class TreeHandler(_Telling, ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
+class TreeHandler(_ErrorReporting, ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
     """Writes and reads arrays."""
 
     def _seal(self, directory: Any) -> None:
         seal(directory)
 
 
-class MetaHandler(_Telling, ocp.JsonCheckpointHandler):  # type: ignore[misc]
+class MetaHandler(_ErrorReporting, ocp.JsonCheckpointHandler):  # type: ignore[misc]
     """Writes and reads small facts."""
 
 
@@ -107,19 +107,19 @@ class MetaRestore(ocp.args.JsonRestore):  # type: ignore[misc]
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    """Orbax tells of every file, and at length of errors that are raised anyway."""
-    own = record.pathname.startswith(_ORBAX)
-    return not own or (record.levelno >= logging.ERROR and not record.exc_info)
+    """Whether to log a record: not Orbax's lines on every file, nor on errors that are raised."""
+    is_orbax = record.pathname.startswith(_ORBAX)
+    return not is_orbax or (record.levelno >= logging.ERROR and not record.exc_info)
 
 
 def quieten_orbax() -> None:
-    """Leave out what Orbax says besides; everybody else who logs through absl is heard."""
+    """Filter Orbax's log; other users of absl's logger are not affected."""
     logging.getLogger("absl").addFilter(_is_worth_a_line)
 
 
-_CHUNK_BYTES = 1 << 26  # what is read at least, however a reader cuts an array
+_CHUNK_BYTES = 1 << 26  # the least read, however an array is sharded then
 _POLL_SECONDS = 0.005
-_EMPTY = "arrays without elements"  # among the facts, for Orbax's format has no such arrays
+_EMPTY = "arrays without elements"  # stored among the facts: Orbax's format has no such arrays
 _SAVE_ARGS = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
 
 
@@ -145,7 +145,7 @@ def _shape(x: Any) -> list[Any]:
 
 
 def _empty(like: Any) -> Any:
-    """An array without elements, of which there is nothing to read."""
+    """An array without elements, which needs no read."""
     host = np.zeros(like.shape, like.dtype)
     if not isinstance(like, jax.ShapeDtypeStruct | jax.Array):
         return host
@@ -156,17 +156,17 @@ def _manager(
     folder: pathlib.Path,
     keep: int,
     largest_bytes: int | None,
-    noted: Callable[[BaseException], None],
+    report: Report,
 ) -> Any:
-    """Orbax's part of it; what is thrown in the background is noted."""
+    """Orbax's manager, with background errors reported."""
     quieten_orbax()
     num = jax.process_count()
     processes = ocp.options.MultiprocessingOptions(
-        # Named processes meet at the coordination service's barriers, and not in a collective.
+        # With named processes barriers are the coordination service's, not collectives.
         active_processes=set(range(num)) if num > 1 else None,
         barrier_sync_key_prefix="hxla",
     )
-    gigabytes: Any = None  # an array's own chunks may reach beyond it
+    gigabytes: Any = None  # chunks may be larger than the array
     if largest_bytes is not None:
         gigabytes = (largest_bytes + 2 * _CHUNK_BYTES) / 1e9
     return ocp.CheckpointManager(
@@ -175,7 +175,7 @@ def _manager(
             max_to_keep=keep,
             create=False,
             enable_async_checkpointing=True,
-            # Else the threads that wait for a folder wait for 20 minutes after a failure.
+            # Otherwise threads wait for a folder for 20 minutes after a failure.
             async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
             cleanup_tmp_directories=True,
             multiprocessing_options=processes,
@@ -183,31 +183,30 @@ def _manager(
         item_names=(TREE, META),
         item_handlers={
             TREE: TreeHandler(
-                noted,
+                report,
                 save_concurrent_gb=gigabytes,
                 restore_concurrent_gb=gigabytes,
                 multiprocessing_options=processes,
             ),
-            META: MetaHandler(noted, multiprocessing_options=processes),
+            META: MetaHandler(report, multiprocessing_options=processes),
         },
     )
 
 
 class Checkpoints:
-    """A folder of checkpoints, which no other session opens meanwhile.
+    """A folder of checkpoints, locked against other sessions.
 
     Attributes:
-        notes: What the user should know of it, in words: what was damaged and is set aside, and
-            that it cannot be locked.
+        notes: Notes for the user: damaged checkpoints that were renamed, and a failed lock.
 
     Args:
-        folder: Made if it is not there.
-        largest_bytes: Of the largest array, if only about so many are to be written or read at a
-            time.
+        folder: Created if missing.
+        largest_bytes: Of the largest array, to limit concurrent reads and writes to about that;
+            None: no limit.
         gather: Name and text to the texts of all processes.
 
     Raises:
-        CheckpointError: If the folder cannot be written, is another session's, or holds only
+        CheckpointError: If the folder cannot be written, is used by another session, or has only
             damaged checkpoints.
     """
 
@@ -222,7 +221,7 @@ class Checkpoints:
         self.folder = pathlib.Path(folder).absolute()
         self._gather, self._rank = gather, jax.process_index()
         self._failures: list[BaseException] = []  # of writes, most of them in the background
-        self._is_told = False
+        self._is_reported = False
         self._is_done = threading.Event()
         self._is_done.set()
         with contextlib.ExitStack() as opening:
@@ -230,7 +229,7 @@ class Checkpoints:
             self._latest, damaged = newest_intact(self.folder, gather, self._rank)
             self.notes = (*owner.notes, *damaged)
             self._manager = _manager(self.folder, keep, largest_bytes, self._failures.append)
-            self._owned = opening.pop_all()
+            self._resources = opening.pop_all()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -244,18 +243,18 @@ class Checkpoints:
 
     @property
     def complete_step(self) -> int | None:
-        """Step of the newest checkpoint, or None while it is written or if there is none."""
+        """Step of the newest complete checkpoint; None during a write, or without any."""
         return self._latest if self._is_done.is_set() and not self._failures else None
 
     def save(self, step: int, tree: PyTree, meta: Mapping[str, Any]) -> None:
         """Write a checkpoint in the background; returns once the arrays may be overwritten.
 
         Args:
-            step: Updates done. One that is there already is written anew.
+            step: Number of updates; an existing checkpoint of this step is replaced.
             tree: Arrays over all devices, and numpy arrays.
 
         Raises:
-            CheckpointError: If this one or an earlier one failed.
+            CheckpointError: If this or an earlier write failed.
         """
         self.wait()
         leaves = plain_leaves(tree)
@@ -279,12 +278,12 @@ class Checkpoints:
             )
             self._latest = step
             threading.Thread(target=self._finish, args=(step,), daemon=True).start()
-        except Exception as error:  # of Orbax's many layers; its save counts as under way for ever
+        except Exception as error:  # of any type; Orbax's save then never ends
             self._failures.append(error)
             raise self._failed from error
 
     def meta(self, step: int) -> dict[str, Any]:
-        """The small facts that were saved beside the arrays."""
+        """The small facts that were saved with the arrays."""
         facts = self._facts(step)
         facts.pop(_EMPTY, None)
         return facts
@@ -294,13 +293,13 @@ class Checkpoints:
         return dict(restored[META]["facts"])
 
     def restore(self, like: PyTree, step: int) -> PyTree:
-        """Read a checkpoint, once all saves are done.
+        """Read a checkpoint, after all saves.
 
         Args:
-            like: Structure, shapes and shardings of what is wanted; numpy arrays where those are.
+            like: Structure, shapes and shardings of the result; numpy arrays for numpy arrays.
 
         Returns:
-            The arrays in the structure and the places of `like`.
+            Arrays with the structure and shardings of `like`.
 
         Raises:
             CheckpointError: If it is of another model: every leaf that is missing, unexpected or
@@ -308,13 +307,13 @@ class Checkpoints:
         """
         self.wait()
         metadata = self._manager.item_metadata(step)["tree"]
-        found, wanted = _flat(getattr(metadata, "tree", metadata)), plain_leaves(like)
+        stored, wanted = _flat(getattr(metadata, "tree", metadata)), plain_leaves(like)
         for name, (shape, dtype) in self._facts(step).get(_EMPTY, {}).items():
-            found[name] = jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
-        faults = [f"  missing in the checkpoint: {n}" for n in wanted if n not in found]
-        faults += [f"  not in this model: {n}" for n in found if n not in wanted]
+            stored[name] = jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
+        faults = [f"  missing in the checkpoint: {n}" for n in wanted if n not in stored]
+        faults += [f"  not in this model: {n}" for n in stored if n not in wanted]
         for name, leaf in wanted.items():
-            other = found.get(name)
+            other = stored.get(name)
             if other is not None and (tuple(other.shape), other.dtype) != (leaf.shape, leaf.dtype):
                 faults.append(
                     f"  {name}: {other.dtype}{list(other.shape)} in the checkpoint, "
@@ -341,11 +340,11 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in wanted])
 
     def wait(self) -> None:
-        """Until everything is on disk.
+        """Wait until everything is on disk.
 
         Raises:
-            CheckpointError: If a save failed here. Processes that wait for this one then wait in
-                vain: it has to end.
+            CheckpointError: If a save failed here. Other processes then wait for this one, so it
+                must end.
         """
         while not self._failures and not self._is_done.wait(_POLL_SECONDS):
             pass
@@ -354,10 +353,10 @@ class Checkpoints:
         trim_heap()  # the writers leave hundreds of MiB in small pieces
 
     def _finish(self, step: int) -> None:
-        """Wait for a save: Orbax counts one as under way for ever that fails at its end."""
+        """Wait for a save in a thread, since Orbax never ends a save that fails at its end."""
         try:
             self._manager.wait_until_finished()
-            let_go(self.folder, step, rank=self._rank)
+            remove_set_aside(self.folder, step, rank=self._rank)
         except BaseException as error:
             self._failures.append(error)
         finally:
@@ -365,17 +364,17 @@ class Checkpoints:
 
     @property
     def _failed(self) -> CheckpointError:
-        first, self._is_told = self._failures[0], True
+        first, self._is_reported = self._failures[0], True
         words = str(first) or type(first).__name__
         return CheckpointError(f"a checkpoint in {self.folder} could not be written: {words}")
 
     def close(self) -> None:
-        """Wait and let go of the folder; after a failure there is nothing to wait for.
+        """Wait for saves, unless one failed, and release the folder.
 
         Raises:
-            CheckpointError: If a save failed of which nobody was told.
+            CheckpointError: If a save failed and was not reported yet.
         """
-        with self._owned:
-            if not self._is_told:
+        with self._resources:
+            if not self._is_reported:
                 self.wait()
                 self._manager.close()

@@ -1,8 +1,7 @@
-"""The state of a member in its host's memory, for the generation after it.
+"""The state of a member in its host's memory, for the next generation.
 
-Each process writes its part: one file of bytes and one that names them. The folder appears whole or
-not at all, so a process that is killed while it writes leaves nothing that could be taken for a
-state.
+Each process writes its part: a file of bytes and a table of the pieces in it. The folder appears
+complete by one rename, so a process that is killed during the write leaves no incomplete state.
 """
 
 import dataclasses
@@ -23,17 +22,17 @@ from ..core.format import num_bytes
 from ..core.types import PyTree
 from ..model.functional import plain_leaves
 
-#: Of a piece of an array: first and end of it, along each axis.
+#: A piece of an array: first index and end in each dimension.
 Place = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StatePart:
-    """What one process writes of a state; processes that hold the same are one part.
+    """The pieces of a state that one process writes; processes with equal shards share a part.
 
     Attributes:
-        writer: The lowest of the processes that have this part.
-        pieces: By the name of a leaf, where its pieces are in the whole.
+        writer: The lowest rank that has this part.
+        pieces: By the name of a leaf, the places of its pieces in the whole array.
     """
 
     number: int
@@ -42,7 +41,7 @@ class StatePart:
     pieces: Mapping[str, tuple[Place, ...]]
 
     def num_bytes(self, tree: PyTree) -> int:
-        """Of its pieces, the leaves being those of a tree."""
+        """Bytes of the pieces, with the dtypes of a tree's leaves."""
         leaves = plain_leaves(tree)
         return sum(
             _size(place) * np.dtype(leaves[name].dtype).itemsize
@@ -52,40 +51,42 @@ class StatePart:
 
 
 def place_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Place:
-    """Where a shard is in an array of a shape."""
+    """The place of a shard in an array of this shape."""
     return tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
 
 
 def slices_of(place: Place) -> tuple[slice, ...]:
-    """What cuts a piece out of the whole."""
+    """The slices of a piece."""
     return tuple(slice(*ends) for ends in place)
 
 
 def state_part(tree: PyTree, rank: int, num_ranks: int) -> StatePart:
-    """The part of a process; what several parts hold goes to the one that has least until then.
+    """The part of a process; a piece in several parts goes to the least loaded of them.
 
-    Every process finds the same from the shardings alone, and asks nobody.
+    It depends on shardings alone, so every process computes the same without communication.
 
     Args:
-        tree: Of the state: global arrays, or their shapes and shardings; what
-            else there is every process has whole.
+        tree: Global arrays, or their shapes and shardings; other leaves are whole in every process.
     """
     leaves = plain_leaves(tree)
-    holds = {name: _places(leaf, num_ranks) for name, leaf in leaves.items()}
-    by_rank = [tuple(own[rank] for own in holds.values()) for rank in range(num_ranks)]
+    places_of = {name: _places(leaf, num_ranks) for name, leaf in leaves.items()}
+    by_rank = [tuple(places[rank] for places in places_of.values()) for rank in range(num_ranks)]
     parts = list(dict.fromkeys(by_rank))
     pieces: list[dict[str, list[Place]]] = [{} for _ in parts]
     load = [0] * len(parts)
     for k, (name, leaf) in enumerate(leaves.items()):
-        for place in sorted({place for held in parts for place in held[k]}):
-            holders = [i for i, held in enumerate(parts) if place in held[k]]
-            least = min(holders, key=load.__getitem__)
+        for place in sorted({place for part in parts for place in part[k]}):
+            candidates = [i for i, part in enumerate(parts) if place in part[k]]
+            least = min(candidates, key=load.__getitem__)
             load[least] += _size(place) * np.dtype(leaf.dtype).itemsize
             pieces[least].setdefault(name, []).append(place)
-    own = parts.index(by_rank[rank])
-    found = {name: tuple(places) for name, places in pieces[own].items()}
-    writer = by_rank.index(by_rank[rank])
-    return StatePart(number=own, count=len(parts), writer=writer, pieces=found)
+    number = parts.index(by_rank[rank])
+    return StatePart(
+        number=number,
+        count=len(parts),
+        writer=by_rank.index(by_rank[rank]),
+        pieces={name: tuple(places) for name, places in pieces[number].items()},
+    )
 
 
 def _size(place: Place) -> int:
@@ -93,20 +94,20 @@ def _size(place: Place) -> int:
 
 
 def _places(leaf: Any, num_ranks: int) -> list[frozenset[Place]]:
-    """The pieces of an array that each process has."""
+    """For each process the places of its shards of an array."""
     shape = tuple(np.shape(leaf))
     sharding = getattr(leaf, "sharding", None)
     if sharding is None or sharding.is_fully_addressable:
         return [frozenset([tuple((0, n) for n in shape)])] * num_ranks
-    found: list[set[Place]] = [set() for _ in range(num_ranks)]
+    by_rank: list[set[Place]] = [set() for _ in range(num_ranks)]
     for device, index in sharding.devices_indices_map(shape).items():
-        found[device.process_index].add(place_of(index, shape))
-    return [frozenset(own) for own in found]
+        by_rank[device.process_index].add(place_of(index, shape))
+    return list(map(frozenset, by_rank))
 
 
 _ALIGNMENT = 64  # bytes
 _TABLE, _BYTES = "state.json", "state.bin"
-_PART = ".part"  # of the name of a folder that is being written
+_PART = ".part"  # suffix of a folder that is being written
 
 
 def leave_state(
@@ -118,12 +119,12 @@ def leave_state(
     """Write a state, or this process's part of it, into a folder in memory.
 
     Args:
-        tree: Of it, as a checkpoint takes it.
-        facts: Small facts besides, for JSON.
-        part: What to write; None: what is this process's.
+        tree: The state, as for a checkpoint.
+        facts: Small facts for JSON.
+        part: The part to write; None: this process's.
 
     Returns:
-        The SHA-256 of names, dtypes, shapes, places and bits: the same of equal parts.
+        The SHA-256 of names, dtypes, shapes, places and bits, which is the same for equal parts.
 
     Raises:
         CheckpointError: If memory is full.
@@ -172,58 +173,58 @@ def leave_state(
 
 
 def _piece(leaf: Any, place: Place) -> np.ndarray:
-    """A piece that is here of an array, in host memory."""
+    """A local piece of an array, in host memory."""
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return np.asarray(np.asarray(leaf)[slices_of(place)], order="C")
     shards = leaf.addressable_shards
-    own = next(s for s in shards if place_of(s.index, leaf.shape) == place)
-    return np.asarray(own.data, order="C")
+    shard = next(s for s in shards if place_of(s.index, leaf.shape) == place)
+    return np.asarray(shard.data, order="C")
 
 
 def facts_of_state(folders: Sequence[str]) -> dict[str, Any]:
-    """The small facts beside a state in memory; each of its parts has the same."""
+    """The small facts of a state in memory, which are the same in each part."""
     return dict(_table(folders[0])["facts"])
 
 
 def load_state(folders: Sequence[str], like: PyTree) -> PyTree:
-    """Read a state in memory into its places.
+    """Read a state in memory into new shardings.
 
     Args:
-        folders: That `leave_state` wrote: of all parts.
-        like: Structure, shapes and shardings of what is wanted; numpy arrays where those are.
+        folders: Of all parts, as `leave_state` wrote them.
+        like: Structure, shapes and shardings of the result; numpy arrays for numpy arrays.
 
     Returns:
-        The arrays in the structure and the places of `like`.
+        Arrays with the structure and shardings of `like`.
 
     Raises:
-        CheckpointError: If it is of another model.
+        CheckpointError: If the state is of another model, or parts are missing.
     """
-    found: dict[str, _Pieces] = {}
+    stored: dict[str, _Pieces] = {}
     for folder in folders:
         data = np.memmap(pathlib.Path(folder) / _BYTES, np.uint8, "r")
         for row in _table(folder)["pieces"]:
             new = _Pieces(tuple(row["shape"]), np.dtype(row["dtype"]))
-            found.setdefault(row["name"], new).add(data, row)
+            stored.setdefault(row["name"], new).add(data, row)
     wanted = plain_leaves(like)
-    differing = sorted(set(wanted) ^ set(found)) or [
+    differing = sorted(set(wanted) ^ set(stored)) or [
         name
         for name, leaf in wanted.items()
-        if (found[name].shape, found[name].dtype) != (leaf.shape, leaf.dtype)
+        if (stored[name].shape, stored[name].dtype) != (leaf.shape, leaf.dtype)
     ]
     if differing:
         raise CheckpointError(
             f"the state in {folders[0]} is of another model or optimizer: "
             f"{', '.join(differing[:20])}"
         )
-    missing = [name for name, pieces in found.items() if not pieces.are_all]
+    missing = [name for name, pieces in stored.items() if not pieces.are_complete]
     if missing:
         raise CheckpointError(
-            f"the state in {', '.join(folders)} is not whole: parts of "
+            f"the state in {', '.join(folders)} is incomplete: parts of "
             f"{', '.join(missing[:20])} are missing"
         )
 
     def read(name: str, leaf: Any) -> Any:
-        pieces = found[name]
+        pieces = stored[name]
         if not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array):
             return pieces.read((slice(None),) * len(pieces.shape))
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, pieces.read)
@@ -233,31 +234,27 @@ def load_state(folders: Sequence[str], like: PyTree) -> PyTree:
 
 
 class _Pieces:
-    """An array in pieces, in files.
-
-    Args:
-        shape: Of the whole.
-    """
+    """The pieces of an array in files."""
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype):
         self.shape, self.dtype = shape, dtype
         self._pieces: dict[Place, np.ndarray] = {}
 
     def add(self, data: np.ndarray, row: Mapping[str, Any]) -> None:
-        """Take note of one, of which the table of a file says where it is."""
+        """Add a piece by its row in a file's table."""
         place = tuple((first, end) for first, end in row["place"])
         shape = tuple(end - first for first, end in place)
         size = int(np.prod(shape, dtype=np.int64)) * self.dtype.itemsize
-        own = data[row["position"] : row["position"] + size]
-        self._pieces[place] = own.view(self.dtype).reshape(shape)
+        stored = data[row["position"] : row["position"] + size]
+        self._pieces[place] = stored.view(self.dtype).reshape(shape)
 
     @property
-    def are_all(self) -> bool:
-        """Whether they make the whole; no two of them overlap."""
+    def are_complete(self) -> bool:
+        """Whether the pieces form the whole array; no two of them overlap."""
         return sum(piece.size for piece in self._pieces.values()) == math.prod(self.shape)
 
     def read(self, index: tuple[slice, ...] | None) -> np.ndarray:
-        """A copy of what is asked for: on a CPU an array may be where it was read from."""
+        """A copy of a block, since on a CPU an array may alias its source."""
         wanted = place_of(index or (), self.shape)
         out = np.empty([end - first for first, end in wanted], self.dtype)
         for place, piece in self._pieces.items():

@@ -1,10 +1,10 @@
-"""Who writes to a folder of checkpoints: one session at a time, by a lock on a file of the folder.
+"""The lock of a folder of checkpoints: one session at a time writes there.
 
-The lock is `flock`'s, which an open file has and not a process, so two sessions of one process
-exclude each other too; the kernel drops it when the process ends, however it ends. On NFS Linux
-makes of it a lock of the file's bytes on the server (since 2.6.12), so hosts exclude each other; of
-a host that is lost the server drops it after its lease. Where locks stay on each host (NFS with
-`nolock` or `local_lock`, some file systems in user space), jobs of unlike hosts do not.
+It is `flock` on a file of the folder. The lock belongs to the open file, so two sessions of one
+process exclude each other too. The kernel releases it however the process ends. On NFS it is a lock
+on the server (since Linux 2.6.12), so hosts exclude each other; after the loss of a host the server
+releases it with its lease. Locks that are local to each host do not exclude jobs on other hosts:
+NFS with `nolock` or `local_lock`, and some file systems in user space.
 """
 
 import contextlib
@@ -27,18 +27,18 @@ from ..launch.channel import JOB_VARIABLE
 
 OWNER = "hxla-owner.json"
 _POLL_SECONDS = 0.05
-# A former generation of the same job has ended, but for one that is lost with its host.
+# How long an earlier generation of the same job may still have the lock, if its host was lost.
 _LEASE_SECONDS = 100.0
-_WRITE_SECONDS = 2.0  # at most, from a lock to what is written of its owner
+_WRITE_SECONDS = 2.0  # at most, between a lock and the owner's entry in the file
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Owner:
-    """What is written of a session that has a folder.
+    """The session that has locked a folder, as written in its file.
 
     Attributes:
-        host: The name of the machine of its first process.
-        start: When it took the folder, in ISO 8601.
+        host: Of its first process.
+        start: Time of the lock, in ISO 8601.
         job: Of `hxla run --elastic`; empty: none.
     """
 
@@ -56,25 +56,25 @@ class Owner:
 
 
 class FolderOwner:
-    """A folder that is written to, until `close` or the end of the process.
+    """The lock of a folder, until `close` or the end of the process.
 
     Attributes:
-        notes: That the folder cannot be locked, in words, if so.
+        notes: A note for the user if the folder cannot be locked.
 
     Args:
-        folder: Made if it is not there.
-        gather: Name and text to the texts of all processes, of which the first takes the folder.
+        folder: Created if missing.
+        gather: Name and text to the texts of all processes, of which the first locks the folder.
 
     Raises:
-        CheckpointError: If it cannot be written, or another session has it: with the host, the
-            process and the start of that one.
+        CheckpointError: If the folder cannot be written, or another session has it: with that
+            session's host, process and start.
     """
 
     def __init__(self, folder: pathlib.Path, gather: Callable[[str, str], tuple[str, ...]]):
         self._path = folder / OWNER
         self._file: IO[str] | None = None
         self.notes: tuple[str, ...] = ()
-        problem = self._take() if jax.process_index() == 0 else ""
+        problem = self._acquire() if jax.process_index() == 0 else ""
         try:
             [problem, *_] = gather("checkpoint folder", problem)
             if problem:
@@ -90,22 +90,22 @@ class FolderOwner:
         self.close()
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Release the folder."""
         if self._file is not None and not self._file.closed:  # as in a forked process
-            with contextlib.suppress(OSError):  # of a folder that is gone
+            with contextlib.suppress(OSError):  # the folder may be gone
                 if _is_at(self._path, self._file):
                     self._path.unlink()
             self._file.close()
 
-    def _take(self) -> str:
-        """Returns why the folder cannot be taken, if so."""
-        own, folder = Owner.here(), self._path.parent
+    def _acquire(self) -> str:
+        """Lock the folder; returns the problem, or ''."""
+        owner, folder = Owner.here(), self._path.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = self._locked(own)
+            self._file = self._locked_file(owner)
             _close_in_children(self._file)
             self._file.truncate(0)
-            self._file.write(json.dumps(dataclasses.asdict(own)))
+            self._file.write(json.dumps(dataclasses.asdict(owner)))
             self._file.flush()
         except CheckpointError as error:
             return str(error)
@@ -116,7 +116,7 @@ class FolderOwner:
             )
         return ""
 
-    def _locked(self, own: Owner) -> IO[str]:
+    def _locked_file(self, owner: Owner) -> IO[str]:
         began, folder = time.monotonic(), self._path.parent
         while True:
             file = _opened(self._path)
@@ -125,29 +125,29 @@ class FolderOwner:
             except BlockingIOError:
                 with file:
                     other = _read(file)
-                if time.monotonic() - began >= _patience_seconds(other, own):
-                    raise CheckpointError(_refusal(folder, other, own)) from None
+                if time.monotonic() - began >= _patience_seconds(other, owner):
+                    raise CheckpointError(_refusal(folder, other, owner)) from None
                 time.sleep(_POLL_SECONDS)
                 continue
             except OSError as error:
                 why = f"{folder} cannot be locked ({error.strerror})"
-                self.notes = (f"{why}: that a second job writes there would not be noticed",)
+                self.notes = (f"{why}: a second job that writes there is not detected",)
             if _is_at(self._path, file):
                 return file
-            file.close()  # its owner has removed it meanwhile
+            file.close()  # its owner removed it meanwhile
 
 
 def _opened(path: pathlib.Path) -> IO[str]:
-    """The file, made if it is not there, and for writing: else NFS does not lock it."""
+    """The lock file, created if missing; open for writing, which NFS locks need."""
     return open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+")
 
 
 def _close_in_children(file: IO[str]) -> None:
-    """A process that is forked from this one, and may outlive it, does not have the lock."""
-    found = weakref.ref(file)
+    """Close the file in forked processes, which may outlive this one with its lock."""
+    reference = weakref.ref(file)
 
     def close() -> None:
-        inherited = found()
+        inherited = reference()
         if inherited is not None:
             inherited.close()
 
@@ -155,35 +155,35 @@ def _close_in_children(file: IO[str]) -> None:
 
 
 def _is_at(path: pathlib.Path, file: IO[str]) -> bool:
-    """Whether a file is that of a path, which others would lock."""
+    """Whether a path still leads to this open file, which other sessions would lock."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-    except OSError:  # it is gone, or NFS no longer knows it
+    except OSError:  # it is gone, or a stale NFS handle
         return False
 
 
 def _read(file: IO[str]) -> Owner | None:
-    """What is written of an owner; None while it is being written."""
+    """The owner in a lock file; None during its write."""
     try:
         return Owner(**json.load(file))
     except (OSError, ValueError, TypeError):
         return None
 
 
-def _patience_seconds(other: Owner | None, own: Owner) -> float:
+def _patience_seconds(other: Owner | None, owner: Owner) -> float:
     if other is None:
         return _WRITE_SECONDS
-    return _LEASE_SECONDS if own.job and other.job == own.job else 0.0
+    return _LEASE_SECONDS if owner.job and other.job == owner.job else 0.0
 
 
-def _refusal(folder: pathlib.Path, other: Owner | None, own: Owner) -> str:
-    who, remedy = "one that has not said which it is", "wait until it ends, or end it"
+def _refusal(folder: pathlib.Path, other: Owner | None, owner: Owner) -> str:
+    who, remedy = "its process is not known yet", "wait until it ends, or end it"
     if other is not None:
         who = f"process {other.pid} on {other.host}, since {other.start}"
-        if (other.pid, other.host) == (own.pid, own.host):
-            who += ", as this process is called too"
+        if (other.pid, other.host) == (owner.pid, owner.host):
+            who += ", the same number and host as this process"
             remedy = "close that session"
     return (
-        f"checkpoint_dir {folder} is that of another session: {who}; {remedy}, or use another "
+        f"checkpoint_dir {folder} is used by another session: {who}; {remedy}, or use another "
         "checkpoint_dir"
     )

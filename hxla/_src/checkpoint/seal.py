@@ -1,4 +1,4 @@
-"""Whether a checkpoint is as it was written: a seal of all its files, made before it is visible."""
+"""Integrity of checkpoints: a seal of all files, written before a checkpoint is visible."""
 
 import contextlib
 import json
@@ -13,33 +13,33 @@ from ..core.errors import CheckpointError
 
 TREE, META = "tree", "meta"  # folders of a checkpoint
 _SEAL = "hxla-seal.json"
-_BEFORE = ".before"  # after the name of a checkpoint that is written anew
+_BEFORE = ".before"  # suffix of a checkpoint that is being replaced
 _CHUNK_BYTES = 1 << 22
 
 
 def seal(tree: str | os.PathLike[str]) -> None:
     """Write the size and the checksum of every file of a folder into it."""
     folder = pathlib.Path(tree)
-    found = {str(p.relative_to(folder)): _size_and_sum(p) for p in _files(folder)}
-    (folder / _SEAL).write_text(json.dumps(found))
+    sums = {str(p.relative_to(folder)): _size_and_sum(p) for p in _files(folder)}
+    (folder / _SEAL).write_text(json.dumps(sums))
 
 
 def sealed_meta(step: int, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The small facts of a checkpoint with their own checksum."""
+    """The small facts of a checkpoint with a checksum."""
     return {"step": step, "facts": dict(meta), "sum": _sum_of_facts(step, meta)}
 
 
 def steps_in(folder: pathlib.Path) -> list[int]:
-    """The steps after which entries of a folder are named, newest first."""
+    """The steps of a folder's checkpoints, newest first."""
     named = (entry.name for entry in folder.iterdir())
     return sorted((int(n) for n in named if n.isdecimal() and str(int(n)) == n), reverse=True)
 
 
 def newest_facts(folder: pathlib.Path) -> dict[str, Any]:
-    """The small facts of the newest checkpoint whose facts are as they were written, if any.
+    """The small facts of the newest checkpoint with intact facts; empty if there is none.
 
     Args:
-        folder: Of the checkpoints; it need not be there.
+        folder: It need not exist.
     """
     with contextlib.suppress(OSError):
         for step in steps_in(folder):
@@ -54,19 +54,19 @@ def newest_intact(
     gather: Callable[[str, str], tuple[str, ...]],
     rank: int,
 ) -> tuple[int | None, tuple[str, ...]]:
-    """Look from the newest checkpoint on for one that is as it was written.
+    """Find the newest intact checkpoint.
 
-    Processes share the work of reading. What is damaged is set aside under another name, so that
-    the run can write its steps again.
+    Processes share the work of reading. Damaged checkpoints are renamed, so that the run can write
+    their steps again.
 
     Args:
         gather: Name and text to the texts of all processes.
 
     Returns:
-        The step, None if there are no checkpoints, and what was set aside, in words.
+        The step, None if there are no checkpoints, and notes on renamed ones.
 
     Raises:
-        CheckpointError: If there are some and all are damaged, with the fault of each.
+        CheckpointError: If all checkpoints are damaged, with the fault of each.
     """
     if rank == 0:
         _bring_back(folder)
@@ -74,50 +74,50 @@ def newest_intact(
     num = len(gather("readers of checkpoints", ""))
     damaged: list[tuple[int, str]] = []
     for step in json.loads(listed):
-        own = _fault(folder / str(step), step, range(rank, 1 << 31, num))
-        fault = next(filter(None, gather("damage", own)), "")
+        here = _fault(folder / str(step), step, range(rank, 1 << 31, num))
+        fault = next(filter(None, gather("damage", here)), "")
         if not fault:
-            return step, _renamed(folder, damaged, gather, rank)
+            return step, _rename_damaged(folder, damaged, gather, rank)
         damaged.append((step, fault))
     if not damaged:
         return None, ()
     raise CheckpointError(
         f"no checkpoint in {folder} can be read:\n"
         + "\n".join(f"  {step}: {fault}" for step, fault in damaged)
-        + "\nbring back a copy, or use another checkpoint_dir to start anew"
+        + "\nrestore a backup, or use another checkpoint_dir to start from the beginning"
     )
 
 
 def set_aside(folder: pathlib.Path, step: int, *, rank: int) -> str:
-    """Give a checkpoint that is to be written anew another name until `let_go`; returns ''."""
+    """Rename a checkpoint that is to be replaced, until `remove_set_aside`; returns ''."""
     if rank == 0:
         (folder / str(step)).rename(folder / f"{step}{_BEFORE}")
     return ""
 
 
-def let_go(folder: pathlib.Path, step: int, *, rank: int) -> None:
-    """Remove what `set_aside` kept: the new one is whole."""
+def remove_set_aside(folder: pathlib.Path, step: int, *, rank: int) -> None:
+    """Remove the checkpoint of `set_aside`, once the new one is complete."""
     if rank == 0 and (folder / f"{step}{_BEFORE}").exists():
         shutil.rmtree(folder / f"{step}{_BEFORE}")
 
 
 def _bring_back(folder: pathlib.Path) -> None:
-    """What a kill left set aside: it is the checkpoint, unless the new one was finished."""
+    """Restore checkpoints set aside by a killed process, unless the new one is complete."""
     for entry in folder.glob(f"*{_BEFORE}"):
-        whole = entry.with_name(entry.name.removesuffix(_BEFORE))
-        if whole.exists():
+        complete = entry.with_name(entry.name.removesuffix(_BEFORE))
+        if complete.exists():
             shutil.rmtree(entry)
         else:
-            entry.rename(whole)
+            entry.rename(complete)
 
 
-def _renamed(
+def _rename_damaged(
     folder: pathlib.Path,
     damaged: Sequence[tuple[int, str]],
     gather: Callable[[str, str], tuple[str, ...]],
     rank: int,
 ) -> tuple[str, ...]:
-    said = []
+    notes = []
     if rank == 0:
         for step, fault in damaged:
             names = (f"{step}.damaged{f'-{i}' if i else ''}" for i in range(1 << 31))
@@ -127,45 +127,45 @@ def _renamed(
             except OSError as error:
                 fault += f"; it cannot be moved: {error.strerror}"
                 name = str(step)
-            said.append(f"checkpoint {step} is damaged and now called {name}: {fault}")
-    [text, *_] = gather("damaged checkpoints", json.dumps(said))
+            notes.append(f"checkpoint {step} is damaged and now called {name}: {fault}")
+    [text, *_] = gather("damaged checkpoints", json.dumps(notes))
     return tuple(json.loads(text))
 
 
 def _fault(checkpoint: pathlib.Path, step: int, share: range) -> str:
-    """What is wrong with a checkpoint, as far as a share of its files shows; empty: nothing."""
+    """The first fault of a checkpoint, with a share of its files read; empty: none."""
     if not checkpoint.is_dir():
         return "it is no folder"
     if not any(checkpoint.iterdir()):
         return "it is an empty folder"
     try:
         for path in sorted(checkpoint.rglob("*")):
-            if not path.is_file() and not path.is_dir():  # whoever reads a pipe waits
+            if not path.is_file() and not path.is_dir():  # reading a pipe would block
                 return f"{path.relative_to(checkpoint)} is no regular file"
         facts = _facts(checkpoint, step)
-        return facts if isinstance(facts, str) else _fault_of_tree(checkpoint / TREE, share)
+        return facts if isinstance(facts, str) else _tree_fault(checkpoint / TREE, share)
     except OSError as error:
         name = os.path.relpath(error.filename or checkpoint, checkpoint)
         return f"{name} cannot be read: {error.strerror or error}"
 
 
 def _facts(checkpoint: pathlib.Path, step: int) -> dict[str, Any] | str:
-    """The small facts, or what is wrong with them."""
+    """The small facts, or their fault as text."""
     try:
         meta = json.loads((checkpoint / META / "metadata").read_bytes())
-        written, facts, told = meta["step"], meta["facts"], meta["sum"]
-        is_whole = told == _sum_of_facts(written, facts) and isinstance(facts, dict)
+        written, facts, checksum = meta["step"], meta["facts"], meta["sum"]
+        is_intact = checksum == _sum_of_facts(written, facts) and isinstance(facts, dict)
     except (ValueError, KeyError, TypeError):
-        is_whole = False
-    if not is_whole:
+        is_intact = False
+    if not is_intact:
         return f"{META}/metadata is not what was written"
     return facts if written == step else f"it is step {written} under another name"
 
 
-def _fault_of_tree(tree: pathlib.Path, share: range) -> str:
+def _tree_fault(tree: pathlib.Path, share: range) -> str:
     try:
-        told = json.loads((tree / _SEAL).read_bytes())
-        expected = {str(name): tuple(pair) for name, pair in told.items()}
+        sums = json.loads((tree / _SEAL).read_bytes())
+        expected = {str(name): tuple(pair) for name, pair in sums.items()}
     except (ValueError, AttributeError, TypeError):
         return f"{TREE}/{_SEAL} is not what was written"
     present = {str(p.relative_to(tree)) for p in _files(tree)}
@@ -176,7 +176,7 @@ def _fault_of_tree(tree: pathlib.Path, share: range) -> str:
         if path.stat().st_size != num_bytes:
             return f"{TREE}/{name} has {path.stat().st_size} bytes instead of {num_bytes}"
         if i in share and _size_and_sum(path) != expected[name]:
-            return f"{TREE}/{name} holds other bytes than were written"
+            return f"{TREE}/{name} has other bytes than were written"
     return ""
 
 
