@@ -1,4 +1,4 @@
-"""Names that differ in numbers only, said once: `Block_0/up` and on become `Block_0-11/up`."""
+"""Joins names that differ in numbers only: `Block_0/up` and on become `Block_0-11/up`."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +21,7 @@ def alike(names: Iterable[str]) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """`0-3,6` of 0, 1, 2, 3 and 6; of many that do not follow each other the first and last."""
+    """`0-3,6` of 0, 1, 2, 3 and 6; of many ranges only the first and the last number."""
     out: list[list[int]] = []
     for number in sorted(set(numbers)):
         if out and number == out[-1][1] + 1:

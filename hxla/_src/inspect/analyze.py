@@ -1,4 +1,4 @@
-"""All that the texts and figures of one program tell, put together as a `Program`."""
+"""Builds a `Program` from the HLO text, argument layouts and buffers of one program."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ from .program import Program
 from .replica_groups import Mesh
 from .warnings import warnings
 
-#: What a text that was damaged, or is of a format not known, may lead to anywhere.
+#: Errors that a damaged text, or one of an unknown format, may raise anywhere.
 UNREADABLE = (
     ValueError,
     LookupError,
@@ -31,7 +31,7 @@ UNREADABLE = (
     AssertionError,
 )
 
-# The programs of hxla's own step, and whose their arguments are where words do not tell.
+# Roles of the programs of hxla's step, and owners of arguments whose names do not show them.
 _ROLES = {
     "jit_hxla_exchange": "sum of small host arrays over the processes",
     "jit_hxla_micro": "one microbatch",
@@ -41,7 +41,7 @@ _ROLES = {
     "jit_hxla_embed": "embeddings of one microbatch",
     "jit_hxla_over_batch": "losses over the whole batch",
 }
-_OF_UPDATE = {
+_UPDATE_OWNERS = {
     "given": "batch",
     "given.totals": "gradient",
     "given.words": "gradient",
@@ -50,22 +50,22 @@ _OF_UPDATE = {
 }
 _OWNERS = {
     "jit_hxla_sum": {"values": "gradient", "ints": "gradient", "own": "temporary"},
-    "jit_hxla_update": _OF_UPDATE,
-    "jit_hxla_update_group": _OF_UPDATE,
-    "jit_hxla_largest": _OF_UPDATE,
-    "jit_hxla_digits": _OF_UPDATE,
+    "jit_hxla_update": _UPDATE_OWNERS,
+    "jit_hxla_update_group": _UPDATE_OWNERS,
+    "jit_hxla_largest": _UPDATE_OWNERS,
+    "jit_hxla_digits": _UPDATE_OWNERS,
     "jit_hxla_micro": {"sums": "gradient", "aux": "parameter"},
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hints:
-    """What the user says about programs.
+    """The user's hints about programs.
 
     Attributes:
-        mesh: Axes and sizes; empty: as the program itself says.
-        cluster: For predicted times, its devices in the order of the mesh.
-        owners: Of arguments, by how their path starts.
+        mesh: Axes and sizes; empty: those of the program.
+        cluster: Devices in the order of the mesh; None: no predicted times.
+        owners: Owners of arguments, by prefix of their path.
     """
 
     mesh: Mesh = ()
@@ -84,17 +84,14 @@ def analyze(
     memory_missing: str = "",
     problems: Sequence[str] = (),
 ) -> Program:
-    """Everything about a module.
+    """Analyze a module.
 
     Args:
-        source: Where it was read from.
-        signature: What is known of its arguments beside its text.
-        assignment: Of memory, where it is known.
-        memory_missing: Why it is not.
-        problems: That came up on the way.
+        signature: None: the text alone describes the arguments.
+        assignment: None if not known; `memory_missing` then says why.
 
     Raises:
-        InspectError: For an owner that is none, or a text that contradicts itself.
+        InspectError: For an unknown owner, or a text that contradicts itself.
         AnnotationError: For rules that do not fit the parameters.
     """
     try:
@@ -123,7 +120,7 @@ def _analyzed(
     problems: Sequence[str],
 ) -> Program:
     if "num_partitions=" not in module.header and "replica_count=" not in module.header:
-        # Text that jaxlib makes of a protocol buffer does not say how many devices run it.
+        # Text that jaxlib makes from a protocol buffer lacks the number of devices.
         module.num_partitions = math.prod(n for _, n in signature.mesh)
     mesh = hints.mesh or signature.mesh
     if mesh and not hints.mesh and math.prod(n for _, n in mesh) != module.num_devices:

@@ -15,14 +15,14 @@ _VIEWS = frozenset(
         "bitcast-convert",
     }
 )
-_Value = tuple[Computation, str, int | None]  # where, its name, and which element of it
+_Value = tuple[Computation, str, int | None]  # computation, name, and element of a tuple
 _SLICES = frozenset({"slice", "dynamic-slice"})
 _DONE = frozenset({"copy-done", "copy-start", "all-gather-done", "async-done"})
 _MAX_STEPS = 64
 
 
 class Viewed(NamedTuple):
-    """What made a value, where it stands, and which element of it the value is."""
+    """The instruction that made a value, its computation, and the element picked of its tuple."""
 
     instruction: Instruction
     computation: Computation
@@ -30,7 +30,7 @@ class Viewed(NamedTuple):
 
 
 class Flow:
-    """Follows operands of one module back to where they come from."""
+    """Follows operands of one module back to their origin."""
 
     def __init__(self, module: Module):
         self._module = module
@@ -38,12 +38,12 @@ class Flow:
         for computation in module.computations.values():
             for instruction, _, name in computation.calls:
                 self._callers[name] = instruction, computation
-        self._bare: dict[tuple[str, bool], bool] = {}
+        self._is_view: dict[tuple[str, bool], bool] = {}
 
     def argument(
         self, computation: Computation, name: str, picked: int | None = None
     ) -> Instruction | None:
-        """The program's argument that a value is a view, a cast or a slice of; None if none."""
+        """The program's argument of which a value is a view, a cast or a slice; None if none."""
         for _ in range(_MAX_STEPS):
             source = self.source(computation, name, picked, slices=True)
             if source is None or source.instruction.opcode != "parameter":
@@ -51,21 +51,21 @@ class Flow:
             computation, picked = source.computation, source.picked
             if computation.name == self._module.entry:
                 return source.instruction
-            outer = self._outside(computation, source.instruction, picked)
+            outer = self._caller_operand(computation, source.instruction, picked)
             if outer is None or not self.is_invariant(computation, picked):
                 return None
             computation, name, picked = outer
         return None
 
     def carried(self, computation: Computation, name: str, picked: int | None = None) -> int | None:
-        """The element of a loop's carry that a value in its body is; None if it is not one."""
+        """The index of a value in its loop's carry; None if it is not carried."""
         source = self.source(computation, name, picked)
         return source.picked if source and source.instruction.opcode == "parameter" else None
 
     def constant(
         self, computation: Computation, name: str, picked: int | None = None
     ) -> int | None:
-        """The whole number that a value always is; None if it is not one."""
+        """The value of an integer constant; None if it is not constant."""
         source = self.source(computation, name, picked)
         if source is None or source.instruction.opcode != "constant":
             return None
@@ -73,7 +73,7 @@ class Flow:
         return int(text) if re.fullmatch(r"-?\d+", text) else None
 
     def is_invariant(self, body: Computation, element: int | None) -> bool:
-        """Whether every iteration hands an element of the carry on as it got it."""
+        """Whether every iteration passes an element of the carry on unchanged."""
         root = body.root
         if element is None or root is None or root.opcode != "tuple":
             return False
@@ -82,11 +82,11 @@ class Flow:
         return self.carried(body, *root.operands[element]) == element
 
     def maker(self, computation: Computation, name: str, picked: int | None) -> Viewed | None:
-        """What first made a value that a loop carries: seen from its body or its result."""
-        return self._followed((computation, name, picked), {"copy"}, first_trip=True)
+        """The first maker of a value, followed through the loops that carry it."""
+        return self._follow((computation, name, picked), {"copy"}, first_trip=True)
 
     def readers(self, computation: Computation, start: Instruction) -> Iterator[Instruction]:
-        """What reads a value, seen through tuples' elements and views."""
+        """Instructions that read a value, also through tuples and views."""
         waiting, seen = [start.name], {start.name}
         while waiting:
             for user in computation.users.get(waiting.pop(), ()):
@@ -100,16 +100,16 @@ class Flow:
                     yield user
 
     def only_reader(self, body: Computation, element: int | None) -> Instruction | None:
-        """The one instruction that works on an element of a loop's carry; None if several do."""
-        found: dict[str, Instruction] = {}
+        """The only instruction that reads an element of a loop's carry; None if several do."""
+        readers: dict[str, Instruction] = {}
         for parameter in body.parameters:
             for user in body.users.get(parameter.name, ()):
                 if user.opcode == "get-tuple-element":
                     if user.index == element:
-                        found |= {r.name: r for r in self.readers(body, user)}
+                        readers |= {r.name: r for r in self.readers(body, user)}
                 elif (parameter.name, element) in user.operands:
-                    found[user.name] = user
-        working = [r for r in found.values() if r.opcode != "tuple"]
+                    readers[user.name] = user
+        working = [r for r in readers.values() if r.opcode != "tuple"]
         return working[0] if len(working) == 1 else None
 
     def in_loop(self, computation: Computation) -> bool:
@@ -120,14 +120,12 @@ class Flow:
     def source(
         self, computation: Computation, name: str, picked: int | None, *, slices: bool = False
     ) -> Viewed | None:
-        """What a value is a view of, seen from inside fusions, and as far as the loop around it."""
+        """The maker of a value, followed through views and out of fusions, within its loop."""
         views = _VIEWS | _SLICES if slices else _VIEWS
-        return self._followed((computation, name, picked), views)
+        return self._follow((computation, name, picked), views)
 
-    def _followed(
-        self, value: _Value, views: Set[str], *, first_trip: bool = False
-    ) -> Viewed | None:
-        """What made a value, seen through views; `first_trip`: through loops to their start."""
+    def _follow(self, value: _Value, views: Set[str], *, first_trip: bool = False) -> Viewed | None:
+        """The maker of a value behind its views; `first_trip`: also through loops."""
         for _ in range(_MAX_STEPS):
             computation, name, picked = value
             if name not in computation.instructions:
@@ -140,35 +138,35 @@ class Flow:
         return None
 
     def _before(self, seen: Viewed, views: Set[str], *, first_trip: bool) -> _Value | None:
-        """The value that an instruction only passes on."""
-        found, computation, picked = seen
-        operands = found.operands
-        if found.opcode == "parameter" and (first_trip or not self.in_loop(computation)):
-            return self._outside(computation, found, picked)
+        """The value that an instruction only passes on; None if it computes."""
+        instruction, computation, picked = seen
+        operands = instruction.operands
+        if instruction.opcode == "parameter" and (first_trip or not self.in_loop(computation)):
+            return self._caller_operand(computation, instruction, picked)
         if not operands:
             return None
-        if found.opcode == "get-tuple-element":
+        if instruction.opcode == "get-tuple-element":
             name, outer = operands[0]
-            return computation, name, found.index if outer is None else outer
-        if found.opcode == "tuple" and picked is not None and picked < len(operands):
+            return computation, name, instruction.index if outer is None else outer
+        if instruction.opcode == "tuple" and picked is not None and picked < len(operands):
             return computation, *operands[picked]
-        if found.opcode in views or (found.opcode in _DONE and not first_trip):
+        if instruction.opcode in views or (instruction.opcode in _DONE and not first_trip):
             return computation, *operands[0]
-        if found.opcode == "while" and picked is not None:
-            body = self._module.called(found, "body")
+        if instruction.opcode == "while" and picked is not None:
+            body = self._module.called(instruction, "body")
             is_kept = body is not None and self.is_invariant(body, picked)
             return (computation, operands[0][0], picked) if first_trip or is_kept else None
-        if found.opcode == "fusion" and not first_trip:
+        if instruction.opcode == "fusion" and not first_trip:
             large = [o for o in operands if not is_scalar(computation.shape_of(*o))]
-            inner = self._module.called(found)
+            inner = self._module.called(instruction)
             if inner is not None and len(large) == 1 and self._only_views(inner, views):
                 return computation, *large[0]
         return None
 
-    def _outside(
+    def _caller_operand(
         self, computation: Computation, parameter: Instruction, picked: int | None
     ) -> _Value | None:
-        """What a caller gives for a parameter; a loop, to its first iteration."""
+        """The caller's operand for a parameter; of a loop, the one of its first iteration."""
         if computation.name not in self._callers:
             return None
         caller, outer = self._callers[computation.name]
@@ -182,12 +180,12 @@ class Flow:
 
     def _only_views(self, inner: Computation, views: Set[str]) -> bool:
         key = inner.name, "slice" in views
-        if key not in self._bare:
-            self._bare[key] = all(
+        if key not in self._is_view:
+            self._is_view[key] = all(
                 i.opcode in views or i.opcode in ("parameter", "constant") or is_scalar(i.shape)
                 for i in inner.instructions.values()
             )
-        return self._bare[key]
+        return self._is_view[key]
 
 
 _TRIPS = re.compile(r'known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d+)')
@@ -199,8 +197,8 @@ class CallContext:
     """One way to reach a computation.
 
     Attributes:
-        loops: Around it, outermost first.
-        is_conditional: In some branch only.
+        loops: Outermost first.
+        is_conditional: Within a branch.
         is_async: Behind an `async-start`.
     """
 
@@ -211,7 +209,7 @@ class CallContext:
 
     @property
     def runs(self) -> int | None:
-        """In one call of the program; None if some loop's trips are not known."""
+        """Runs in one call of the program; None if a loop's trip count is not known."""
         total = 1
         for loop in self.loops:
             if loop.trips is None:
@@ -234,7 +232,7 @@ def contexts(module: Module, flow: Flow) -> dict[str, list[CallContext]]:
         if len(ways) >= _MAX_CONTEXTS:
             continue
         ways.append(context)
-        inner: dict[str, CallContext] = {}  # by what calls: most calls of a kind are alike
+        inner: dict[str, CallContext] = {}  # by opcode: most calls of one opcode are alike
         for instruction, key, target in computation.calls:
             opcode = instruction.opcode
             if key == "condition":
@@ -258,11 +256,13 @@ def contexts(module: Module, flow: Flow) -> dict[str, list[CallContext]]:
 def _loop(module: Module, computation: Computation, loop: Instruction, flow: Flow) -> Loop:
     where, _ = module_path(op_name(loop))
     known = _TRIPS.search(loop.rest)
-    trips = int(known[1]) if known else _counted(module, computation, loop, flow)
+    trips = int(known[1]) if known else _count_trips(module, computation, loop, flow)
     return Loop(name=loop.name, where=where, trips=trips)
 
 
-def _counted(module: Module, computation: Computation, loop: Instruction, flow: Flow) -> int | None:
+def _count_trips(
+    module: Module, computation: Computation, loop: Instruction, flow: Flow
+) -> int | None:
     """Trips of a counter that goes from a constant to a constant by constant steps."""
     condition, body = module.called(loop, "condition"), module.called(loop, "body")
     if condition is None or condition.root is None or body is None or body.root is None:
@@ -284,7 +284,7 @@ def _counted(module: Module, computation: Computation, loop: Instruction, flow: 
 
 
 def _step(module: Module, body: Computation, index: int, flow: Flow) -> int | None:
-    """What an iteration adds to an element of its carry, if it adds a constant."""
+    """The constant that an iteration adds to an element of its carry; None if it adds none."""
     assert body.root is not None
     made = flow.source(body, *body.root.operands[index])
     if made is None:
@@ -299,11 +299,11 @@ def _step(module: Module, body: Computation, index: int, flow: Flow) -> int | No
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnnotatedModule:
-    """A module, where its values come from and how often its computations run.
+    """A module with its data flow, the origins of its values and its call contexts.
 
     Attributes:
-        arguments: Its arguments in order, by the names of their instructions.
-        contexts: Every way to reach every computation.
+        arguments: In order, by the names of their instructions.
+        contexts: Every way to reach a computation, by its name.
     """
 
     module: Module
@@ -320,12 +320,12 @@ class AnnotatedModule:
     def argument(
         self, computation: Computation, name: str, picked: int | None = None
     ) -> ProgramArray | None:
-        """The argument that a value is a view, a cast or a slice of; None if none."""
-        found = self.flow.argument(computation, name, picked)
-        return None if found is None else self.arguments.get(found.name)
+        """The argument of which a value is a view, a cast or a slice; None if none."""
+        parameter = self.flow.argument(computation, name, picked)
+        return None if parameter is None else self.arguments.get(parameter.name)
 
     def runs(self, computation: Computation) -> int | None:
-        """Of a computation in one call of the program; None if some loop's trips are not known."""
+        """Runs of a computation in one program call; None if a loop's trip count is not known."""
         each = [context.runs for context in self.contexts.get(computation.name, [])]
         return None if None in each else sum(r for r in each if r is not None)
 

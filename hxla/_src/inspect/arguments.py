@@ -1,4 +1,4 @@
-"""The arguments of a program: what they are, whose they are, how they lie on the mesh."""
+"""The arguments of a program: their shapes, owners and shardings."""
 
 import dataclasses
 import re
@@ -38,10 +38,10 @@ _DIM = re.compile(r"\{([^}]*)\}")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Signature:
-    """What is known of a program's arguments beside its optimized text.
+    """The shardings and donations of a program's arguments, which its optimized text lacks.
 
     Attributes:
-        layouts: Of arguments by their numbers.
+        layouts: By argument number.
     """
 
     mesh: Mesh = ()
@@ -50,7 +50,7 @@ class Signature:
 
 
 def signature(before: Module) -> Signature:
-    """What a module before optimization tells."""
+    """Read the signature from the module before optimization."""
     named = _SDY_MESH.search(before.header.replace("\\", ""))
     mesh = _groups.mesh_of(named[1]) if named else ()
     layouts: dict[int, ArrayLayout] = {}
@@ -59,9 +59,9 @@ def signature(before: Module) -> Signature:
         _, shape = first(parameter.shape)
         rest = parameter.rest.replace("\\", "")
         spec = ((),) * len(shape) if _WHOLE.search(rest) else None
-        if found := _SHARDING.search(rest) or _SDY_SHARDING.search(rest):
-            mesh = mesh or _groups.mesh_of(found.groupdict().get("mesh", ""))
-            dims = [tuple(_AXIS.findall(dim)) for dim in _DIM.findall(found["dims"])]
+        if sharding := _SHARDING.search(rest) or _SDY_SHARDING.search(rest):
+            mesh = mesh or _groups.mesh_of(sharding.groupdict().get("mesh", ""))
+            dims = [tuple(_AXIS.findall(dim)) for dim in _DIM.findall(sharding["dims"])]
             spec = tuple(dims) if len(dims) == len(shape) else None
         layouts[number] = shape, spec
     return Signature(mesh=mesh, layouts=layouts, donated=before.aliased | before.donors)
@@ -73,11 +73,11 @@ def arguments(
     """The program's arguments in order, by the names of their instructions.
 
     Args:
-        layouts: By number, where known.
-        owners: Of arguments whose path starts with the key, as the user says.
+        layouts: By argument number; none where not known.
+        owners: The user's, by prefix of the argument's path.
 
     Raises:
-        InspectError: For an owner that is none.
+        InspectError: For an unknown owner.
     """
     odd = sorted(set(owners.values()) - set(OWNERS))
     if odd:
@@ -86,7 +86,7 @@ def arguments(
     if entry is None:
         return {}
     out = {}
-    guessed = _guessed(entry, module.aliased)
+    guessed = _guess_owners(entry, module.aliased)
     for number, parameter in enumerate(entry.parameters):
         path = path_of(parameter)
         dtype, local = first(parameter.shape)
@@ -106,17 +106,17 @@ def arguments(
 
 
 def path_of(parameter: Instruction) -> str:
-    """The path of an argument, `params['Dense_0']['kernel']`, or which one it is."""
+    """The path of an argument, `params['Dense_0']['kernel']`, or its number."""
     return op_name(parameter) or f"argument {parameter.number}"
 
 
 def _head(path: str) -> str:
-    """The argument's own name: `params` of `params['Dense_0']['kernel']`."""
+    """The argument's name: `params` of `params['Dense_0']['kernel']`."""
     return re.split(r"[\[.]", path, maxsplit=1)[0]
 
 
-def _guessed(entry: Computation, donated: Set[int]) -> dict[str, str]:
-    """Whose arguments are where words do not tell, by their own names."""
+def _guess_owners(entry: Computation, donated: Set[int]) -> dict[str, str]:
+    """Owners by the arguments' names, for paths whose words do not show them."""
     results = Counter(arrays(entry.root.shape) if entry.root else ())
     groups: dict[str, list[int]] = {}
     for number, parameter in enumerate(entry.parameters):
@@ -125,12 +125,12 @@ def _guessed(entry: Computation, donated: Set[int]) -> dict[str, str]:
     guessed: dict[str, str] = {}
     seen: list[Counter[tuple[str, tuple[int, ...]]]] = []
     for group, members in groups.items():
-        own = Counter(a for i in members for a in arrays(parameters[i].shape))
-        # What comes back changed, or whose gradient does, is state: parameters first, then what
-        # the optimizer keeps in the same shapes.
-        if own and own <= results:
-            guessed[group] = "optimizer state" if own in seen else "parameter"
-            seen.append(own)
+        shapes = Counter(a for i in members for a in arrays(parameters[i].shape))
+        # Arguments whose shapes are also results are state: first parameters, then the optimizer
+        # state of the same shapes.
+        if shapes and shapes <= results:
+            guessed[group] = "optimizer state" if shapes in seen else "parameter"
+            seen.append(shapes)
         else:
             is_state = len(members) > 1 or not donated.isdisjoint(members)
             guessed[group] = "parameter" if is_state else "batch"
@@ -138,15 +138,15 @@ def _guessed(entry: Computation, donated: Set[int]) -> dict[str, str]:
 
 
 def _owner(path: str, owners: Mapping[str, str], guess: str) -> str:
-    said = [prefix for prefix in owners if path.startswith(prefix)]
-    if said:
-        return owners[max(said, key=len)]
-    own = _OWNER_OF.get(_head(path).lower())
+    prefixes = [prefix for prefix in owners if path.startswith(prefix)]
+    if prefixes:
+        return owners[max(prefixes, key=len)]
+    head_owner = _OWNER_OF.get(_head(path).lower())
     words = re.findall(r"[A-Za-z_]+", path)
     all_owners = {_OWNER_OF.get(word.lower()) for word in words}
     for owner in ("optimizer state", "gradient"):
-        if owner in all_owners and own != "batch":
+        if owner in all_owners and head_owner != "batch":
             return owner
-    if own is not None:
-        return own
+    if head_owner is not None:
+        return head_owner
     return "parameter" if "parameter" in all_owners else guess

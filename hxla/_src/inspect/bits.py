@@ -1,4 +1,4 @@
-"""Two records of bits side by side: which equations differ though what they read does not.
+"""Compares two records of bits: which equations differ although their operands do not.
 
 References:
     Li et al., "EasyScale", SC 2023, section 3.3 (a profiler that finds the operators that differ).
@@ -29,11 +29,11 @@ class RecordedEquation(PlanValue):
     Attributes:
         primitive: The name of jax's primitive.
         scope: The name scopes and Linen modules around it; empty where there are none.
-        after: The parameter that the forward pass read last before it, or before the equation of
-            which it is the gradient.
+        after: The parameter that the forward pass read last before the equation; for a gradient,
+            before the equation that it differentiates.
         source: The file and line of the user's code, or an empty string.
         results: The dtypes and shapes of its results, `float32[8,64]`.
-        is_backward: Whether it is of the backward pass.
+        is_backward: Whether it belongs to the backward pass.
     """
 
     primitive: str
@@ -45,7 +45,7 @@ class RecordedEquation(PlanValue):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What equations of two programs have in common if they are the same one."""
+        """Equal for the same equation in two programs."""
         return self.primitive, self.scope, self.results, self.is_backward
 
     def __str__(self) -> str:
@@ -57,10 +57,10 @@ class RecordedEquation(PlanValue):
 
 
 class RecordedRead(NamedTuple):
-    """An operand.
+    """An operand of a recorded run.
 
     Attributes:
-        producer: The number of the run that made it; below 0 an input, -1 the first; None: it is a
+        producer: The number of the run that made it; below 0 an input, -1 the first; None: a
             constant of the program.
         digest: SHA-256 of its bits.
     """
@@ -70,10 +70,10 @@ class RecordedRead(NamedTuple):
 
 
 class RecordedRun(NamedTuple):
-    """One run of an equation; inside a scan it has one in each iteration.
+    """One run of an equation; inside a scan, one per iteration.
 
     Attributes:
-        equation: The place of the equation.
+        equation: The index of the equation.
         reads: The operands.
         results: SHA-256 of the bits of each result.
     """
@@ -84,16 +84,16 @@ class RecordedRun(NamedTuple):
 
 
 class BitsRecord(PlanValue):
-    """What one side computed in a microbatch, as `hxla.record_bits` returns it.
+    """The bits that one side computed in a microbatch, as `hxla.record_bits` returns them.
 
     Attributes:
         format: The version of the file's format.
         device: The kind of the device, as jax names it, after its platform.
-        made_with: The versions, and the instructions of a CPU that computed.
+        made_with: The versions, and the instruction set if a CPU computed.
         microbatch_size: The examples of the microbatch.
         inputs: The name and SHA-256 of each parameter, other variable, key and batch array.
         equations: The equations in order.
-        runs: What ran, in order.
+        runs: The runs of equations in order.
         compiled: The loss, the new variables and the gradients of the microbatch compiled as one
             program: name and SHA-256.
     """
@@ -120,10 +120,10 @@ class BitsRecord(PlanValue):
         return self
 
     def __str__(self) -> str:
-        own = self.made_with
-        processor = f" ({own.processor})" if own.processor else ""
-        versions = f"jax {own.jax}, jaxlib {own.jaxlib}, hxla {own.hxla}"
-        return ", ".join((f"{self.device}{processor}", versions, *own.settings))
+        versions = self.made_with
+        cpu = f" ({versions.processor})" if versions.processor else ""
+        libraries = f"jax {versions.jax}, jaxlib {versions.jaxlib}, hxla {versions.hxla}"
+        return ", ".join((f"{self.device}{cpu}", libraries, *versions.settings))
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the record, for a comparison with one of another machine or version.
@@ -132,7 +132,7 @@ class BitsRecord(PlanValue):
             path: A JSON file; its folder is made.
 
         Raises:
-            InspectError: If it is larger than what is read.
+            InspectError: If the record is too large to be read again.
         """
         text = self.model_dump_json(exclude_defaults=True)
         if len(text) > _MOST_BYTES:
@@ -147,24 +147,24 @@ class BitsRecord(PlanValue):
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "BitsRecord":
-        """The record of a file.
+        """Read a record.
 
         Args:
-            path: A file of `write`.
+            path: A file that `write` wrote.
 
         Raises:
-            InspectError: If it is none, with every fault.
+            InspectError: If the file is no record of bits, with every fault.
         """
         refuse = named("record of bits", path, InspectError)
         data = read_bytes(path, _MOST_BYTES, refuse)
         _, repeated = parse_json(data, refuse, most_bytes=_MOST_BYTES, most_values=_MOST_VALUES)
         try:
-            found = cls.model_validate_json(data)
+            record = cls.model_validate_json(data)
         except pydantic.ValidationError as error:
             raise refuse("cannot be read:" + listed([*repeated, *faults_of(error)])) from None
         if repeated:
             raise refuse("cannot be read:" + listed(repeated))
-        return found
+        return record
 
 
 _What = Literal["result", "replaced", "constant"]
@@ -175,13 +175,13 @@ class BitsDifference:
     """An equation at which bits part.
 
     Attributes:
-        what: `result`: the same operands, another result. `replaced`: the equations of one side are
-            not those of the other, and what they hand on differs. `constant`: a constant of the
-            program differs.
-        number: The place of the equation on side A.
-        equation: The equation of side A; of one that B has beside it, what A hands on in its place.
-        other: That of side B; the same one, unless it was replaced.
-        iteration: The run of it in which the difference came first, 0 outside scans.
+        what: `result`: the same operands, another result. `replaced`: the two sides have different
+            equations, whose results differ. `constant`: a constant of the program differs.
+        number: The index of the equation on side A.
+        equation: The equation of side A; if only B has an equation here, the one that A has in its
+            place.
+        other: The equation of side B; the same one, unless it was replaced.
+        iteration: The run of the equation in which the difference came first, 0 outside scans.
     """
 
     what: Literal["result", "replaced", "constant"]
@@ -191,7 +191,7 @@ class BitsDifference:
     iteration: int = 0
 
     def __str__(self) -> str:
-        in_run = f", run {self.iteration} of it" if self.iteration else ""
+        in_run = f", run {self.iteration}" if self.iteration else ""
         if self.what != "replaced":
             a_constant = "a constant of " * (self.what == "constant")
             line = f"{a_constant}equation {self.number}{in_run}, {self.equation}"
@@ -205,16 +205,16 @@ class BitsDifference:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BitsComparison:
-    """Where two sides part, as `hxla.inspect_bits` returns it.
+    """The equations at which two sides part, as `hxla.inspect_bits` returns them.
 
     Attributes:
         a: Side A.
         b: Side B.
-        inputs: The names of inputs that differ, or that one side lacks: neither is what then
-            follows from them judged.
+        inputs: The names of inputs that differ, or that one side lacks; what depends on them is
+            not judged.
         differences: The equations at which bits part, in the order in which they ran.
         num_runs: The runs of equations on side A.
-        num_judged: Those whose operands have the same bits on both sides.
+        num_judged: The runs whose operands have the same bits on both sides.
         compiled: The tensors that differ where the microbatch is compiled as one program.
     """
 
@@ -240,7 +240,7 @@ class BitsComparison:
         return self.text()
 
     def text(self, limit: int = 20) -> str:
-        """Tell it in words.
+        """Describe the comparison in words.
 
         Args:
             limit: The most equations and names that are listed.
@@ -252,7 +252,7 @@ class BitsComparison:
         yield f"B: {self.b}"
         if self.a.microbatch_size != self.b.microbatch_size:
             sizes = f"{self.a.microbatch_size} and {self.b.microbatch_size}"
-            yield f"they are of unlike microbatches, {sizes} examples"
+            yield f"their microbatches differ: {sizes} examples"
         if self.inputs:
             yield f"{len(self.inputs)} inputs differ: {_listed(self.inputs, limit)}"
         judged = f"{self.num_judged:,} of {self.num_runs:,} runs of equations had the same operands"
@@ -279,8 +279,8 @@ class BitsComparison:
             yield f"compiled as one program: all {num} tensors have the same bits"
 
     def to_json(self) -> str:
-        """The comparison for machines: all but the two records."""
-        own = {
+        """The comparison as JSON, without the two records."""
+        fields = {
             "equal": self.is_equal,
             "inputs": self.inputs,
             "differences": [
@@ -297,27 +297,27 @@ class BitsComparison:
             "num_judged": self.num_judged,
             "compiled": self.compiled,
         }
-        return json.dumps(own, indent=1)
+        return json.dumps(fields, indent=1)
 
 
 def compare_bits(a: BitsRecord, b: BitsRecord) -> BitsComparison:
     """Find the equations at which bits part.
 
-    An equation is judged where its operands have the same bits on both sides. What reads results
-    that differ already is not, unless side B was given the operands of side A.
+    An equation is judged where its operands have the same bits on both sides. One that reads
+    results that differ already is not judged, unless side B ran on the operands of side A.
     """
     sides = _Sides.of(a, b)
-    found: list[tuple[int, BitsDifference]] = []
+    differences: list[tuple[int, BitsDifference]] = []
     num_judged = 0
     for i, j in sides.pairs.items():
         if _same_reads(a.runs[i], b.runs[j]):
             num_judged += 1
             if a.runs[i].results != b.runs[j].results:
-                found.append((i, sides.difference("result", i, j)))
+                differences.append((i, sides.difference("result", i, j)))
         else:
-            found += sides.causes(i, j)
+            differences += sides.causes(i, j)
     first: dict[tuple[int, RecordedEquation], BitsDifference] = {}
-    for _, difference in sorted(found, key=lambda own: own[0]):
+    for _, difference in sorted(differences, key=lambda item: item[0]):
         first.setdefault((difference.number, difference.other), difference)
     return BitsComparison(
         a=a,
@@ -332,11 +332,11 @@ def compare_bits(a: BitsRecord, b: BitsRecord) -> BitsComparison:
 
 @dataclasses.dataclass(frozen=True)
 class _Sides:
-    """Two records, and which runs of theirs are of the same equations.
+    """Two records with the runs of the same equations paired.
 
     Attributes:
-        pairs: From runs of side A to those of side B.
-        iterations: For each run of side A, which one of its equation it is.
+        pairs: From runs of side A to runs of side B.
+        iterations: For each run of side A, its count among the runs of its equation.
     """
 
     a: BitsRecord
@@ -352,7 +352,7 @@ class _Sides:
             matcher = difflib.SequenceMatcher(None, keys_a, keys_b, autojunk=False)
             same = {m.a + k: m.b + k for m in matcher.get_matching_blocks() for k in range(m.size)}
         numbered = list(_numbered(a.runs))
-        runs_b = {own: j for j, own in enumerate(_numbered(b.runs))}
+        runs_b = {numbered_run: j for j, numbered_run in enumerate(_numbered(b.runs))}
         pairs = {
             i: runs_b[same[equation], k]
             for i, (equation, k) in enumerate(numbered)
@@ -361,7 +361,7 @@ class _Sides:
         return cls(a, b, pairs, tuple(k for _, k in numbered))
 
     def difference(self, what: _What, i: int, j: int) -> BitsDifference:
-        """That of a run of side A and one of side B."""
+        """The difference between a run of side A and one of side B."""
         number = self.a.runs[i].equation
         return BitsDifference(
             what=what,
@@ -372,34 +372,34 @@ class _Sides:
         )
 
     def causes(self, i: int, j: int) -> Iterator[tuple[int, BitsDifference]]:
-        """Why the operands of a run differ, where no earlier difference is the reason."""
+        """The differences that make operands of a run differ, unless they are known already."""
         reads_a, reads_b = self.a.runs[i].reads, self.b.runs[j].reads
         if len(reads_a) != len(reads_b):
             yield i, self.difference("replaced", i, j)
             return
-        for own, other in zip(reads_a, reads_b, strict=True):
-            if own.digest == other.digest:
+        for read_a, read_b in zip(reads_a, reads_b, strict=True):
+            if read_a.digest == read_b.digest:
                 continue
-            p, q = own.producer, other.producer
+            p, q = read_a.producer, read_b.producer
             if p is None and q is None:
                 yield i, self.difference("constant", i, j)
-            elif not self._is_known(own, other):
-                # Of what no equation made its reader is told.
+            elif not self._is_known(read_a, read_b):
+                # Inputs and constants have no producer: their reader is reported.
                 p = i if p is None or p < 0 else p
                 q = j if q is None or q < 0 else q
-                # What both sides have was right where it stands: bits part at its reader.
+                # A producer that both sides have was compared itself: bits part at its reader.
                 yield (i if p in self.pairs else p), self.difference("replaced", p, q)
 
-    def _is_known(self, own: RecordedRead, other: RecordedRead) -> bool:
-        """Whether what differs is the same value of both sides: the cause lies before."""
-        p, q = own.producer, other.producer
+    def _is_known(self, read_a: RecordedRead, read_b: RecordedRead) -> bool:
+        """Whether both operands are the same value, so that an earlier difference is the cause."""
+        p, q = read_a.producer, read_b.producer
         if p is None or q is None:
             return False
         return p == q if p < 0 or q < 0 else self.pairs.get(p) == q
 
 
 def _numbered(runs: Sequence[RecordedRun]) -> Iterator[tuple[int, int]]:
-    """The equation of each run, and which run of it this is."""
+    """The equation of each run, and its count among the runs of that equation."""
     count: Counter[int] = Counter()
     for run in runs:
         yield run.equation, count[run.equation]
@@ -411,8 +411,8 @@ def _same_reads(a: RecordedRun, b: RecordedRun) -> bool:
 
 
 def _differing(a: Sequence[tuple[str, str]], b: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    own, other = dict(a), dict(b)
-    return tuple(n for n in dict.fromkeys([*own, *other]) if own.get(n) != other.get(n))
+    of_a, of_b = dict(a), dict(b)
+    return tuple(n for n in dict.fromkeys([*of_a, *of_b]) if of_a.get(n) != of_b.get(n))
 
 
 def _listed(names: Sequence[str], limit: int) -> str:

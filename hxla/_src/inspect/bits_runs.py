@@ -1,7 +1,7 @@
-"""A program run equation by equation, each compiled alone, on one device or on two at once.
+"""Runs a program equation by equation, each compiled alone, on one device or on two.
 
-On two devices both are given the operands that the first one made, so that a difference is of the
-equation itself and of nothing before it.
+Two devices both read the operands that the first one computed, so that a difference comes from the
+equation itself and not from an earlier one.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ from .bits import RecordedEquation, RecordedRead, RecordedRun
 
 
 @dataclasses.dataclass(frozen=True)
-class _Held:
-    """An array on the first device, and what is recorded of it.
+class _Value:
+    """An array on the first device, with its record.
 
     Attributes:
         digest: SHA-256 of its bits.
         producer: As in `RecordedRead`.
-        param: Its path, of a parameter.
+        param: Its path if it is a parameter.
     """
 
     array: Any
@@ -51,13 +51,13 @@ class _Held:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Around:
-    """What is around a program: the equations that run it, from outside in.
+class _CallStack:
+    """The equations that run a program, outermost first.
 
     Attributes:
-        path: Identities of those equations, which tell calls of one program apart.
-        lines: Identities of their places in the user's code, alike forward and backward.
-        is_backward: Whether one of them is of a backward pass.
+        path: Their ids, which distinguish the calls of one program.
+        lines: Ids of their lines in the user's code, equal forward and backward.
+        is_backward: Whether one of them belongs to a backward pass.
         source: File and line of the innermost one.
         is_of_jax: Whether one of them runs a function of jax itself.
     """
@@ -69,24 +69,24 @@ class _Around:
     source: str = ""
     is_of_jax: bool = False
 
-    def inside(self, eqn: Any) -> "_Around":
-        own, is_backward = scopes_around(eqn)
-        parts = uncounted(own).split("/") if own else []
-        # Some programs inside an equation have the names around it, others only their own.
+    def inside(self, eqn: Any) -> "_CallStack":
+        scopes, is_backward = scopes_around(eqn)
+        parts = uncounted(scopes).split("/") if scopes else []
+        # Some inner programs repeat the scopes around their equation, others do not.
         scope = _unrepeated([*filter(None, self.scope.split("/")), *parts])
-        return _Around(
+        return _CallStack(
             path=(*self.path, id(eqn)),
             lines=(*self.lines, id(eqn.source_info.traceback)),
             scope="/".join(scope),
             is_backward=self.is_backward or is_backward,
-            # A function of jax is traced once, where it was called first, and knows no other line.
+            # jax traces its functions once: they know the line of their first call only.
             source=(not self.is_of_jax and source_of(eqn)) or self.source,
             is_of_jax=self.is_of_jax or is_of_jax(eqn),
         )
 
 
 def _unrepeated(parts: list[str]) -> list[str]:
-    """Names without a beginning that is there twice."""
+    """Names without a repeated prefix."""
     for n in range(len(parts) // 2, 0, -1):
         if parts[:n] == parts[n : 2 * n]:
             return _unrepeated(parts[n:])
@@ -97,7 +97,7 @@ class EquationRuns:
     """Runs a program and records it.
 
     Args:
-        devices: One, or two that are both given what the first one computes.
+        devices: One, or two; both read the operands that the first one computed.
     """
 
     def __init__(self, devices: Sequence[jax.Device]):
@@ -107,9 +107,9 @@ class EquationRuns:
         self._places: dict[tuple[int, ...], int] = {}
         self._last_param = ""
         self._after: dict[tuple[int, ...], str] = {}
-        self._kept: list[Any] = []  # what identities are taken of must live
+        self._kept: list[Any] = []  # programs whose equations' ids are keys must live
         self.equations: list[RecordedEquation] = []
-        #: Of each device.
+        #: By device.
         self.runs: list[list[RecordedRun]] = [[] for _ in devices]
 
     def run(
@@ -118,26 +118,28 @@ class EquationRuns:
         """Run a program.
 
         Args:
-            params: Paths of the first of them, which are parameters.
+            params: Paths of the first arguments, which are parameters.
 
         Returns:
             SHA-256 of each argument.
         """
         names = [*params, *[""] * (len(arguments) - len(params))]
-        held = [
-            _Held(jax.device_put(x, self._devices[0]), digest(x), -1 - i, name)
+        values = [
+            _Value(jax.device_put(x, self._devices[0]), digest(x), -1 - i, name)
             for i, (x, name) in enumerate(zip(arguments, names, strict=True))
         ]
-        self._walk(closed, held, _Around())
-        return [x.digest for x in held]
+        self._walk(closed, values, _CallStack())
+        return [x.digest for x in values]
 
-    def _walk(self, closed: ClosedJaxpr, given: Sequence[_Held], around: _Around) -> list[_Held]:
+    def _walk(
+        self, closed: ClosedJaxpr, arguments: Sequence[_Value], around: _CallStack
+    ) -> list[_Value]:
         jaxpr = closed.jaxpr
         self._kept.append(jaxpr)
         env = {v: _constant(c) for v, c in zip(jaxpr.constvars, closed.consts, strict=True)}
-        env |= dict(zip(jaxpr.invars, given, strict=True))
+        env |= dict(zip(jaxpr.invars, arguments, strict=True))
 
-        def read(v: Any) -> _Held:
+        def read(v: Any) -> _Value:
             return _constant(v.val, v.aval.dtype) if _is_literal(v) else env[v]
 
         last = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.invars if not _is_literal(v)}
@@ -150,7 +152,7 @@ class EquationRuns:
                     del env[v]
         return [read(v) for v in jaxpr.outvars]
 
-    def _equation(self, eqn: Any, operands: list[_Held], around: _Around) -> list[_Held]:
+    def _equation(self, eqn: Any, operands: list[_Value], around: _CallStack) -> list[_Value]:
         kind, inner = kind_of(eqn), inner_jaxpr(eqn)
         for x in operands:
             self._last_param = x.param or self._last_param
@@ -164,15 +166,15 @@ class EquationRuns:
         return self._leaf(eqn, operands, inside)
 
     def _scan(
-        self, eqn: Any, inner: ClosedJaxpr, operands: list[_Held], inside: _Around
-    ) -> list[_Held]:
+        self, eqn: Any, inner: ClosedJaxpr, operands: list[_Value], inside: _CallStack
+    ) -> list[_Value]:
         num_consts, num_carry = scan_counts(eqn)
         consts, carry = operands[:num_consts], operands[num_consts : num_consts + num_carry]
         slices, length = operands[num_consts + num_carry :], eqn.params["length"]
-        stacked: list[list[_Held]] = []
+        stacked: list[list[_Value]] = []
         for i in range(length)[:: -1 if eqn.params["reverse"] else 1]:
-            own = [_row(x, i) for x in slices]
-            results = self._walk(inner, [*consts, *carry, *own], inside)
+            rows = [_row(x, i) for x in slices]
+            results = self._walk(inner, [*consts, *carry, *rows], inside)
             carry = results[:num_carry]
             stacked.append(results[num_carry:])
         if eqn.params["reverse"]:
@@ -181,7 +183,7 @@ class EquationRuns:
         columns = list(zip(*stacked, strict=True)) or [()] * len(avals)
         return [*carry, *(_stack(x, a) for x, a in zip(columns, avals, strict=True))]
 
-    def _leaf(self, eqn: Any, operands: list[_Held], inside: _Around) -> list[_Held]:
+    def _leaf(self, eqn: Any, operands: list[_Value], inside: _CallStack) -> list[_Value]:
         place = self._place(eqn, inside)
         arrays = [x.array for v, x in zip(eqn.invars, operands, strict=True) if not _is_literal(v)]
         programs = self._compiled(eqn)
@@ -192,9 +194,9 @@ class EquationRuns:
             runs.append(RecordedRun(place, tuple(x.read for x in operands), digests))
             made.append((results, digests))
         number = len(self.runs[0]) - 1
-        return [_Held(x, d, number) for x, d in zip(*made[0], strict=True)]
+        return [_Value(x, d, number) for x, d in zip(*made[0], strict=True)]
 
-    def _place(self, eqn: Any, inside: _Around) -> int:
+    def _place(self, eqn: Any, inside: _CallStack) -> int:
         """The place of an equation, which is recorded if it is new."""
         if inside.path not in self._places:
             if not inside.is_backward:
@@ -222,20 +224,20 @@ class EquationRuns:
         key: Any = (eqn.primitive.name, operands, tuple(sorted(eqn.params.items())))
         try:
             hash(key)
-        except TypeError:  # of an array among the parameters
+        except TypeError:  # an array is among the parameters
             key = id(eqn)
         if key not in self._programs:
             run = _alone(eqn)
-            own = [jax.jit(run, compiler_options=options) for options in self._options]
-            # Of like devices one does for both.
-            self._programs[key] = [own[self._options.index(o)] for o in self._options]
+            jitted = [jax.jit(run, compiler_options=options) for options in self._options]
+            # Devices of one kind share a program.
+            self._programs[key] = [jitted[self._options.index(o)] for o in self._options]
         return self._programs[key]
 
 
 def _alone(eqn: Any) -> Callable[..., list[Any]]:
     def run(*arrays: Any) -> list[Any]:
-        given = iter(arrays)
-        return run_equation(eqn, [None if _is_literal(v) else next(given) for v in eqn.invars])
+        operands = iter(arrays)
+        return run_equation(eqn, [None if _is_literal(v) else next(operands) for v in eqn.invars])
 
     return run
 
@@ -244,23 +246,23 @@ def _is_literal(v: Any) -> bool:
     return isinstance(v, Literal)
 
 
-def _constant(value: Any, dtype: Any = None) -> _Held:
-    return _Held(value, digest(value if dtype is None else np.asarray(value, dtype)))
+def _constant(value: Any, dtype: Any = None) -> _Value:
+    return _Value(value, digest(value if dtype is None else np.asarray(value, dtype)))
 
 
 def digest(x: Any) -> str:
-    """SHA-256 of the bits of an array, which may be of random keys."""
+    """SHA-256 of the bits of an array; random keys are allowed."""
     if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     return fingerprint(x)
 
 
-def _row(x: _Held, i: int) -> _Held:
+def _row(x: _Value, i: int) -> _Value:
     row = jax.lax.dynamic_index_in_dim(x.array, i, keepdims=False)
     return dataclasses.replace(x, array=row, digest=digest(row))
 
 
-def _stack(rows: Sequence[_Held], aval: Any) -> _Held:
-    """Rows that iterations made, which are all of the last one's equation."""
+def _stack(rows: Sequence[_Value], aval: Any) -> _Value:
+    """Stack the rows of a scan's iterations; the last one's producer counts for all."""
     whole = jnp.stack([x.array for x in rows]) if rows else jnp.zeros(aval.shape, aval.dtype)
-    return _Held(whole, digest(whole), rows[-1].producer if rows else None)
+    return _Value(whole, digest(whole), rows[-1].producer if rows else None)

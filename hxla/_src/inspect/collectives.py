@@ -19,7 +19,7 @@ KINDS = (
     *("collective-permute", "collective-broadcast"),
 )
 OPCODES = {kind: (kind, False) for kind in KINDS} | {f"{k}-start": (k, True) for k in KINDS}
-# Their start returns what it was given beside what it makes.
+# Their start returns its operands beside its results.
 _START_KEEPS_OPERANDS = frozenset({"all-gather", "reduce-scatter", "collective-permute"})
 _BY_PARTITION = frozenset({"all-to-all", "ragged-all-to-all", "collective-broadcast"})
 _MAX_GROUPS = 4096  # kept in full
@@ -28,14 +28,14 @@ _MAX_GROUPS = 4096  # kept in full
 def collectives(
     read: AnnotatedModule, mesh: Mesh, cluster: Cluster | None
 ) -> tuple[Collective, ...]:
-    """List them.
+    """List the collectives of a module.
 
     Args:
-        mesh: Axes, or nothing.
-        cluster: For predictions, its devices in the order of the mesh.
+        mesh: Axes; empty if not known.
+        cluster: Devices in the order of the mesh; None: no predictions.
     """
-    found = read.module.find(OPCODES.keys())
-    return tuple(_collective(read, i, computation, mesh, cluster) for i, computation in found)
+    places = read.module.find(OPCODES.keys())
+    return tuple(_collective(read, i, computation, mesh, cluster) for i, computation in places)
 
 
 def _collective(
@@ -90,13 +90,13 @@ def _collective(
 
 
 def _origin(read: AnnotatedModule, instruction: Instruction, computation: Computation) -> Origin:
-    """Its own, else that of what it is made for."""
-    own = read.origins.of(instruction, computation)
-    if own.missing:
+    """The instruction's origin; if it is not known, that of an instruction that reads it."""
+    origin = read.origins.of(instruction, computation)
+    if origin.missing:
         readers = read.flow.readers(computation, instruction)
-        made_for = (read.origins.of(reader, computation) for reader in readers)
-        return next((origin for origin in made_for if not origin.missing), own)
-    return own
+        of_readers = (read.origins.of(reader, computation) for reader in readers)
+        return next((o for o in of_readers if not o.missing), origin)
+    return origin
 
 
 def _devices(module: Module, instruction: Instruction, kind: str) -> tuple[Groups, str]:
@@ -130,9 +130,9 @@ def _axes(
 
 
 def _seconds(kind: str, num_bytes: int, groups: Groups, cluster: Cluster) -> float | None:
-    """Time of the slowest group, all at once; None if a link is not described.
+    """Seconds of the slowest group while all run at once; None if a link is not described.
 
-    Groups are rings, by their slowest link, and share the network cards of their nodes.
+    Groups are rings, as slow as their slowest link, and share the network cards of their nodes.
     """
     if max((rank for group in groups for rank in group), default=0) >= len(cluster.devices):
         return None
@@ -141,12 +141,12 @@ def _seconds(kind: str, num_bytes: int, groups: Groups, cluster: Cluster) -> flo
     for group in groups:
         if kind == "collective-permute":
             pairs = itertools.pairwise(group)
-            own = [Send(sender=a, receiver=b, num_bytes=num_bytes) for a, b in pairs if a != b]
+            sends = [Send(sender=a, receiver=b, num_bytes=num_bytes) for a, b in pairs if a != b]
         else:
             in_ring = kind != "collective-broadcast"
-            own = ring_transfers(cluster, group, num_bytes / len(group) if in_ring else num_bytes)
-        transfers += own
-        sizes += [len(group)] * len(own)
+            sends = ring_transfers(cluster, group, num_bytes / len(group) if in_ring else num_bytes)
+        transfers += sends
+        sizes += [len(group)] * len(sends)
     slowest = 0.0
     for seconds, size in zip(transfer_seconds(cluster, transfers), sizes, strict=True):
         if seconds is None:

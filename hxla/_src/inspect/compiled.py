@@ -26,7 +26,7 @@ def read_compiled(compiled: Any, hints: Hints) -> Program:
         arguments = []
         problems.append(
             f"the program has {num_parameters} arguments of those it is called with: which ones, "
-            "and so how they lie on the mesh, is not known"
+            "and so how they are sharded, is not known"
         )
     return analyze(
         module,
@@ -43,7 +43,7 @@ def _kept(compiled: Any) -> list[tuple[Any, Any]]:
     """Arguments that the program reads, and their shardings."""
     infos = jax.tree.leaves(compiled.args_info)
     structure: Any = jax.tree.structure(compiled.args_info)
-    # There None stands for what is not read; but the arguments may have None in places, too.
+    # An unread argument has the sharding None; but the arguments may contain None, too.
     shardings = structure.flatten_up_to(compiled.input_shardings)
     both = zip(infos, shardings, strict=True)
     return [(info, sharding) for info, sharding in both if sharding is not None]
@@ -79,7 +79,7 @@ def _memory(compiled: Any) -> BufferAssignment | None:
     temporaries: tuple[Piece, ...] = ()
     if data := getattr(stats, "serialized_buffer_assignment_proto", b""):
         with contextlib.suppress(ValueError, AttributeError):
-            # Its values have numbers; their names are in the module itself.
+            # The protocol buffer numbers its values; their names are in the module.
             (module,) = compiled.runtime_executable().hlo_modules()
             names = module.as_serialized_hlo_module_proto()
             temporaries = _proto.buffer_assignment(data, names).temporaries

@@ -12,7 +12,7 @@ from .collectives import OPCODES
 from .hlo_text import Computation, Instruction, Module, first, shape_bytes, shape_text
 from .program import Collective, Fusion, TaskGraphWork
 
-# They name memory that is there already.
+# They only name memory that exists already.
 _FREE = frozenset(
     {
         *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "copy-start"),
@@ -30,12 +30,11 @@ _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:]([{\[][\d",]*)')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Fused:
-    """What one run of a fused computation does.
+    """The costs of one run of a fused computation.
 
     Attributes:
-        flops: Of all that is in it.
-        read_bytes: Of operands that it reads slices of only, by their numbers.
-        written_bytes: Of a result that it updates in place; None: it writes the whole.
+        read_bytes: Of operands that are read in slices only, by operand number.
+        written_bytes: Of a result that is updated in place; None: all of it is written.
     """
 
     flops: float = 0.0
@@ -54,11 +53,11 @@ class Costs:
         self._fused: dict[object, _Fused] = {}
 
     def of(self, instruction: Instruction, computation: Computation) -> tuple[float, int]:
-        """FLOPs, and bytes read and written as far as it touches its operands."""
+        """FLOPs, and bytes read and written; of sliced operands only the slices count."""
         opcode = instruction.opcode
         if opcode in _FREE or opcode.endswith("-done"):
             return 0.0, 0
-        inside = self._inside(instruction) if opcode == "fusion" else None
+        inside = self._fused_costs(instruction) if opcode == "fusion" else None
         flops = inside.flops if inside else self._flops(instruction, computation)
         written = shape_bytes(instruction.shape)
         if opcode == "dynamic-slice":
@@ -74,28 +73,28 @@ class Costs:
         return flops, written + sum(read)
 
     def _flops(self, instruction: Instruction, computation: Computation) -> float:
-        """Of matrix products and convolutions, those inside a fusion included."""
+        """FLOPs of matrix products and convolutions, also inside a fusion."""
         opcode = instruction.opcode
         if opcode == "fusion":
-            return self._inside(instruction).flops
+            return self._fused_costs(instruction).flops
         if opcode == "convolution":
             return _convolution_flops(instruction, computation)
         is_product = opcode == "dot" or (opcode == "custom-call" and "gemm" in instruction.rest)
         return _product_flops(instruction, computation) if is_product else 0.0
 
-    def _inside(self, fusion: Instruction) -> "_Fused":
-        """Of what it calls: a model's layers have many computations that are alike."""
+    def _fused_costs(self, fusion: Instruction) -> "_Fused":
+        """Costs of a fusion, computed once for like computations: layers have many of them."""
         inner = self._module.called(fusion)
         if inner is None or inner.opcodes.isdisjoint(_TAKEN_APART):
             return _PLAIN
-        # What others call, or say in words, their own text does not tell.
+        # The text of a computation with calls or custom calls does not determine its costs.
         key = inner.name if inner.opcodes & {"fusion", "custom-call"} else inner.likeness
         if key not in self._fused:
             self._fused[key] = _PLAIN  # should it call itself
-            self._fused[key] = self._read_inside(inner)
+            self._fused[key] = self._add_up(inner)
         return self._fused[key]
 
-    def _read_inside(self, inner: Computation) -> "_Fused":
+    def _add_up(self, inner: Computation) -> "_Fused":
         flops = sum(self._flops(i, inner) for i in inner.instructions.values())
         if inner.opcodes.isdisjoint(_PARTIAL):
             return _Fused(flops=flops)
@@ -136,11 +135,11 @@ def _operand_dims(
 
 
 def _product_flops(product: Instruction, computation: Computation) -> float:
-    """Of a dot, or of a library's product, whose dimensions JSON names."""
-    found = _CONTRACTED.search(product.rest)
+    """FLOPs of a dot, or of a library call whose JSON names the contracted dimensions."""
+    match = _CONTRACTED.search(product.rest)
     dims = _operand_dims(product, 0, computation)
-    contracted = [int(i) for i in re.findall(r"\d+", found[1])] if found else []
-    if any(i >= len(dims) for i in contracted) or not (found or product.opcode == "dot"):
+    contracted = [int(i) for i in re.findall(r"\d+", match[1])] if match else []
+    if any(i >= len(dims) for i in contracted) or not (match or product.opcode == "dot"):
         return 0.0
     result = first(product.shape)[1]
     return 2.0 * math.prod(result) * math.prod(dims[i] for i in contracted)
@@ -173,27 +172,27 @@ def work(
         for instruction in computation.instructions.values():
             if instruction.opcode in _PASSED_OVER:
                 continue
-            own_flops, own_bytes = costs.of(instruction, computation)
-            if not own_flops and not own_bytes:
+            run_flops, run_bytes = costs.of(instruction, computation)
+            if not run_flops and not run_bytes:
                 continue
             origin = read.origins.of(instruction, computation)
             task = origin.task_graph
-            flops[task] += own_flops * times
-            moved[task] += own_bytes * times
+            flops[task] += run_flops * times
+            moved[task] += run_bytes * times
             if runs is None:
                 inexact.add(task)
             if instruction.opcode == "fusion":
-                fusions.append((own_bytes * times, instruction, own_flops, own_bytes, runs, origin))
+                fusions.append((run_bytes * times, instruction, run_flops, run_bytes, runs, origin))
     biggest = tuple(
         Fusion(
             name=i.name,
             array=shape_text(i.shape),
-            flops=own_flops,
-            num_bytes=own_bytes,
+            flops=run_flops,
+            num_bytes=run_bytes,
             runs=runs,
             origin=origin,
         )
-        for _, i, own_flops, own_bytes, runs, origin in heapq.nlargest(
+        for _, i, run_flops, run_bytes, runs, origin in heapq.nlargest(
             _NUM_FUSIONS, fusions, key=lambda f: f[0]
         )
     )
@@ -210,16 +209,21 @@ def _rank(task_graph: str) -> int:
 
 
 def _work(
-    task: str, flops: float, moved: float, own: Sequence[Collective], inexact: Container[str]
+    task: str,
+    flops: float,
+    moved: float,
+    collectives: Sequence[Collective],
+    inexact: Container[str],
 ) -> TaskGraphWork:
-    runs = [1 if c.runs is None else c.runs for c in own]
-    seconds = [c.seconds * n for c, n in zip(own, runs, strict=True) if c.seconds is not None]
+    runs = [1 if c.runs is None else c.runs for c in collectives]
+    with_runs = list(zip(collectives, runs, strict=True))
+    seconds = [c.seconds * n for c, n in with_runs if c.seconds is not None]
     return TaskGraphWork(
         task_graph=task,
         flops=flops,
         num_bytes=moved,
         num_collectives=sum(runs),
-        collective_bytes=sum(c.sent_bytes * n for c, n in zip(own, runs, strict=True)),
-        collective_seconds=sum(seconds) if own and len(seconds) == len(own) else None,
-        is_exact=task not in inexact and all(c.runs is not None for c in own),
+        collective_bytes=sum(c.sent_bytes * n for c, n in with_runs),
+        collective_seconds=sum(seconds) if runs and len(seconds) == len(runs) else None,
+        is_exact=task not in inexact and all(c.runs is not None for c in collectives),
     )

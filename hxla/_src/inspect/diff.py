@@ -1,4 +1,4 @@
-"""What changed from some programs to others, in the user's words."""
+"""Describes what changed between two lists of programs."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from ..core.format import num_bytes as size
 from ..core.format import plural, si
 from .program import Collective, Program
 
-_LEAST_SHARE = 0.005  # of memory and work: less is no change worth a word
+_LEAST_SHARE = 0.005  # of memory and work: smaller changes are not reported
 
 # What a collective is, whatever the compiler called it this time.
 _Key = tuple[str, tuple[str, ...], int, str, str, str, int | None]
@@ -20,8 +20,8 @@ def diff(before: Sequence[Program], after: Sequence[Program]) -> tuple[str, ...]
     out += [f"program {p.title} is gone" for p in gone if _matters(p)]
     out += [f"program {p.title} is new" for p in new if _matters(p)]
     for a, b in both:
-        found = list(_program(a, b))
-        out += [f"{b.title}: {line}" for line in found] if len(both) > 1 else found
+        changes = list(_program(a, b))
+        out += [f"{b.title}: {line}" for line in changes] if len(both) > 1 else changes
     return tuple(out)
 
 
@@ -32,7 +32,7 @@ def _matters(program: Program) -> bool:
 def pairs(
     before: Sequence[Program], after: Sequence[Program]
 ) -> tuple[list[tuple[Program, Program]], list[Program], list[Program]]:
-    """Programs of one name in order; two that are alone are compared whatever their names."""
+    """Programs paired by name, in order; a single program on each side is paired regardless."""
     if len(before) == len(after) == 1:
         return [(before[0], after[0])], [], []
     rest = list(after)
@@ -73,20 +73,20 @@ def _key(c: Collective) -> _Key:
 
 def _collectives(before: Sequence[Collective], after: Sequence[Collective]) -> Iterator[str]:
     old, new = Counter(map(_key, before)), Counter(map(_key, after))
-    lost, found = old - new, new - old
-    # The same collective that now runs another number of times has moved in or out of a loop.
+    lost, gained = old - new, new - old
+    # A collective that only runs another number of times has moved in or out of a loop.
     for key in list(lost):
-        moved = next((k for k in found if k[:-1] == key[:-1] and found[k] and k != key), None)
+        moved = next((k for k in gained if k[:-1] == key[:-1] and gained[k] and k != key), None)
         if moved is not None:
-            num = min(lost[key], found[moved])
+            num = min(lost[key], gained[moved])
             lost[key] -= num
-            found[moved] -= num
+            gained[moved] -= num
             yield (
                 f"{plural(num, key[0])} of {size(key[2])} over {key[3]}{_in(key)} "
                 f"{'runs' if num == 1 else 'run'} {moved[-1] or '?'} times instead of "
                 f"{key[-1] or '?'}"
             )
-    for changed, verb in ((+lost, "disappeared"), (+found, "appeared")):
+    for changed, verb in ((+lost, "disappeared"), (+gained, "appeared")):
         for key, num in sorted(changed.items(), key=lambda item: -item[0][2] * item[1]):
             times = f", {key[-1]} times a step each" if key[-1] not in (1, None) else ""
             yield f"{plural(num, key[0])} of {size(key[2])} over {key[3]}{_in(key)}{times} {verb}"
@@ -104,10 +104,10 @@ def _memory(before: Program, after: Program) -> Iterator[str]:
     change = after.memory.total_bytes - before.memory.total_bytes
     parts = {o: b.get(o, 0) - a.get(o, 0) for o in {**a, **b}}
     least = _LEAST_SHARE * max(before.memory.total_bytes, 1)
-    told = sorted((o for o in parts if abs(parts[o]) > least), key=lambda o: -abs(parts[o]))
-    if not told and abs(change) <= least:
+    changed = sorted((o for o in parts if abs(parts[o]) > least), key=lambda o: -abs(parts[o]))
+    if not changed and abs(change) <= least:
         return
-    words = ", ".join(f"{_signed(parts[o])} in {_plural(o)}" for o in told)
+    words = ", ".join(f"{_signed(parts[o])} in {_plural(o)}" for o in changed)
     yield f"peak memory {_signed(change)}: {words}" if words else f"peak memory {_signed(change)}"
 
 

@@ -1,8 +1,8 @@
 """Optimized HLO text, and the shapes in it.
 
-Nothing but the text itself is kept, and where in it the computations are: their instructions, and
-operands and attributes of these, are taken apart when they are asked for, as most never are. What
-is not understood is counted and said, and never ends the reading.
+Only the text is kept, with the places of its computations. Instructions, operands and attributes
+are parsed on demand, since most are never read. Lines that are not understood are counted and
+reported; reading goes on.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ _COMMENT = re.compile(r"/\*.*?\*/")
 
 
 def element_bits(dtype: str) -> int:
-    """Bits of an element: 16 for `bf16`, 8 for `f8e4m3fn`; 0 for what is no array."""
+    """Bits of an element: 16 for `bf16`, 8 for `f8e4m3fn`; 0 for a token and the like."""
     number = re.match(r"[a-z]+(\d+)", dtype)
     if number:
         return int(number[1])
@@ -49,17 +49,17 @@ def tuple_elements(shape: str) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=65536)
 def arrays(shape: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Dtype and dimensions of every array of a shape, tuples flattened."""
-    found = _ARRAY.findall(shape)
+    matches = _ARRAY.findall(shape)
     return tuple(
         (dtype, tuple(int(n.strip(" <=?") or 0) for n in dims.split(",") if n.strip()))
-        for dtype, dims in found
+        for dtype, dims in matches
     )
 
 
 def first(shape: str) -> tuple[str, tuple[int, ...]]:
-    """Dtype and dimensions of the first array of a shape; of what holds none, a token's."""
-    found = arrays(shape)
-    return found[0] if found else ("token", ())
+    """Dtype and dimensions of the first array of a shape; without arrays those of a token."""
+    flattened = arrays(shape)
+    return flattened[0] if flattened else ("token", ())
 
 
 @functools.lru_cache(maxsize=65536)
@@ -100,9 +100,9 @@ _MARKS = re.compile(r'[{}\[\](),"]')
 _NAME = re.compile(r"(%[\w.\-]++)")
 _METADATA = re.compile(r", metadata=\{[^}\n]*+\}")
 _TABLE_ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})$')
-_LEAVES = frozenset({"parameter", "constant", "iota"})  # what is in their brackets is no operand
+_LEAVES = frozenset({"parameter", "constant", "iota"})  # their brackets hold no operands
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-# Attributes that name what an instruction runs; what reduces or compares is not among them.
+# Attributes that name the computations an instruction runs, without reducers and comparators.
 _CALLS = {
     "while": ("condition", "body"),
     "conditional": ("branch_computations", "true_computation", "false_computation"),
@@ -154,21 +154,21 @@ class Instruction:
                 names = [piece.split()[-1] for piece in text.split(",") if piece.strip()]
             if "#" in text:
                 split = [name.partition("#") for name in names]
-                found = [(name, int(i) if i.isdigit() else None) for name, _, i in split]
+                operands = [(name, int(i) if i.isdigit() else None) for name, _, i in split]
             else:
-                found = [(name, None) for name in names]
-            self._operands = tuple(found)
+                operands = [(name, None) for name in names]
+            self._operands = tuple(operands)
         return self._operands
 
     @property
     def index(self) -> int | None:
-        """Which element a `get-tuple-element` takes; None if the text does not say."""
+        """The element that a `get-tuple-element` takes; None if the text does not say."""
         text = (self.attribute("index") or "").strip()
         return int(text) if text.isdigit() else None
 
     @property
     def number(self) -> int | None:
-        """Which of its computation's parameters it is; None if it is none."""
+        """The parameter number in its computation; None if it is no parameter."""
         text = self.arguments if self.opcode == "parameter" else ""
         return int(text) if text.isdigit() else None
 
@@ -195,7 +195,7 @@ class Instruction:
 
 
 def _end(text: str, start: int, stop: str) -> int:
-    """Place of the first such mark outside all brackets and quotes, or the end of the text."""
+    """Index of the first `stop` outside all brackets and quotes, or the end of the text."""
     depth, is_quoted = 0, False
     for mark in _MARKS.finditer(text, start):
         char, place = mark[0], mark.start()
@@ -216,8 +216,8 @@ class Computation:
 
     Attributes:
         name: Without `%`.
-        start: Where in it the instructions begin.
-        opcodes: Of all of them: most questions are answered by what is not there.
+        start: Where the instructions begin in `text`.
+        opcodes: Of all instructions: an opcode that is missing here needs no parsing.
     """
 
     name: str
@@ -227,7 +227,7 @@ class Computation:
     opcodes: frozenset[str]
 
     def __contains__(self, words: str) -> bool:
-        """Whether these words are anywhere in its text."""
+        """Whether the computation's text contains these words."""
         return self.text.find(words, self.start, self.end) >= 0
 
     @functools.cached_property
@@ -244,7 +244,7 @@ class Computation:
 
     @property
     def likeness(self) -> tuple[str, tuple[int, ...]]:
-        """Equal for computations that differ in names of values and in metadata only."""
+        """Equal for computations that differ only in names of values and in metadata."""
         pieces = _NAME.split(_METADATA.sub("", self.text[self.start : self.end]))
         numbers: dict[str, int] = {}
         order = [numbers.setdefault(name, len(numbers)) for name in pieces[1::2]]
@@ -253,12 +253,12 @@ class Computation:
     @functools.cached_property
     def root(self) -> Instruction | None:
         """The computation's result."""
-        found = next((i for i in reversed(self.instructions.values()) if i.is_root), None)
-        return found or next(reversed(self.instructions.values()), None)
+        marked = next((i for i in reversed(self.instructions.values()) if i.is_root), None)
+        return marked or next(reversed(self.instructions.values()), None)
 
     @functools.cached_property
     def calls(self) -> list[tuple[Instruction, str, str]]:
-        """Instructions that run other computations, by which attribute, and which."""
+        """Instructions that run other computations, the attribute, and the computation's name."""
         if self.opcodes.isdisjoint(_CALLS):
             return []
         return [
@@ -279,17 +279,17 @@ class Computation:
 
     def shape_of(self, name: str, picked: int | None = None) -> str:
         """Shape of a value, or of an element of it; empty if it is not known."""
-        found = self.instructions.get(name)
-        if found is None or picked is None:
-            return "" if found is None else found.shape
-        elements = tuple_elements(found.shape)
+        instruction = self.instructions.get(name)
+        if instruction is None or picked is None:
+            return "" if instruction is None else instruction.shape
+        elements = tuple_elements(instruction.shape)
         return elements[picked] if picked < len(elements) else ""
 
     @property
     def parameters(self) -> list[Instruction]:
         """In order of their numbers."""
-        found = [i for i in self.instructions.values() if i.opcode == "parameter"]
-        return sorted(found, key=lambda i: i.number or 0)
+        parameters = [i for i in self.instructions.values() if i.opcode == "parameter"]
+        return sorted(parameters, key=lambda i: i.number or 0)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -299,9 +299,9 @@ class Module:
     Attributes:
         name: `jit_step`.
         header: The first line.
-        num_partitions: Devices that one copy of the program is cut over.
+        num_partitions: Devices that one replica of the program is sharded over.
         computations: By name.
-        entry: Name of the one that is run; empty if the text has none.
+        entry: Name of the entry computation; empty if the text has none.
         tables: File names, functions, locations and frames by number, as newer texts have them.
         problems: What could not be read.
     """
@@ -317,7 +317,7 @@ class Module:
 
     @property
     def num_devices(self) -> int:
-        """That run the program together."""
+        """Devices that run the program together."""
         return self.num_partitions * self.num_replicas
 
     @property
@@ -327,15 +327,15 @@ class Module:
 
     @property
     def donors(self) -> frozenset[int]:
-        """Parameters that were donated and that no result took over when the text was written."""
+        """Donated parameters whose memory no result had taken over when the text was written."""
         return self._listed("buffer_donor", r"\((\d+),")
 
     def _listed(self, attribute: str, parameter: str) -> frozenset[int]:
-        found = re.search(rf"{attribute}=\{{(.*?)\}}(?:, \w+=|$)", self.header)
-        return frozenset(map(int, re.findall(parameter, found[1]))) if found else frozenset()
+        match = re.search(rf"{attribute}=\{{(.*?)\}}(?:, \w+=|$)", self.header)
+        return frozenset(map(int, re.findall(parameter, match[1]))) if match else frozenset()
 
     def find(self, opcodes: Set[str]) -> Iterator[tuple[Instruction, Computation]]:
-        """Instructions of some kinds, and where they stand, in the order of the text."""
+        """Instructions of some opcodes with their computations, in the order of the text."""
         for computation in self.computations.values():
             if computation.opcodes.isdisjoint(opcodes):
                 continue
@@ -344,14 +344,14 @@ class Module:
                     yield instruction, computation
 
     def called(self, instruction: Instruction, key: str = "calls") -> Computation | None:
-        """The computation that an attribute names, the first of several; None if none is there."""
+        """The first computation that an attribute names; None if there is none."""
         names = instruction.called(key)
         return self.computations.get(names[0]) if names else None
 
     def root_of(
         self, instruction: Instruction, computation: Computation
     ) -> tuple[Instruction, Computation]:
-        """What makes the result of a fusion or a call, and where it stands; else itself."""
+        """The root of a fusion or a call with its computation; other instructions themselves."""
         keys = _CALLS[instruction.opcode] if instruction.opcode in ("fusion", "call") else ()
         for key in keys:
             inner = self.called(instruction, key)
@@ -373,7 +373,7 @@ class Module:
             if name:
                 function = functions.get(place.get("function_name_id", 0), "")
                 out.append((name, place.get("line", 0), function))
-            # The text counts parents from 1, 0 and the frame's own number being none.
+            # The text counts parents from 1; 0, and the frame's number itself, stand for none.
             frame = row.get("parent_frame_id", 1) - 1
         return out
 
@@ -383,16 +383,13 @@ def _numbers(text: str) -> dict[str, int]:
 
 
 def read_module(text: str) -> Module:
-    """Read one module.
+    """Read one module; `problems` says what could not be read.
 
     Args:
-        text: Its lines; they end in a newline only.
-
-    Returns:
-        All that could be read; `problems` says what could not.
+        text: Lines that end in a newline only.
     """
     module = Module()
-    odd: list[str] = []
+    unparsed: list[str] = []
     table: dict[int, str] | None = None
     opcodes: dict[frozenset[str], frozenset[str]] = {}
     start, is_open = 0, False
@@ -404,12 +401,16 @@ def read_module(text: str) -> Module:
             end = text.find("\n}", start - 1)
             is_open = end < 0
             end = len(text) if is_open else end + 1
-            found = _OPCODE.findall(text, start, end)
-            if is_open or len(found) != text.count("\n", start, end):
-                odd += _odd(text[start:end])
-            own = frozenset(found)
+            listed = _OPCODE.findall(text, start, end)
+            if is_open or len(listed) != text.count("\n", start, end):
+                unparsed += _unparsed(text[start:end])
+            distinct = frozenset(listed)
             module.computations[name] = Computation(
-                name=name, text=text, start=start, end=end, opcodes=opcodes.setdefault(own, own)
+                name=name,
+                text=text,
+                start=start,
+                end=end,
+                opcodes=opcodes.setdefault(distinct, distinct),
             )
             if is_entry:
                 module.entry = name
@@ -422,13 +423,13 @@ def read_module(text: str) -> Module:
             module.header = line.strip()
             module.name = (line.split(None, 2)[1:2] or ["?"])[0].strip(",")
             numbers = _numbers(line)
-            copies = numbers.get("num_partitions", 1), numbers.get("replica_count", 1)
-            if math.prod(copies) <= MOST_DEVICES and min(copies) > 0:
-                module.num_partitions, module.num_replicas = copies
+            counts = numbers.get("num_partitions", 1), numbers.get("replica_count", 1)
+            if math.prod(counts) <= MOST_DEVICES and min(counts) > 0:
+                module.num_partitions, module.num_replicas = counts
             else:
                 module.problems.append(
-                    f"it is for {copies[0]} partitions of {copies[1]} replicas, from 1 to "
-                    f"{MOST_DEVICES} can be: read as one device's"
+                    f"it is for {counts[0]} partitions of {counts[1]} replicas, and 1 to "
+                    f"{MOST_DEVICES} devices are possible: it is read as one device's"
                 )
             continue
         word = line.strip()
@@ -441,26 +442,26 @@ def read_module(text: str) -> Module:
             if row:
                 table[int(row[1])] = row[2] if row[2] is not None else row[3]
         else:
-            odd.append(word)
-    _complain(module, is_open, odd)
+            unparsed.append(word)
+    _report_problems(module, is_open, unparsed)
     return module
 
 
-def _odd(text: str) -> list[str]:
+def _unparsed(text: str) -> list[str]:
     """Lines of a computation that are no instructions."""
     lines = [line for line in text.split("\n") if not _OPCODE.match(line)]
     return [line.strip() for line in lines if line.strip()]
 
 
-def _complain(module: Module, is_open: bool, odd: list[str]) -> None:
+def _report_problems(module: Module, is_open: bool, unparsed: list[str]) -> None:
     say = module.problems.append
     if not module.header:
         say("there is no HloModule line: this is no HLO text, or its beginning is missing")
     if is_open:
         last = next(reversed(module.computations))
         num = len(module.computations[last].instructions)
-        say(f"the text ends inside {last}, after {num} instructions of it: it was cut off")
+        say(f"the text ends inside {last}, after {num} of its instructions: it was cut off")
     elif module.header and not module.entry:
         say("there is no ENTRY computation: the text was cut off, or is of a format not known")
-    if odd:
-        say(f"{len(odd)} lines were not understood, the first: {odd[0][:80]}")
+    if unparsed:
+        say(f"{len(unparsed)} lines were not understood, the first: {unparsed[0][:80]}")

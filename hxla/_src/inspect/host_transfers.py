@@ -12,7 +12,7 @@ _HOST_SPACE = "S(5)"  # memory space 5 of a layout is the host's, on GPU and TPU
 
 
 def transfers(read: AnnotatedModule) -> tuple[Transfer, ...]:
-    """Between host and device, and calls back into Python."""
+    """List a module's transfers between host and device, and its callbacks into Python."""
     out = []
     for i, computation in read.module.find(_TRANSFERS):
         kind = _kind(i, computation)

@@ -27,19 +27,19 @@ def inspect(
     rules: RuleSet | str | None = None,
     owners: Mapping[str, str] | None = None,
 ) -> Inspection:
-    """Say what a compiled program does: collectives, memory, work, and what to look at.
+    """Describe what a compiled program does: its collectives, memory, work and warnings.
 
     Args:
         step: A compiled step (`jax.stages.Compiled`), a lowered one, a jitted function with the
             arguments it is called with, the text of an optimized HLO module, or the path of a dump:
             a folder that XLA or `hxla run --dump` wrote, or one file of it.
         args: The arguments of a jitted function: arrays or `jax.ShapeDtypeStruct`s.
-        mesh: The axis names and sizes in order, where the program does not tell them.
+        mesh: The axis names and sizes in order, where the program does not name them.
         cluster: The described devices in the order of the mesh, or a mesh file's name: collectives
             then have predicted times.
-        rules: A rule set or its name: parameters that do not follow it are warned of.
-        owners: The owner of an argument's memory, by how its path starts, where names do not tell:
-            `{"w": "parameter", "state.slow": "optimizer state"}`.
+        rules: A rule set or its name: there is a warning for each parameter that breaks it.
+        owners: The owner of an argument's memory, by prefix of its path, where its name does not
+            show it: `{"w": "parameter", "state.slow": "optimizer state"}`.
 
     Returns:
         The inspection; `print(hxla.inspect(step).text())` shows it.
@@ -65,7 +65,7 @@ def inspect(
         rules=as_rules(rules),
         owners=owners or {},
     )
-    # Millions of small objects that live until the end would be walked again and again.
+    # The collector would walk millions of live small objects again and again.
     collecting = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""What `hxla.inspect` returns: programs, their tables, pages and JSON."""
+"""The result of `hxla.inspect`: programs, their tables, pages and JSON."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from .tables import terminal_tables
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """Compiled programs as values, and what of a dump could not be read.
+    """Compiled programs as values, and the files of a dump that could not be read.
 
     Attributes:
         programs: The programs, the one with most bytes of memory first.
@@ -41,12 +41,12 @@ class Inspection:
             The program.
 
         Raises:
-            InspectError: If there is none, naming those there are.
+            InspectError: If there is no such program; it names the others.
         """
-        found = [p for p in self.programs if name in (p.name, p.role)]
-        if not found:
+        matches = [p for p in self.programs if name in (p.name, p.role)]
+        if not matches:
             raise InspectError(f"no program {name!r}, only: {_names(self.programs)}")
-        return found[0]
+        return matches[0]
 
     @property
     def main(self) -> Program:
@@ -66,7 +66,7 @@ class Inspection:
         return tuple(c for p in self.programs for c in p.collectives)
 
     def to_json(self) -> str:
-        """Write all of it as JSON."""
+        """Write the inspection as JSON."""
         return _adapter().dump_json(self, indent=1).decode()
 
     @classmethod
@@ -98,8 +98,8 @@ class Inspection:
 
         Args:
             limit: The most rows of a table.
-            plan: The file of the plan that ran: its parts of unlike sizes are shown.
-            profile: Folder that `jax.profiler.trace` was given: who waited in its last step.
+            plan: The file of the plan that ran: its uneven shards are shown.
+            profile: The folder of `jax.profiler.trace`: waiting in its last step is shown.
 
         Returns:
             Some lines of text.
@@ -120,14 +120,14 @@ class Inspection:
         profile: str | os.PathLike[str] | None = None,
         predicted: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Write all of it as one HTML page that needs nothing beside it.
+        """Write the inspection as one self-contained HTML page.
 
         Args:
             path: The file; its folder is made if it is not there.
-            title: Heading of the page.
-            profile: Folder that `jax.profiler.trace` was given: its last step is drawn.
-            predicted: What `hxla plan --write` wrote, a plan or the trace of a replica, to draw
-                beside it.
+            title: The heading of the page.
+            profile: The folder of `jax.profiler.trace`: its last step is drawn.
+            predicted: A file of `hxla plan --write`, a plan or the trace of a replica: it is drawn
+                beside the measured step.
 
         Raises:
             InspectError: If there is no profile of these programs, or the path cannot be written.
@@ -150,9 +150,9 @@ class Inspection:
         """Write what changed from this inspection to `other` as one HTML page.
 
         Args:
-            other: The later one.
+            other: The later inspection.
             path: The file; its folder is made if it is not there.
-            title: Heading of the page.
+            title: The heading of the page.
 
         Raises:
             InspectError: If the path cannot be written.
@@ -161,10 +161,10 @@ class Inspection:
         write(path, page, InspectError)
 
     def diff(self, other: "Inspection") -> tuple[str, ...]:
-        """Say what another inspection's programs do otherwise, a sentence each.
+        """Describe how another inspection's programs differ, one change per sentence.
 
         Args:
-            other: The later one.
+            other: The later inspection.
 
         Returns:
             Sentences; none if nothing changed.
@@ -176,6 +176,6 @@ def _names(programs: Iterable[Program]) -> str:
     return ", ".join(sorted({p.title for p in programs})) or "none"
 
 
-@functools.cache  # made when first asked for: it takes a tenth of a second
+@functools.cache  # made on first use: it takes a tenth of a second
 def _adapter() -> pydantic.TypeAdapter[Inspection]:
     return pydantic.TypeAdapter(Inspection)

@@ -1,4 +1,4 @@
-"""Programs, or what changed from some to others, as one HTML page."""
+"""One HTML page of programs, or of what changed between two lists of programs."""
 
 import html
 import os
@@ -15,7 +15,7 @@ from .diff import diff, pairs
 from .pictures import mesh_and_shards, step_section
 from .program import OWNERS, Collective, Memory, Program, Warned
 
-_MAX_WARNINGS = 8  # that are shown unfolded
+_MAX_WARNINGS = 8  # shown unfolded
 _CSS = """
 main { max-width: 72rem; }
 .part { margin: 2.2rem 0 1rem; font-size: 1.35rem; }
@@ -33,7 +33,7 @@ main { max-width: 72rem; }
 .defs path { stroke: var(--ink); stroke-width: 1.6; }
 figure .steps { min-width: 46rem; }
 """
-_KIND = {"collective": lambda own: own[0].kind, "over": lambda own: own[0].over}
+_KIND = {"collective": lambda members: members[0].kind, "over": lambda members: members[0].over}
 _OWNER_COLORS = dict(zip(OWNERS, ("k0", "k3", "k2", "k1", "k5", "hatch", "k6", "k7"), strict=True))
 _HATCH = (
     '<svg class="defs" aria-hidden="true"><pattern id="padding" width="6" height="6" '
@@ -49,11 +49,7 @@ def inspection_page(
     measured: Lanes | None = None,
     predicted: Lanes | None = None,
 ) -> str:
-    """What a terminal shows, and how arrays lie on the mesh, and where the step's time goes.
-
-    Args:
-        problems: What of a dump could not be read.
-    """
+    """The tables of the terminal, pictures of sharded arrays, and the step's timeline."""
     programs, others = tables.shown(programs)
     parts = [_HATCH]
     warned = [(p, w) for p in programs for w in p.warnings]
@@ -77,7 +73,7 @@ def inspection_page(
 
 
 def _sources(programs: Sequence[Program]) -> str:
-    """What is shown, and what it was read from."""
+    """The programs' names and their sources."""
     words = {"live": "a compiled step", "text": "HLO text"}
     sources = {words.get(p.source, p.source) for p in programs}
     names = ", ".join(dict.fromkeys(p.title for p in programs))
@@ -86,18 +82,14 @@ def _sources(programs: Sequence[Program]) -> str:
 
 
 def _folder(paths: Iterable[str]) -> str:
-    """The folder that all files are in, or the file if there is one; empty if there is none."""
+    """The common folder of all files, or the only file; empty if there is none."""
     distinct = set(paths)
     common = os.path.commonpath(distinct) if distinct and all(map(os.path.isabs, distinct)) else ""
     return common if len(common) > 1 else ""
 
 
 def diff_page(before: Sequence[Program], after: Sequence[Program], *, title: str) -> str:
-    """What changed from some programs to others.
-
-    Args:
-        before: The first.
-    """
+    """The page of what changed between two lists of programs."""
     lines = diff(before, after)
     parts = [_lines("What changed", lines or ["Nothing changed."])]
     for old, new in pairs(tables.shown(before)[0], tables.shown(after)[0])[0]:
@@ -124,7 +116,7 @@ def _program(program: Program, measured: Lanes | None) -> Iterator[str]:
     if program.work:
         yield section("Work of one device in one call", table(*tables.work_table(program)))
     if program.arrays and program.mesh:
-        yield section("How arrays lie on the mesh", *mesh_and_shards(program))
+        yield section("How arrays are sharded", *mesh_and_shards(program))
     if program.fusions:
         yield section("Biggest fusions", table(*tables.fusion_table(program)))
     if program.transfers:
@@ -137,7 +129,7 @@ def _tiles(program: Program) -> Iterator[tuple[str, str, str]]:
     yield "Devices", str(program.num_devices), detail
     if program.memory is not None:
         owner, most = max(program.memory.by_owner.items(), key=lambda x: x[1], default=("", 0))
-        what = f"{size(most)} of it: {owner}" if owner else ""
+        what = f"{owner}: {size(most)}" if owner else ""
         yield "Peak memory of a device", size(program.memory.total_bytes), what
     more = "" if total.is_exact else " or more"
     yield "FLOPs of a device", si(total.flops) + more, f"{size(total.num_bytes)} moved in memory"
@@ -147,12 +139,12 @@ def _tiles(program: Program) -> Iterator[tuple[str, str, str]]:
     yield "Sent by a device", size(total.collective_bytes), detail
 
 
-def _warnings(found: Sequence[tuple[Program, Warned]], is_named: bool) -> Iterator[str]:
+def _warnings(warned: Sequence[tuple[Program, Warned]], is_named: bool) -> Iterator[str]:
     lines = []
-    for alikes in group(found, lambda f: f[1].text, lambda f: (f[0].title, f[1].kind)):
+    for alikes in group(warned, lambda w: w[1].text, lambda w: (w[0].title, w[1].kind)):
         (program, first), *rest = alikes
         where = f"in {program.title}, " if is_named else ""
-        more = items(html.escape(warned.text) for _, warned in rest)
+        more = items(html.escape(warning.text) for _, warning in rest)
         lines.append(
             f'<b class="warned">{html.escape(first.kind)}</b>: {html.escape(where + first.text)}'
             + (fold(f"and {len(rest)} like it", more) if rest else "")
@@ -170,18 +162,19 @@ def _collectives(program: Program, measured: Lanes | None) -> Iterator[str]:
     prefix = f"{folder}/" if folder else ""
     yield "<h3>By TaskGraph</h3>"
     task_graphs = group(program.collectives, lambda _: "", lambda c: c.origin.task_graph)
-    for number, own in enumerate(sorted(task_graphs, key=tables.sent_bytes, reverse=True)):
-        task_graph = own[0].origin.task_graph
+    for number, members in enumerate(sorted(task_graphs, key=tables.sent_bytes, reverse=True)):
+        task_graph = members[0].origin.task_graph
         name = html.escape(task_graph or "outside all TaskGraphs")
-        said = f"{plural(tables.num_runs(own), 'run')}, {size(tables.sent_bytes(own))} sent"
-        seconds = tables.predicted(own)
-        said += f", predicted {seconds}" if seconds else ""
-        listed = table(*tables.collective_table(own, task_graph, prefix))
-        yield fold(f"<b>{name}</b>: {said}", listed, is_open=number < 3)
+        runs = plural(tables.num_runs(members), "run")
+        summary = f"{runs}, {size(tables.sent_bytes(members))} sent"
+        seconds = tables.predicted(members)
+        summary += f", predicted {seconds}" if seconds else ""
+        listed = table(*tables.collective_table(members, task_graph, prefix))
+        yield fold(f"<b>{name}</b>: {summary}", listed, is_open=number < 3)
     if located:
         yield "<h3>By source line</h3>"
         words = {
-            "line": lambda own: own[0].origin.source.removeprefix(prefix),
+            "line": lambda members: members[0].origin.source.removeprefix(prefix),
             "function": _functions,
             "collectives": _kinds,
         }
@@ -190,12 +183,12 @@ def _collectives(program: Program, measured: Lanes | None) -> Iterator[str]:
         yield f"<p>Lines of files in {html.escape(prefix)}.</p>" if prefix else ""
 
 
-def _functions(own: Sequence[Collective]) -> str:
-    return ", ".join(dict.fromkeys(c.origin.function for c in own if c.origin.function))
+def _functions(members: Sequence[Collective]) -> str:
+    return ", ".join(dict.fromkeys(c.origin.function for c in members if c.origin.function))
 
 
-def _kinds(own: Sequence[Collective]) -> str:
-    return ", ".join(f"{n} {kind}" for kind, n in Counter(c.kind for c in own).items())
+def _kinds(members: Sequence[Collective]) -> str:
+    return ", ".join(f"{n} {kind}" for kind, n in Counter(c.kind for c in members).items())
 
 
 def _took(program: Program, measured: Lanes | None) -> dict[str, float]:
@@ -209,11 +202,13 @@ def _took(program: Program, measured: Lanes | None) -> dict[str, float]:
 
 
 def _owners(memory: Memory, whole: int) -> str:
-    """A bar of what each owner holds, and its legend; `whole` bytes are as wide as the page."""
-    held = [(_OWNER_COLORS[owner], n, f"{owner} {size(n)}") for owner, n in memory.by_owner.items()]
+    """A bar of the bytes of each owner, and its legend; `whole` bytes are as wide as the page."""
+    parts = [
+        (_OWNER_COLORS[owner], n, f"{owner} {size(n)}") for owner, n in memory.by_owner.items()
+    ]
     total = max(memory.total_bytes, 1)
-    return stack(held, whole) + legend(
-        (color, f"{said} ({n / total:.0%})") for color, n, said in held
+    return stack(parts, whole) + legend(
+        (color, f"{text} ({n / total:.0%})") for color, n, text in parts
     )
 
 
@@ -238,7 +233,7 @@ def _both(old: Program, new: Program) -> Iterator[str]:
             parts.append(f"<h3>{word}: {size(memory.total_bytes)}</h3>")
             parts.append(_owners(memory, whole))
         yield section("Memory of one device at the peak", *parts)
-    words = {**_KIND, "of": lambda own: own[0].origin.task_graph}
+    words = {**_KIND, "of": lambda members: members[0].origin.task_graph}
     key = lambda c: (c.over, c.origin.task_graph)  # noqa: E731
     sides = [
         tables.sums_table(group(p.collectives, lambda c: c.kind, key), words) for p in (old, new)

@@ -1,4 +1,4 @@
-"""Which TaskGraph, module and line of the user's an instruction comes from."""
+"""The TaskGraph, module and source line of an instruction."""
 
 import functools
 import re
@@ -13,7 +13,7 @@ _NAME = re.compile(r'op_name="([^"\\]*+(?:\\.[^"\\]*+)*+)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _FILE = re.compile(r'source_file="((?:[^"\\]|\\.)*)"(?: source_line=(\d+))?')
 _TRANSFORM = re.compile(r"^(?:jvp|transpose|vmap|shmap|remat|checkpoint)\((.*)\)$")
-# What jax and hxla themselves write between the user's scopes.
+# Scopes that jax and hxla write between the user's.
 _MACHINERY = re.compile(
     r"|while|body|cond|scan|closed_call|core_call|eval_jaxpr|pjit|checkpoint|remat|remat2"
     r"|rematted_computation|shard_map|run_state|custom_jvp_call|custom_vjp_call"
@@ -24,43 +24,43 @@ _MACHINERY = re.compile(
 _INSTALLED = sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")
 _LIBRARIES = (*_INSTALLED, "site-packages", "dist-packages", "/hxla/_")
 _NAMELESS = Origin(missing="XLA kept no name, here or in what it reads")
-_MAX_JOINED = 4  # names of one operation that are said
+_MAX_JOINED = 4  # names shown of one operation
 _DEPTH = 4  # operands looked through for a name that XLA lost
 
 
 def op_name(instruction: Instruction) -> str:
     """The name that jax gave an operation: scopes and transforms, then the primitive."""
-    found = _NAME.search(instruction.rest)
-    if found is None:
+    match = _NAME.search(instruction.rest)
+    if match is None:
         return ""
-    return re.sub(r"\\(.)", r"\1", found[1]) if "\\" in found[1] else found[1]
+    return re.sub(r"\\(.)", r"\1", match[1]) if "\\" in match[1] else match[1]
 
 
 def joined(name: str) -> list[str]:
-    """The names of the operations that XLA made one of, `a/(b:c)` or `a;b`; mostly one."""
+    """The names of the operations that XLA joined, `a/(b:c)` or `a;b`; mostly one."""
     name = name.split(";")[0]
     *scopes, last = split_outside(name, "/")
     if not (last.startswith("(") and last.endswith(")")):
         return [name]
     pieces = split_outside(last[1:-1], ":")
-    return [own for piece in pieces for own in joined("/".join([*scopes, piece]))]
+    return [each for piece in pieces for each in joined("/".join([*scopes, piece]))]
 
 
 @functools.lru_cache(maxsize=65536)
 def module_path(name: str) -> tuple[str, str]:
-    """The user's own scopes in a name, and the primitive at its end."""
+    """The user's scopes in a name, and the primitive at its end."""
     *scopes, primitive = split_outside(joined(name)[0], "/")
-    own: list[str] = []
+    user_scopes: list[str] = []
     for scope in scopes:
         while inner := _TRANSFORM.match(scope):
             scope = inner[1]
         parts = split_outside(scope, "/")
-        own += [part for part in parts if not _MACHINERY.fullmatch(part)]
-    return "/".join(own), primitive
+        user_scopes += [part for part in parts if not _MACHINERY.fullmatch(part)]
+    return "/".join(user_scopes), primitive
 
 
 class Origins:
-    """Answers where instructions of one module come from; equal names are taken apart once."""
+    """The origins of one module's instructions; equal names are parsed once."""
 
     def __init__(self, module: Module):
         self._module = module
@@ -73,17 +73,16 @@ class Origins:
             if "hxla." in instruction.rest
         }
         entries = {tuple(scopes_of(piece)) for name in named for piece in joined(name)}
-        # Entry numbers count through a process; those of one program from 0 are what can be read
-        # and compared.
+        # Entries are numbered throughout the process; from 0 they can be compared.
         ordered = sorted((e for e in entries if e), key=lambda key: key[-1].entry)
         self._numbers = {key: i for i, key in enumerate(ordered)}
 
     def of(self, instruction: Instruction, computation: Computation) -> Origin:
-        """Where an instruction comes from, by its own name or that of what it reads."""
-        found = self._named(instruction, computation, _DEPTH)
-        return _NAMELESS if found is None else self._origin(found)
+        """The origin of an instruction, by its name or that of its operands."""
+        named = self._with_name(instruction, computation, _DEPTH)
+        return _NAMELESS if named is None else self._origin(named)
 
-    def _named(
+    def _with_name(
         self, instruction: Instruction, computation: Computation, depth: int
     ) -> Instruction | None:
         if 'op_name="' in instruction.rest:
@@ -93,9 +92,9 @@ class Origins:
         for name, _ in instruction.operands:
             operand = computation.instructions.get(name)
             if operand is not None and operand.opcode != "parameter":
-                found = self._named(operand, computation, depth - 1)
-                if found is not None:
-                    return found
+                named = self._with_name(operand, computation, depth - 1)
+                if named is not None:
+                    return named
         return None
 
     def _origin(self, instruction: Instruction) -> Origin:
@@ -110,15 +109,15 @@ class Origins:
 
     def _make(self, name: str, frame: int, file: re.Match[str] | None) -> Origin:
         pieces = joined(name)
-        found = [module_path(piece) for piece in pieces]
-        path, primitive = _several(p for p, _ in found), found[0][1]
+        paths = [module_path(piece) for piece in pieces]
+        path, primitive = _several(p for p, _ in paths), paths[0][1]
         labels = (self._label(tuple(scopes_of(piece))) for piece in pieces)
         task_graph = _several(labels)
         places = self._module.source(frame) if frame else []
         if file:
             places = [(file[1], int(file[2] or 0), "")]
-        own = next((p for p in places if not any(lib in p[0] for lib in _LIBRARIES)), None)
-        source = own or (places[0] if places else None)
+        user_place = next((p for p in places if not any(lib in p[0] for lib in _LIBRARIES)), None)
+        source = user_place or (places[0] if places else None)
         function = source[2] if source and not source[2].startswith("<") else ""
         missing = ""
         if not task_graph and not path and not function:
@@ -141,7 +140,7 @@ class Origins:
 
 
 def _several(names: Iterable[str]) -> str:
-    """Of what XLA joined the first few, each once."""
+    """The first few distinct names of joined operations."""
     distinct = [n for n in dict.fromkeys(names) if n]
     if len(distinct) <= _MAX_JOINED:
         return " + ".join(distinct)

@@ -1,7 +1,7 @@
 """Memory at its peak, by buffer and by owner.
 
-The compiler says where each value lies; the schedule says when. Together they name what fills the
-memory at the peak. Loop bodies count once, at the place of their loop.
+The compiler gives each value's address, the schedule its lifetime. Together they name the buffers
+at the peak. Loop bodies count once, at the place of their loop.
 """
 
 import collections
@@ -26,7 +26,7 @@ _RUN_IN_ORDER = frozenset({"while", "call", "conditional", "async-start"})
 
 
 class InstructionOrder:
-    """Places of all instructions of control flow in the one order they run in."""
+    """The places of all instructions in the order in which they run."""
 
     def __init__(self, module: Module):
         self._module = module
@@ -59,8 +59,8 @@ class InstructionOrder:
             home = self.home[name]
             if home.root is not None and home.root.name == name:
                 caller = self._caller.get(home.name)
-                # What a computation returns is read by whoever reads its caller; the caller's own
-                # value is another piece of memory, or the same one under its own name.
+                # A computation's result lives until its caller ends; the caller's value is
+                # another piece of memory, or the same one under the caller's name.
                 last = max(last, self.place.get(caller or "", len(self.place)))
             for user in home.users.get(name, ()):
                 for number, (operand, picked) in enumerate(user.operands):
@@ -68,16 +68,16 @@ class InstructionOrder:
                     if operand != name or is_other:
                         continue
                     last = max(last, self.place[user.name])
-                    passed = self._passed(user, number, element if picked is None else None)
+                    passed = self._passed_on(user, number, element if picked is None else None)
                     if passed is not None and passed not in seen:
                         seen.add(passed)
                         waiting.append(passed)
         return last
 
-    def _passed(
+    def _passed_on(
         self, user: Instruction, number: int, element: int | None
     ) -> tuple[str, int | None] | None:
-        """The value that a reader only hands on."""
+        """The value of a reader that only passes its operand on; None if it computes."""
         if user.opcode not in _PASSES:
             return None
         if user.opcode == "tuple":
@@ -88,11 +88,7 @@ class InstructionOrder:
 
 
 def peak(module: Module, pieces: tuple[Piece, ...]) -> list[tuple[Piece, Computation]]:
-    """The pieces that live when together they fill most, each place in memory once.
-
-    Returns:
-        Each with the computation that makes it.
-    """
+    """The pieces that live at the peak, each address once, with the computations that make them."""
     order = InstructionOrder(module)
     events: list[tuple[int, int, Piece]] = []
     for piece in pieces:
@@ -103,7 +99,7 @@ def peak(module: Module, pieces: tuple[Piece, ...]) -> list[tuple[Piece, Computa
     events.sort(key=lambda e: e[:2])
     live: dict[tuple[int, int], list[Piece]] = collections.defaultdict(list)
     now = best = 0
-    found: list[Piece] = []
+    at_peak: list[Piece] = []
     for _, is_end, piece in events:
         place = live[piece.offset, piece.num_bytes]
         if is_end:
@@ -114,19 +110,19 @@ def peak(module: Module, pieces: tuple[Piece, ...]) -> list[tuple[Piece, Computa
         place.append(piece)
         if now > best:
             best = now
-            found = [own[0] for own in live.values() if own]
-    return [(piece, order.home[piece.name]) for piece in found]
+            at_peak = [pieces_there[0] for pieces_there in live.values() if pieces_there]
+    return [(piece, order.home[piece.name]) for piece in at_peak]
 
 
 def memory(read: AnnotatedModule, assignment: BufferAssignment) -> Memory:
-    """Who holds what at the peak."""
+    """The buffers at the peak and their owners."""
     buffers = [
         Buffer(name=a.path, owner=a.owner, num_bytes=a.num_bytes, array=a.local)
         for a in read.arrays
     ]
     outputs = assignment.output_bytes - assignment.alias_bytes
     temporaries = list(_temporaries(read, assignment))
-    # Layouts may need more than the elements do, and there are gaps between buffers.
+    # Layouts may need more bytes than the elements, and there are gaps between buffers.
     layout = assignment.argument_bytes - sum(b.num_bytes for b in buffers)
     gaps = assignment.temp_bytes - sum(b.num_bytes for b in temporaries)
     rest = {
@@ -151,9 +147,9 @@ def _temporaries(read: AnnotatedModule, assignment: BufferAssignment) -> Iterato
     parameters = {a.local_shape for a in read.arrays if a.owner == "parameter" and a.local_shape}
     for value, computation in peak(read.module, assignment.temporaries):
         instruction = computation.instructions[value.name]
-        found = read.flow.maker(computation, value.name, value.element)
-        if found is not None:
-            instruction, computation, _ = found
+        maker = read.flow.maker(computation, value.name, value.element)
+        if maker is not None:
+            instruction, computation, _ = maker
         shape = _element(instruction.shape, value)
         origin = read.origins.of(instruction, computation)
         argument = read.argument(computation, instruction.name)
@@ -163,11 +159,11 @@ def _temporaries(read: AnnotatedModule, assignment: BufferAssignment) -> Iterato
         else:
             owner = _owner(origin, shape, parameters)
         padding = min(_padding(read, instruction, computation), value.num_bytes)
-        for num_bytes, whose in ((value.num_bytes - padding, owner), (padding, "padding")):
+        for num_bytes, piece_owner in ((value.num_bytes - padding, owner), (padding, "padding")):
             if num_bytes:
                 yield Buffer(
                     name=instruction.name,
-                    owner=whose,
+                    owner=piece_owner,
                     num_bytes=num_bytes,
                     array=shape_text(shape),
                     origin=origin,

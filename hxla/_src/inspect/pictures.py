@@ -1,4 +1,4 @@
-"""Pictures of arrays on the mesh, and of a measured step beside a predicted one."""
+"""Pictures of sharded arrays, and of a measured step beside a predicted one."""
 
 import dataclasses
 import html
@@ -21,7 +21,7 @@ from .replica_groups import Mesh
 
 _WIDTH, _HEIGHT = 210.0, 210.0  # pixels, of a square array
 _LEAST_CELL = (24.0, 17.0)
-_MAX_CELLS = 64  # along a side; more are said, not drawn
+_MAX_CELLS = 64  # along a side; more are counted, not drawn
 _CHARACTER = 6.3  # pixels
 _NUM_COLORS = 8
 _MAX_PICTURES = 24
@@ -31,12 +31,12 @@ _LEAST_PICTURE = 0.002  # of all arguments' bytes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArrayShard:
-    """One part of an array.
+    """One shard of an array.
 
     Attributes:
-        index: Which part along each dimension.
-        devices: Those that hold it, by place in the mesh.
-        used: Of each dimension the share that is not padding.
+        index: Along each dimension.
+        devices: With this shard, by place in the mesh.
+        used: The share of each dimension that is not padding.
     """
 
     index: tuple[int, ...]
@@ -45,7 +45,7 @@ class ArrayShard:
 
 
 def mesh_and_shards(program: Program) -> Iterator[str]:
-    """The mesh, and how the large arrays of a program lie on it, those that lie alike once."""
+    """Draw the mesh, and each sharding of the program's large arrays once."""
     if drawn := mesh_picture(program.mesh):
         *down, across = [f"{name} = {n}" for name, n in program.mesh]
         words = f"across: {across}" + (f"; down: {', then '.join(down)}" if down else "")
@@ -56,27 +56,29 @@ def mesh_and_shards(program: Program) -> Iterator[str]:
     known = [a for a in program.arrays if a.spec is not None]
     whole = sum(a.num_bytes for a in program.arrays)
     layouts = group(known, lambda _: "", lambda a: (a.dtype, a.shape, a.local_shape, a.spec))
-    alikes = sorted(layouts, key=lambda own: -len(own) * own[0].num_bytes)
+    alikes = sorted(layouts, key=lambda members: -len(members) * members[0].num_bytes)
     large = [
-        own
-        for own in alikes
-        if len(own) * own[0].num_bytes >= _LEAST_PICTURE * whole and math.prod(own[0].shape) > 1
+        members
+        for members in alikes
+        if len(members) * members[0].num_bytes >= _LEAST_PICTURE * whole
+        and math.prod(members[0].shape) > 1
     ][:_MAX_PICTURES]
-    yield f'<div class="cards cells">{"".join(_card(own, program.mesh) for own in large)}</div>'
-    if any(padded_share(own[0], program.mesh) for own in large):
+    cards = "".join(_card(members, program.mesh) for members in large)
+    yield f'<div class="cards cells">{cards}</div>'
+    if any(padded_share(members[0], program.mesh) for members in large):
         yield "<p>Hatched: padding.</p>"
     rest = sum(map(len, alikes)) - sum(map(len, large))
     if rest:
         yield f"<p>{rest} smaller arrays are not drawn.</p>"
     if len(known) < len(program.arrays):
         num = len(program.arrays) - len(known)
-        yield f"<p>Of {num} arrays it is not known how they lie on the mesh.</p>"
+        yield f"<p>How {num} arrays are sharded is not known.</p>"
 
 
 def shards(array: ProgramArray, mesh: Mesh) -> tuple[ArrayShard, ...]:
-    """The parts of an array, the last dimension running fastest; nothing if its spec is not known.
+    """The shards of an array, the last dimension fastest; empty if its spec is not known.
 
-    A dimension that its parts do not divide ends in padding.
+    A dimension that does not divide by its number of shards ends in padding.
     """
     if array.spec is None:
         return ()
@@ -105,19 +107,19 @@ def shards(array: ProgramArray, mesh: Mesh) -> tuple[ArrayShard, ...]:
 
 
 def padded_share(array: ProgramArray, mesh: Mesh) -> float:
-    """Share of all parts of an array that is padding."""
-    found = shards(array, mesh)
-    used = sum(math.prod(shard.used) for shard in found)
-    return 1 - used / len(found) if found else 0.0
+    """Share of padding in all shards of an array."""
+    all_shards = shards(array, mesh)
+    used = sum(math.prod(shard.used) for shard in all_shards)
+    return 1 - used / len(all_shards) if all_shards else 0.0
 
 
 def array_picture(array: ProgramArray, mesh: Mesh) -> str:
-    """An array as a drawing, each part with the devices that hold it; padding is hatched."""
+    """Draw an array, each shard with its devices; padding is hatched."""
     if not array.shape:  # one number is drawn as an array of one
         array = dataclasses.replace(array, shape=(1,), local_shape=(1,), spec=((),))
-    found = shards(array, mesh)
+    all_shards = shards(array, mesh)
     rank = len(array.shape)
-    counts = [max(shard.index[d] for shard in found) + 1 for d in range(rank)]
+    counts = [max(shard.index[d] for shard in all_shards) + 1 for d in range(rank)]
     cut = [d for d in range(rank) if counts[d] > 1]
     *down, across = cut if len(cut) > 1 else sorted({*cut, rank - 1})
     num_across, num_down = counts[across], math.prod(counts[d] for d in down)
@@ -126,35 +128,35 @@ def array_picture(array: ProgramArray, mesh: Mesh) -> str:
     w, h = width / num_across, height / num_down
     cells = []
     is_drawn = max(num_across, num_down) <= _MAX_CELLS
-    for shard in found if is_drawn else ():
+    for shard in all_shards if is_drawn else ():
         row = 0
         for d in down:
             row = row * counts[d] + shard.index[d]
         column = shard.index[across]
-        said = _said(shard, array)
+        tooltip = _tooltip(shard, array)
         left, top = column * w, row * h
         width_used = w * shard.used[across]
         height_used = h * shard.used[down[-1]] if down else h
-        if math.prod(shard.used) < 1:  # what is used is a hole in what is hatched
+        if math.prod(shard.used) < 1:  # the used part is a hole in the hatched one
             whole = f"M{left:.1f} {top:.1f}h{w:.1f}v{h:.1f}h{-w:.1f}z"
             used = f"M{left:.1f} {top:.1f}v{height_used:.1f}h{width_used:.1f}v{-height_used:.1f}z"
             path = f'<path class="pad" d="{whole}{used}"/>'
-            cells.append(f"<g><title>{html.escape(said)}</title>{path}</g>")
+            cells.append(f"<g><title>{html.escape(tooltip)}</title>{path}</g>")
         cells.append(
             box(
                 f"k{(row * num_across + column) % _NUM_COLORS}",
                 (left, top, width_used, height_used),
-                said=said,
+                tooltip=tooltip,
                 label=_label(shard.devices, width_used),
             )
         )
     if not is_drawn:
-        words = f"{len(found)} parts"
-        cells = [box("k0", (0, 0, width, height), said=words, label=words)]
+        words = f"{len(all_shards)} parts"
+        cells = [box("k0", (0, 0, width, height), tooltip=words, label=words)]
     return (
         f'<svg width="{width + 2:.0f}" height="{height + 2:.0f}" '
         f'viewBox="-1 -1 {width + 2:.0f} {height + 2:.0f}" role="img" '
-        f'aria-label="{html.escape(array.path)} in {len(found)} parts">{"".join(cells)}</svg>'
+        f'aria-label="{html.escape(array.path)} in {len(all_shards)} parts">{"".join(cells)}</svg>'
     )
 
 
@@ -174,20 +176,20 @@ def mesh_picture(mesh: Mesh) -> str:
     return array_picture(devices, mesh)
 
 
-def _card(own: Sequence[ProgramArray], mesh: Mesh) -> str:
-    array = own[0]
+def _card(members: Sequence[ProgramArray], mesh: Mesh) -> str:
+    array = members[0]
     dims = [
         f"{n} over {'+'.join(axes)}" if axes else str(n)
         for n, axes in zip(array.shape, array.spec or (), strict=True)
     ]
-    copies = len(shards(array, mesh)[0].devices)
+    num_replicas = len(shards(array, mesh)[0].devices)
     words = f"{num_bytes(array.num_bytes)} on a device, "
-    words += "one copy" if copies == 1 else f"{copies} copies"
+    words += "one replica" if num_replicas == 1 else f"{num_replicas} replicas"
     padded = padded_share(array, mesh)
     words += f"; {padded:.1%} padding" if padded else ""
     names = [
         alike(a.path for a in alikes) + (f", {len(alikes)} arrays" if len(alikes) > 1 else "")
-        for alikes in group(own, lambda a: a.path)
+        for alikes in group(members, lambda a: a.path)
     ]
     more = [f"and {len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else []
     listed = "<br>".join(html.escape(name) for name in (*names[:_MAX_NAMES], *more))
@@ -199,7 +201,7 @@ def _card(own: Sequence[ProgramArray], mesh: Mesh) -> str:
 
 
 def _frame(across: int, down: int, num_across: int, num_down: int) -> tuple[float, float]:
-    """Width and height: unlike sides look so, but none gets too thin for its labels."""
+    """Width and height in the array's proportions, but none too thin for its labels."""
     ratio = min(2.5, max(0.4, math.sqrt(down / across))) if across and down else 1.0
     width = _WIDTH / max(1.0, ratio)
     height = _HEIGHT * min(1.0, ratio)
@@ -215,7 +217,7 @@ def _label(devices: Sequence[int], width: float) -> str:
     return ""
 
 
-def _said(shard: ArrayShard, array: ProgramArray) -> str:
+def _tooltip(shard: ArrayShard, array: ProgramArray) -> str:
     bounds = []
     for d, (i, local, size) in enumerate(
         zip(shard.index, array.local_shape, array.shape, strict=True)
@@ -230,11 +232,11 @@ def _said(shard: ArrayShard, array: ProgramArray) -> str:
     return f"{noun} {ranges(shard.devices)}: {'; '.join(bounds) or 'all of it'}"
 
 
-_MAX_LONGEST = 15  # operations that are listed
+_MAX_LONGEST = 15  # operations listed
 
 
 def step_section(measured: Lanes | None, predicted: Lanes | None) -> str:
-    """A section of a page: one step in time, and its longest operations if it was measured."""
+    """A section on one step in time, with its longest operations if it was measured."""
     steps = [step for step in (measured, predicted) if step is not None]
     titles = "; ".join(step.title for step in steps)
     parts = [figure(step_picture(steps), f"{titles}. A line marks where a step ends.")]
@@ -274,7 +276,7 @@ def lanes_of_file(path: pathlib.Path) -> Lanes:
 
 
 def lanes_of_plan(plan: Plan) -> Lanes:
-    """A plan as lanes: what each device's step is made of, not in which order."""
+    """A plan as lanes: the seconds of each kind of work of a device, in no true order."""
     bars = []
     known = plan.prediction or Prediction()
     kinds = {device.rank: device.kind for device in plan.devices}

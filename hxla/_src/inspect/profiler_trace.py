@@ -1,4 +1,4 @@
-"""One measured step, read from the trace that jax's profiler wrote."""
+"""Reads one measured step from a trace of jax's profiler."""
 
 import collections
 import dataclasses
@@ -16,13 +16,13 @@ from .program import Program
 _SUFFIX = ".trace.json.gz"
 _MOST_VALUES = 20_000_000
 _MOST_MICROSECONDS = 1e18
-_UPDATE = "jit_hxla_update"  # after it hxla may still sum what it tells, evaluate or save
+_UPDATE = "jit_hxla_update"  # hxla may still reduce metrics, evaluate or save after it
 _TRANSFERS = ("copy-start", "copy-done", "send", "recv", "infeed", "outfeed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Event:
-    """As the profiler has it, in microseconds."""
+    """An event of the profiler, in microseconds."""
 
     device: str
     line: str
@@ -34,16 +34,16 @@ class _Event:
 
 
 def last_step(path: pathlib.Path, programs: Sequence[Program]) -> Lanes:
-    """The last step of a profile; its bars are operations that hold no others.
+    """The last step of a profile; its bars are the innermost operations.
 
     A step ends with the last run of hxla's update, or else of the program that ran last, and begins
-    after its run before. Where several processes wrote a profile each, each one's last step begins
+    after its run before. If several processes each wrote a profile, the last step of each begins
     at zero.
 
     Args:
-        path: What was given to `jax.profiler.trace`, a folder that holds several such, or a
-            `trace.json.gz` file.
-        programs: Those of the step; runs of others are left out.
+        path: The folder of `jax.profiler.trace`, a folder of several such, or a `trace.json.gz`
+            file.
+        programs: Of the step; runs of others are left out.
 
     Raises:
         InspectError: If there is no profile, or no run of the programs in it.
@@ -63,10 +63,10 @@ def last_step(path: pathlib.Path, programs: Sequence[Program]) -> Lanes:
     for number, file in enumerate(files):
         events = list(_events(file))
         seen |= {e.program for e in events}
-        own = [e for e in events if e.program in names]
-        if not own:
+        step_events = [e for e in events if e.program in names]
+        if not step_events:
             continue
-        step, num_steps = _last_step(own)
+        step, num_steps = _last_step(step_events)
         begin = min(e.start for e in step)
         devices = sorted({e.device for e in step}, key=lambda d: (len(d), d))
         lane_of = {device: len(lanes) + i for i, device in enumerate(devices)}
@@ -97,7 +97,7 @@ def last_step(path: pathlib.Path, programs: Sequence[Program]) -> Lanes:
 
 
 def _files(path: pathlib.Path) -> list[pathlib.Path]:
-    """Of each `plugins/profile` the newest session's, a file for each process."""
+    """The files of the newest session in each `plugins/profile`, one for each process."""
     if path.is_file():
         return [path]
     sessions: dict[pathlib.Path, pathlib.Path] = {}
@@ -107,8 +107,8 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _events(file: pathlib.Path) -> Iterator[_Event]:
-    # The file's other form, xplane.pb, is for jax.profiler.ProfileData, which ends the process on
-    # some events of jax 0.12.
+    # The other form, xplane.pb, needs jax.profiler.ProfileData, which crashes the process on some
+    # events of jax 0.12.
     def refuse(words: str) -> InspectError:
         return InspectError(f"{file} is no profile: it {words}")
 
@@ -139,7 +139,7 @@ def _events_of(records: Sequence[Any]) -> Iterator[_Event]:
             raise ValueError(f"{name} begins at {start} and takes {took} microseconds")
         device = args.get("device_ordinal") or planes.get(record["pid"], "").split(":")[-1]
         yield _Event(
-            # On GPUs and TPUs each device has a plane of its own: `/device:GPU:0`.
+            # On GPUs and TPUs each device has one plane: `/device:GPU:0`.
             device=str(device),
             line=f"{record['pid']} {record['tid']}",
             program=program.split("(")[0],
@@ -158,10 +158,10 @@ def _last_step(events: Sequence[_Event]) -> tuple[list[_Event], int]:
     ends: dict[str, dict[str, float]] = collections.defaultdict(dict)
     for event in events:
         if event.program == last:
-            own = ends[event.device]
-            own[event.run] = max(own.get(event.run, 0.0), event.end)
+            run_ends = ends[event.device]
+            run_ends[event.run] = max(run_ends.get(event.run, 0.0), event.end)
     # One device may begin its next step before another has ended this one.
-    bounds = {device: [0.0, *sorted(own.values())][-2:] for device, own in ends.items()}
+    bounds = {device: [0.0, *sorted(run_ends.values())][-2:] for device, run_ends in ends.items()}
     step = [
         e
         for e in events
@@ -171,13 +171,13 @@ def _last_step(events: Sequence[_Event]) -> tuple[list[_Event], int]:
 
 
 def _leaves(events: Sequence[_Event]) -> Iterator[_Event]:
-    """Events that hold no others of their line: not the loop, but what runs in it."""
+    """The innermost events of each line: not a loop, but the operations in it."""
     lines: dict[tuple[str, str], list[_Event]] = collections.defaultdict(list)
     for event in events:
         lines[event.device, event.line].append(event)
-    for own in lines.values():
-        own.sort(key=lambda e: (e.start, -e.end))
-        for event, after in zip(own, [*own[1:], None], strict=True):
+    for line_events in lines.values():
+        line_events.sort(key=lambda e: (e.start, -e.end))
+        for event, after in zip(line_events, [*line_events[1:], None], strict=True):
             if after is None or after.start >= event.end:
                 yield event
 

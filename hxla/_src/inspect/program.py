@@ -1,4 +1,4 @@
-"""What a compiled program does, as values: collectives, memory, work, warnings."""
+"""The values of an inspection: collectives, memory, work, warnings."""
 
 import dataclasses
 from collections import Counter
@@ -13,7 +13,7 @@ OWNERS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where an operation comes from.
+    """The origin of an operation.
 
     Attributes:
         task_graph: The TaskGraph, `split(2) #0`, numbered in the order the scopes were entered;
@@ -37,9 +37,9 @@ class Origin:
 
     @property
     def where(self) -> str:
-        """TaskGraph and module, or function if it is in none; else why there is nothing."""
-        found = " ".join(filter(None, (self.task_graph, self.module or self.function)))
-        return found or f"? {self.missing}"
+        """The TaskGraph and the module, or else the function; if none is known, the reason."""
+        names = " ".join(filter(None, (self.task_graph, self.module or self.function)))
+        return names or f"? {self.missing}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,24 +59,24 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One collective of a program; an asynchronous pair is one.
+    """One collective of a program; an asynchronous pair counts as one.
 
     Attributes:
         kind: The kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`,
             `ragged-all-to-all`, `collective-permute` or `collective-broadcast`.
         name: The name in the HLO.
-        arrays: What it works on, `f32[8,16]`: the whole of what a group gathers or scatters.
+        arrays: Its arrays, `f32[8,16]`; if a group gathers or scatters them, the whole arrays.
         num_bytes: The bytes of these arrays.
         group_size: The number of devices that run it together.
-        groups: These devices, by place in the mesh; of a permute, sources and targets.
+        groups: These devices, by place in the mesh; for a permute, sources and targets.
         axes: The mesh axes that the groups run over; None if `axes_missing` says why.
         axes_missing: Why the axes are not known.
         is_async: Whether it is a start and a done that other work may run between.
         loops: The loops around it, outermost first.
-        runs: How often it runs in one call of the program; None if some loop's trips are not known.
-        is_conditional: Whether it runs only in some branch.
-        operands: The arguments of the program that it works on as they are, by path.
-        origin: Where it comes from.
+        runs: How often it runs in one call of the program; None if a loop's trips are not known.
+        is_conditional: Whether it runs only within a branch.
+        operands: Its operands that are arguments of the program, by path.
+        origin: The origin of the operation.
         seconds: The predicted seconds of one run on the cluster's links; None without a cluster.
     """
 
@@ -108,7 +108,7 @@ class Collective:
 
     @property
     def over(self) -> str:
-        """The axes in words: `data+tensor`, or what is known of the groups."""
+        """The axes in words, `data+tensor`, or else the size of the groups."""
         if self.axes is not None:
             return "+".join(self.axes) or "no axis"
         return f"{self.group_size} devices"
@@ -116,7 +116,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Buffer:
-    """Memory held when the program's use of it is highest.
+    """One buffer at the peak of a program's memory.
 
     Attributes:
         name: The path of an argument, or an instruction of the HLO.
@@ -124,7 +124,7 @@ class Buffer:
             `padding`, `output` or `temporary`.
         num_bytes: The bytes on one device.
         array: The dtype and shape, `f32[8,16]`.
-        origin: Where what is computed comes from.
+        origin: The origin of its value.
     """
 
     name: str
@@ -142,9 +142,9 @@ class Memory:
         argument_bytes: The bytes of arguments.
         output_bytes: The bytes of results, those that take over an argument's memory included.
         alias_bytes: The bytes of results that take over an argument's memory.
-        temp_bytes: The bytes of everything between.
-        buffers: What is held at the peak, largest first; the buffers add up to `total_bytes`.
-        source: What the buffers were read from.
+        temp_bytes: The bytes of temporaries.
+        buffers: The buffers at the peak, largest first; they add up to `total_bytes`.
+        source: The source of these figures.
     """
 
     argument_bytes: int
@@ -156,7 +156,7 @@ class Memory:
 
     @property
     def total_bytes(self) -> int:
-        """Arguments, outputs and temporaries, less what is aliased: the compiler's own figure."""
+        """The bytes of arguments, outputs and temporaries less aliased ones, as XLA counts."""
         return self.argument_bytes + self.output_bytes + self.temp_bytes - self.alias_bytes
 
     @property
@@ -170,16 +170,16 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramArray:
-    """An argument of a program, and how it lies on the mesh.
+    """An argument of a program and its sharding.
 
     Attributes:
         path: The path as jax names it, `params['Dense_0']['kernel']`; empty if the text has no
             names.
         owner: The owner, as of a `Buffer`.
         dtype: The dtype as XLA names it, `f32`.
-        shape: The shape of the whole array; of one device's part where the whole is not known.
-        local_shape: The shape of one device's part.
-        spec: For each dimension the mesh axes that cut it; None if not known.
+        shape: The shape of the whole array, or of one device's shard if the whole is not known.
+        local_shape: The shape of one device's shard.
+        spec: The mesh axes that shard each dimension; None if not known.
         is_donated: Whether a result takes over its memory.
     """
 
@@ -193,27 +193,27 @@ class ProgramArray:
 
     @property
     def local(self) -> str:
-        """One device's part in words: `f32[8,16]`."""
+        """One device's shard in words: `f32[8,16]`."""
         return array_text(self.dtype, self.local_shape)
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of one device's part."""
+        """The bytes of one device's shard."""
         return shape_bytes(self.local)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskGraphWork:
-    """What one TaskGraph does in one call of the program, on one device.
+    """The work of one TaskGraph in one call of the program, on one device.
 
     Attributes:
-        task_graph: The TaskGraph, as in `Origin`; empty for what is outside all of them.
-        flops: The operations of matrix products and convolutions, a multiply-add being two.
-        num_bytes: The bytes read and written by what is not fused into another operation.
+        task_graph: The TaskGraph, as in `Origin`; empty for the work outside all of them.
+        flops: The operations of matrix products and convolutions; a multiply-add counts as two.
+        num_bytes: The bytes read and written by operations that are not fused into others.
         num_collectives: The runs of collectives.
         collective_bytes: The bytes sent by one device over rings.
         collective_seconds: The predicted seconds; None without a cluster.
-        is_exact: Whether every loop's trips are known; else some count once.
+        is_exact: Whether the trips of every loop are known; a loop of unknown trips counts once.
     """
 
     task_graph: str
@@ -235,7 +235,7 @@ class Fusion:
         flops: The floating-point operations of one run.
         num_bytes: The bytes read and written in one run.
         runs: How often it runs in one call of the program; None if not known.
-        origin: Where its result comes from.
+        origin: The origin of its result.
     """
 
     name: str
@@ -255,7 +255,7 @@ class Transfer:
         name: The name in the HLO.
         num_bytes: The bytes of one run.
         runs: How often it runs in one call of the program; None if not known.
-        origin: Where it comes from.
+        origin: The origin of the operation.
     """
 
     kind: str
@@ -267,12 +267,12 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Warned:
-    """Something that costs time or memory and that nobody asked for.
+    """A warning of something unasked that costs time or memory.
 
     Attributes:
         kind: The kind: `replicated`, `hoistable`, `reshard`, `padding`, `unused axis` or
             `donation`.
-        text: What it is, where, how much, and what to do.
+        text: The cause, the place, the cost and the remedy.
         num_bytes: The bytes at stake on one device.
     """
 
@@ -287,7 +287,7 @@ class Program:
 
     Attributes:
         name: The name of the HLO module.
-        role: What hxla uses it for; empty for programs that are not hxla's.
+        role: The role in hxla's step; empty for programs that are not hxla's.
         source: The file it was read from, or `live`.
         num_devices: The number of devices that run it together.
         mesh: The axes and their sizes; empty if not known.
@@ -295,11 +295,11 @@ class Program:
         collectives: The collectives in the order of the text.
         memory: The memory at its peak; None if `memory_missing` says why.
         memory_missing: Why memory is not known.
-        work: The work of each TaskGraph, what is outside all of them last.
+        work: The work of each TaskGraph, and last the work outside all of them.
         fusions: The biggest fused operations, by bytes.
         transfers: The transfers between host and device.
-        warnings: What costs time or memory and nobody asked for, largest stake first.
-        problems: What could not be read.
+        warnings: The warnings, the one with most bytes at stake first.
+        problems: The parts that could not be read, and why.
     """
 
     name: str
@@ -341,7 +341,7 @@ class Program:
             kind: Only those of this kind, `all-gather`.
             axis: Only those over this mesh axis.
             task_graph: Only those of TaskGraphs whose name starts so: `split(4)`.
-            module: Only those whose module path holds this.
+            module: Only those whose module path contains this.
 
         Returns:
             The collectives in the order of the text.

@@ -1,4 +1,4 @@
-"""Which devices run a collective together, and which mesh axes that is."""
+"""The groups of devices that run a collective together, and their mesh axes."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ _NAMED = re.compile(r"mesh\[([^\]]*)\](?:\s*,\s*device_ids=[^{]*)?\s*\{([^}]*)\}
 
 @functools.lru_cache(maxsize=1024)
 def parse(text: str | None, num_devices: int) -> Groups:
-    """Groups of any of the three forms; `{}` and None are all devices together.
+    """Read groups in any of XLA's three forms; `{}` and None are all devices together.
 
     Args:
         text: `{{0,1},{2,3}}`, `[2,2]<=[4]T(1,0)` or `mesh['d'=4] {'d'}`.
@@ -38,10 +38,10 @@ def parse(text: str | None, num_devices: int) -> Groups:
     if named := _NAMED.match(text):
         mesh = mesh_of(named[1])
         return groups_of(mesh, [a for a in re.findall(r"'([^']+)'", named[2])])
-    found = re.findall(r"\{([\d,\s]+)\}", text)
-    if not found:
+    groups = re.findall(r"\{([\d,\s]+)\}", text)
+    if not groups:
         raise ValueError(f"replica groups of a form not known: {text[:60]}")
-    return tuple(tuple(_ints(group)) for group in found)
+    return tuple(tuple(_ints(group)) for group in groups)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -56,17 +56,17 @@ def mesh_of(text: str) -> Mesh:
 
 
 def groups_of(mesh: Mesh, axes: Sequence[str]) -> Groups:
-    """Devices that differ along these axes only, for every place along the others."""
+    """Groups of devices that differ along these axes only."""
     names = [name for name, _ in mesh]
     ids = np.arange(_num_devices([n for _, n in mesh])).reshape([n for _, n in mesh])
     rest = [i for i, name in enumerate(names) if name not in axes]
-    own = [names.index(a) for a in axes]
-    size = int(np.prod([mesh[i][1] for i in own], dtype=int))
-    return tuple(map(tuple, ids.transpose([*rest, *own]).reshape(-1, size).tolist()))
+    along = [names.index(a) for a in axes]
+    size = int(np.prod([mesh[i][1] for i in along], dtype=int))
+    return tuple(map(tuple, ids.transpose([*rest, *along]).reshape(-1, size).tolist()))
 
 
 def axes_of(groups: Groups, mesh: Mesh) -> tuple[str, ...] | None:
-    """The axes that groups run over; None if they are not those of any axes."""
+    """The axes that groups run over; None if no axes have these groups."""
     wanted = {frozenset(g) for g in groups}
     real = [name for name, size in mesh if size > 1]
     size = len(groups[0]) if groups else 0
@@ -80,22 +80,22 @@ def axes_of(groups: Groups, mesh: Mesh) -> tuple[str, ...] | None:
     return None
 
 
-def axes_of_pairs(found: Groups, mesh: Mesh) -> tuple[str, ...] | None:
+def axes_of_pairs(permuted: Groups, mesh: Mesh) -> tuple[str, ...] | None:
     """The axes along which some source and its target differ."""
     shape = [n for _, n in mesh]
-    if any(i >= math.prod(shape) for pair in found for i in pair):
+    if any(i >= math.prod(shape) for pair in permuted for i in pair):
         return None
-    places = np.unravel_index(np.array(found, int).reshape(-1, 2), shape)
+    places = np.unravel_index(np.array(permuted, int).reshape(-1, 2), shape)
     return tuple(
         name for (name, _), at in zip(mesh, places, strict=True) if (at[:, 0] != at[:, 1]).any()
     )
 
 
 def _num_devices(shape: Sequence[int]) -> int:
-    """Of a mesh.
+    """The devices of a mesh.
 
     Raises:
-        ValueError: For more than any program has: a text that lists them would fill the memory.
+        ValueError: Above `MOST_DEVICES`, because their list would fill the memory.
     """
     num = math.prod(shape)
     if num > MOST_DEVICES:

@@ -14,15 +14,15 @@ from .program import Collective, Memory, Program
 
 
 def shown(programs: Sequence[Program]) -> tuple[list[Program], str]:
-    """hxla's own programs, else all with anything to tell; and names of the others."""
+    """hxla's programs, or else all programs with content; and the names of the others."""
     has_roles = any(p.role for p in programs)
-    told = [p for p in programs if (p.role if has_roles else _tells(p))] or list(programs)
-    kept = {id(p) for p in told}
-    others = Counter(p.title for p in programs if id(p) not in kept)
-    return told, ", ".join(counted(name, n) for name, n in others.items())
+    selected = [p for p in programs if (p.role if has_roles else _has_content(p))] or list(programs)
+    ids = {id(p) for p in selected}
+    others = Counter(p.title for p in programs if id(p) not in ids)
+    return selected, ", ".join(counted(name, n) for name, n in others.items())
 
 
-def _tells(program: Program) -> bool:
+def _has_content(program: Program) -> bool:
     has_flops = any(w.flops for w in program.work)
     return bool(program.collectives or program.warnings or program.problems or has_flops)
 
@@ -33,24 +33,24 @@ def counted(what: str, num: int) -> str:
 
 
 def time(seconds: float | None) -> str:
-    """A time that may not be known."""
+    """Seconds in words; empty if not known."""
     return "" if seconds is None else span(seconds)
 
 
-def num_runs(found: Sequence[Collective]) -> int:
-    """Of collectives, those in loops of unknown trips counting once."""
-    return sum(c.runs or 1 for c in found)
+def num_runs(collectives: Sequence[Collective]) -> int:
+    """Runs of collectives; a loop of unknown trips counts once."""
+    return sum(c.runs or 1 for c in collectives)
 
 
-def sent_bytes(found: Sequence[Collective]) -> float:
-    """By one device, in all runs."""
-    return sum(c.sent_bytes * (c.runs or 1) for c in found)
+def sent_bytes(collectives: Sequence[Collective]) -> float:
+    """Bytes that one device sends in all runs."""
+    return sum(c.sent_bytes * (c.runs or 1) for c in collectives)
 
 
-def predicted(found: Sequence[Collective]) -> str:
-    """Time of all runs; empty if one's is not known."""
-    times = [c.seconds * (c.runs or 1) for c in found if c.seconds is not None]
-    return span(sum(times)) if times and len(times) == len(found) else ""
+def predicted(collectives: Sequence[Collective]) -> str:
+    """Predicted time of all runs in words; empty if one is not known."""
+    times = [c.seconds * (c.runs or 1) for c in collectives if c.seconds is not None]
+    return span(sum(times)) if times and len(times) == len(collectives) else ""
 
 
 def sums_table(
@@ -61,19 +61,19 @@ def sums_table(
     """Collectives that are alike in one row, those that send most first.
 
     Args:
-        words: Columns that say what they are, by their heads.
-        took: Measured seconds, by name.
+        words: Descriptive columns, by their heads.
+        took: Measured seconds, by name of the collective.
     """
     rows = []
-    for own in sorted(alikes, key=sent_bytes, reverse=True):
-        times = [took[c.name] for c in own if c.name in took] if took else []
+    for members in sorted(alikes, key=sent_bytes, reverse=True):
+        times = [took[c.name] for c in members if c.name in took] if took else []
         rows.append(
             (
-                *(word(own) for word in words.values()),
-                str(len(own)),
-                str(num_runs(own)),
-                size(sent_bytes(own)),
-                predicted(own),
+                *(word(members) for word in words.values()),
+                str(len(members)),
+                str(num_runs(members)),
+                size(sent_bytes(members)),
+                predicted(members),
                 span(sum(times)) if times else "",
             )
         )
@@ -82,7 +82,7 @@ def sums_table(
 
 
 def side_by_side(before: Table, after: Table) -> Table:
-    """Two tables that begin with their words as one: where a figure changed, both."""
+    """Join two tables by the words in their first columns; a figure that changed shows both."""
     num_words, num = len(before.left), len(before.heads)
     sides = [{tuple(row[:num_words]): row for row in table.rows} for table in (before, after)]
     rows = []
@@ -93,36 +93,38 @@ def side_by_side(before: Table, after: Table) -> Table:
     return before._replace(rows=rows)
 
 
-def collective_table(found: Sequence[Collective], task_graph: str = "", folder: str = "") -> Table:
+def collective_table(
+    collectives: Sequence[Collective], task_graph: str = "", folder: str = ""
+) -> Table:
     """Collectives that differ in numbers only in one row, those that send most first.
 
     Args:
-        task_graph: That all are of, where it is said above the table.
-        folder: Of all source lines, where it is said below the table.
+        task_graph: Of all collectives, if a heading names it already.
+        folder: Of all source lines, if a note names it already.
     """
     alikes = group(
-        found,
+        collectives,
         lambda c: c.origin.where,
         lambda c: (c.kind, c.is_async, c.is_conditional, c.arrays, c.over, c.runs, len(c.loops)),
         lambda c: (c.origin.phase, c.origin.source, c.origin.task_graph),
     )
     rows = []
-    for own in sorted(alikes, key=sent_bytes, reverse=True):
-        c = own[0]
+    for members in sorted(alikes, key=sent_bytes, reverse=True):
+        c = members[0]
         arrays = Counter(c.arrays)
-        of = ", ".join(counted(array, n) for array, n in arrays.most_common(2))
-        where = alike(x.origin.where for x in own).removeprefix(f"{task_graph} ")
+        array_names = ", ".join(counted(array, n) for array, n in arrays.most_common(2))
+        where = alike(x.origin.where for x in members).removeprefix(f"{task_graph} ")
         rows.append(
             (
-                counted(c.kind, len(own)) + (" async" if c.is_async else ""),
-                of + (f" and {len(arrays) - 2} kinds" if len(arrays) > 2 else ""),
+                counted(c.kind, len(members)) + (" async" if c.is_async else ""),
+                array_names + (f" and {len(arrays) - 2} kinds" if len(arrays) > 2 else ""),
                 size(c.num_bytes),
                 c.over,
-                counted(_runs(c), len(own)),
+                counted(_runs(c), len(members)),
                 where + (f" ({c.origin.phase})" if c.origin.phase else ""),
                 c.origin.source.removeprefix(folder),
-                size(sent_bytes(own)),
-                predicted(own),
+                size(sent_bytes(members)),
+                predicted(members),
             )
         )
     heads = ("collective", "of", "bytes", "over", "runs", "where", "line", "sent", "predicted")
@@ -130,7 +132,7 @@ def collective_table(found: Sequence[Collective], task_graph: str = "", folder: 
 
 
 def _runs(c: Collective) -> str:
-    """Runs, the trips of the loops around, and which loop: `12 = 4 x 3, loop in blocks`."""
+    """Runs, trips of the loops around, and the loop: `12 = 4 x 3, loop in blocks`."""
     text = str(c.runs or "?")
     if c.loops:
         trips = " x ".join("?" if loop.trips is None else str(loop.trips) for loop in c.loops)
@@ -140,7 +142,7 @@ def _runs(c: Collective) -> str:
 
 
 def work_table(program: Program) -> Table:
-    """What each TaskGraph does."""
+    """The work of each TaskGraph."""
     whole = program.total
     rows = [
         (
@@ -159,23 +161,23 @@ def work_table(program: Program) -> Table:
 
 
 def buffer_table(memory: Memory) -> Table:
-    """What is held at the peak, what differs in numbers only in one row, the largest first."""
+    """The buffers at the peak, largest first; names that differ in numbers only share a row."""
     alikes = group(
         memory.buffers, lambda b: b.name, lambda b: (b.owner, b.array), lambda b: b.origin.phase
     )
     rows = []
-    for own in sorted(alikes, key=lambda own: -sum(b.num_bytes for b in own)):
-        held = sum(b.num_bytes for b in own)
-        wheres = group([b for b in own if b.origin.primitive], lambda b: b.origin.where)
+    for members in sorted(alikes, key=lambda members: -sum(b.num_bytes for b in members)):
+        total = sum(b.num_bytes for b in members)
+        wheres = group([b for b in members if b.origin.primitive], lambda b: b.origin.where)
         where = alike(b.origin.where for b in wheres[0]) if wheres else ""
         rows.append(
             (
-                alike(b.name for b in own),
-                own[0].owner,
-                counted(own[0].array, len(own)),
+                alike(b.name for b in members),
+                members[0].owner,
+                counted(members[0].array, len(members)),
                 where + (" and others" if len(wheres) > 1 else ""),
-                size(held),
-                f"{held / max(memory.total_bytes, 1):.1%}",
+                size(total),
+                f"{total / max(memory.total_bytes, 1):.1%}",
             )
         )
     return Table(("buffer", "owner", "array", "where", "bytes", "share"), rows, left=(0, 1, 2, 3))
@@ -191,7 +193,7 @@ def fusion_table(program: Program) -> Table:
 
 
 def transfer_table(program: Program) -> Table:
-    """What moves between host and device."""
+    """The transfers between host and device."""
     rows = [
         (t.kind, t.name, t.origin.where, str(t.runs or "?"), size(t.num_bytes))
         for t in program.transfers
@@ -200,7 +202,7 @@ def transfer_table(program: Program) -> Table:
 
 
 def parts_table(plan: Plan) -> Table:
-    """Parameters that are cut into parts of unlike sizes, and what pads them; the largest first."""
+    """Parameters with uneven shards, and their padding; the largest first."""
     rows = []
     for layout in sorted(plan.parameters, key=lambda p: -p.num_bytes):
         for dim, parts in enumerate(layout.sizes):
@@ -221,10 +223,10 @@ def parts_table(plan: Plan) -> Table:
 
 
 def waiting_table(step: Lanes) -> Table:
-    """What each device of a measured step did.
+    """The time of each device of a measured step.
 
-    Collectives take those who come first as long as those who come last take for all: what a device
-    spends in them beyond the one that spends least, it waits.
+    A device that enters a collective early waits in it for the last one. Its waiting is its time in
+    collectives beyond the least of all devices.
     """
     lanes = range(len(step.names))
     computing = [step.busy_seconds(lane, COMPUTATION) for lane in lanes]
@@ -253,16 +255,15 @@ def terminal_tables(
     plan: Plan | None = None,
     step: Lanes | None = None,
 ) -> str:
-    """Tables of hxla's own programs, else of all with anything to tell; a line for the others.
+    """Tables of hxla's programs, or else of all programs with content; a line for the others.
 
     Args:
-        problems: What could not be read.
         limit: The most rows of a table.
-        plan: That ran: its parts of unlike sizes are shown.
-        step: A measured one: who waited is shown.
+        plan: Of the run, whose uneven shards are shown.
+        step: A measured one, whose waiting is shown.
     """
-    told, others = shown(programs)
-    parts = [part for program in told for part in _program(program, limit)]
+    selected, others = shown(programs)
+    parts = [part for program in selected for part in _program(program, limit)]
     if plan is not None:
         parts.append(("parts of unlike sizes", parts_table(plan), limit))
         parts += [
@@ -293,7 +294,7 @@ def _program(program: Program, limit: int) -> Iterator[str | tuple[str, Table, i
     yield "", collective_table(program.collectives), limit
     yield "on one device, in one call", work_table(program), limit
     if memory is not None:
-        yield "held at the peak", buffer_table(memory), min(limit, 10)
+        yield "buffers at the peak", buffer_table(memory), min(limit, 10)
     yield "biggest fusions", fusion_table(program), min(limit, 5)
     yield "host transfers", transfer_table(program), limit
     yield ""

@@ -1,7 +1,7 @@
-"""Parameters that a plan cuts and a compiled program makes whole without the plan's knowing.
+"""Sharded parameters that a compiled program gathers although its plan does not.
 
-A plan foresees what operations read of a parameter itself. What is made of it first, as a
-normalized kernel, XLA's partitioner may gather as it likes.
+A plan foresees how operations read a parameter itself. Values derived from a parameter, such as a
+normalized kernel, may be gathered by XLA's partitioner.
 """
 
 import re
@@ -22,13 +22,13 @@ _BATCH = re.compile(r"batch\b")
 
 
 def unplanned_gathers(programs: Programs) -> tuple[str, ...]:
-    """All-gathers of a microbatch that make a cut parameter, or what is made of it, whole.
+    """Unplanned all-gathers of a sharded parameter, or of a value derived from it.
 
-    Over an axis `fsdp` that is meant. Programs of one call for a microbatch are looked at, not
-    those of stages and segments.
+    All-gathers over `fsdp` are planned. Only programs that run a microbatch in one call are
+    searched, not those of stages and segments.
 
     Returns:
-        A line for each that the plan does not tell of, with the bytes that come to a device.
+        A line for each, with the bytes that a device receives.
     """
     sharded, runner = programs.sharded, programs.runners[0]
     if sharded is None or not isinstance(runner, ChainRunner):
@@ -38,41 +38,41 @@ def unplanned_gathers(programs: Programs) -> tuple[str, ...]:
         return ()
     try:
         return tuple(_lines(programs, sharded, read_module(text)))
-    except UNREADABLE:  # of another XLA: what is only told may not keep a session from training
+    except UNREADABLE:  # text of another XLA: a mere warning may not keep a session from training
         return ()
 
 
 def _lines(programs: Programs, sharded: Sharded, module: Module) -> Iterable[str]:
     read = annotate(module, arguments(module, {}, {}))
     planned, lines = sharded.gathered_params(), dict[tuple[str, int], str]()
-    for own in collectives(read, tuple(programs.plan.axis_sizes.items()), None):
-        for param in _made_whole(programs, module, own):
+    for gather in collectives(read, tuple(programs.plan.axis_sizes.items()), None):
+        for param in _gathered_params(programs, module, gather):
             layout = programs.plan.parameters[param]
-            for axis in own.axes or ():
+            for axis in gather.axes or ():
                 is_cut = any(axis in names for names in layout.spec)
                 if not is_cut or axis == "fsdp" or (axis, param) in planned:
                     continue
                 size = programs.plan.axis_sizes[axis]
-                brought = own.num_bytes * (size - 1) // size
-                where = f"{own.origin.primitive} at {own.origin.source}".removesuffix(" at ")
+                received = gather.num_bytes * (size - 1) // size
+                where = f"{gather.origin.primitive} at {gather.origin.source}".removesuffix(" at ")
                 lines.setdefault(
                     (axis, param),
                     f"parameter {layout.name} is cut over {axis}, and the compiled program "
-                    f"gathers what is made of it whole in each microbatch, {brought:,} bytes "
+                    f"gathers a value derived from it in each microbatch, {received:,} bytes "
                     f"to a device: {where}",
                 )
     return lines.values()
 
 
-def _made_whole(programs: Programs, module: Module, own: Collective) -> Iterator[int]:
-    """The parameters that an all-gather makes whole, or what follows from them alone."""
+def _gathered_params(programs: Programs, module: Module, gather: Collective) -> Iterator[int]:
+    """The parameters that an all-gather makes whole, also those of which it gathers a function."""
     entry = module.computations[module.entry]
-    if own.kind != "all-gather" or own.name not in entry.instructions:
+    if gather.kind != "all-gather" or gather.name not in entry.instructions:
         return
-    needed = _needed(entry, own.name)
+    needed = _needed(entry, gather.name)
     if any(map(_BATCH.match, needed)):
         return  # activations, or gradients
-    results = [sorted(dims) for _, dims in arrays(entry.instructions[own.name].shape)]
+    results = [sorted(dims) for _, dims in arrays(entry.instructions[gather.name].shape)]
     for path in sorted(needed):
         if (match := _PARAM.fullmatch(path)) and any(
             sorted(programs.plan.parameters[int(match[1])].shape) == dims for dims in results
@@ -81,8 +81,8 @@ def _made_whole(programs: Programs, module: Module, own: Collective) -> Iterator
 
 
 def _needed(entry: Computation, name: str) -> Set[str]:
-    """The arguments of a program that one of its instructions needs, by their paths."""
-    seen, waiting, found = set[str](), [name], set[str]()
+    """The paths of the arguments on which an instruction depends."""
+    seen, waiting, paths = set[str](), [name], set[str]()
     while waiting:
         here = waiting.pop()
         if here in seen or here not in entry.instructions:
@@ -90,6 +90,6 @@ def _needed(entry: Computation, name: str) -> Set[str]:
         seen.add(here)
         instruction = entry.instructions[here]
         if instruction.opcode == "parameter":
-            found.add(path_of(instruction))
+            paths.add(path_of(instruction))
         waiting += [operand for operand, _ in instruction.operands]
-    return found
+    return paths

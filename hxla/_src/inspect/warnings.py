@@ -1,4 +1,4 @@
-"""What costs time or memory and nobody asked for."""
+"""Warnings of unasked costs in time or memory."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,19 +13,19 @@ from .replica_groups import Mesh
 
 
 def stacked_dims(read: AnnotatedModule) -> Mapping[str, tuple[int, ...]]:
-    """For arguments, by path, the dimensions of which a loop takes one entry in each iteration.
+    """Dimensions of arguments, by path, of which a loop slices one entry in each iteration.
 
-    A scan inside a scan, as over blocks of layers, takes two.
+    An argument of nested scans, as over blocks of layers, has two.
     """
-    found: dict[str, set[int]] = {}
+    dims_by_path: dict[str, set[int]] = {}
     for instruction, computation in read.module.find({"dynamic-slice"}):
         array = read.argument(computation, *instruction.operands[0])
         if array is None:
             continue
         dim = _layer(read, instruction, computation, array)
         if dim is not None:
-            found.setdefault(array.path, set()).add(dim)
-    return {path: tuple(sorted(dims)) for path, dims in found.items()}
+            dims_by_path.setdefault(array.path, set()).add(dim)
+    return {path: tuple(sorted(dims)) for path, dims in dims_by_path.items()}
 
 
 def _layer(
@@ -33,15 +33,15 @@ def _layer(
 ) -> int | None:
     _, whole = first(computation.shape_of(*instruction.operands[0]))
     _, part = first(instruction.shape)
-    cut = [d for d, (n, own) in enumerate(zip(whole, part, strict=True)) if own != n]
+    cut = [d for d, (n, m) in enumerate(zip(whole, part, strict=True)) if m != n]
     if len(cut) != 1 or part[cut[0]] != 1 or len(whole) > len(array.local_shape):
         return None
     [dim] = cut
-    # What an outer scan has taken off stands in front.
-    of_array = dim + len(array.local_shape) - len(whole)
+    # An outer scan has removed the leading dimensions.
+    array_dim = dim + len(array.local_shape) - len(whole)
     trips = {c.loops[-1].trips for c in read.contexts.get(computation.name, []) if c.loops}
-    is_layers = array.local_shape[of_array] == whole[dim] and whole[dim] in trips
-    return of_array if is_layers else None
+    is_layers = array.local_shape[array_dim] == whole[dim] and whole[dim] in trips
+    return array_dim if is_layers else None
 
 
 _Placed = tuple[Instruction, Computation, Collective]
@@ -59,17 +59,17 @@ def warnings(
     rules: RuleSet | None,
     lost: Iterable[int],
 ) -> tuple[Warned, ...]:
-    """All of them, the largest stake first.
+    """All warnings, the largest number of bytes at stake first.
 
     Args:
-        collectives: All that are in it, in the order of the text.
-        mesh: Axes, or nothing.
-        rules: That parameters should follow; None: they are compared with each other.
-        lost: Numbers of arguments that were donated and that no result took over.
+        collectives: In the order of the text.
+        mesh: Axes; empty if not known.
+        rules: For the parameters; None: parameters are compared with each other.
+        lost: Numbers of donated arguments whose memory no result took over.
     """
     places = read.module.find(OPCODES.keys())
-    placed = [(*place, found) for place, found in zip(places, collectives, strict=True)]
-    found = [
+    placed = [(*place, c) for place, c in zip(places, collectives, strict=True)]
+    all_warnings = [
         *_replicated(read, mesh, rules),
         *_hoistable(read, placed),
         *_resharded(read, placed),
@@ -77,7 +77,7 @@ def warnings(
         *_unused(read.arrays, collectives, mesh),
         *_donations(read.arrays, lost),
     ]
-    return tuple(sorted(found, key=lambda w: -w.num_bytes))
+    return tuple(sorted(all_warnings, key=lambda w: -w.num_bytes))
 
 
 def rule_path(path: str) -> str:
@@ -100,8 +100,9 @@ def _replicated(read: AnnotatedModule, mesh: Mesh, rules: RuleSet | None) -> Ite
         stacked = [layers.get(a.path, ()) for a in parameters]
         resolved = rules.resolve(names, [a.shape for a in parameters], sizes, stacked=stacked)
         for array, dims, rule in zip(parameters, resolved.dims, resolved.matched, strict=True):
-            own = {axis: f"the rule {rule} cuts its dimension {dim}" for axis, dim in dims.items()}
-            wanted[array.path] = own
+            wanted[array.path] = {
+                axis: f"the rule {rule} cuts its dimension {dim}" for axis, dim in dims.items()
+            }
     for array in state:
         num_bytes = array.num_bytes
         if num_bytes < max(_LARGE_BYTES, _LARGE_SHARE * total):
@@ -149,14 +150,14 @@ def _is_only_added(read: AnnotatedModule, body: Computation, instruction: Instru
 
 
 def _accumulates(read: AnnotatedModule, body: Computation, reader: Instruction) -> bool:
-    """Whether it adds to an element of the carry that the body hands on."""
+    """Whether a reader adds to an element of the carry that the body passes on."""
     add, _ = read.module.root_of(reader, body)
     root = body.root
     if add.opcode != "add" or root is None or root.opcode != "tuple":
         return False
     carried = {read.flow.carried(body, *operand) for operand in reader.operands}
     handed = {i for i, (name, _) in enumerate(root.operands) if name == reader.name}
-    # Nothing else may read the sum so far: a residual stream is added to and used as well.
+    # Nothing else may read the partial sum: a residual stream is added to and read as well.
     return any(read.flow.only_reader(body, element) is reader for element in carried & handed)
 
 
@@ -169,7 +170,7 @@ def _resharded(read: AnnotatedModule, placed: Sequence[_Placed]) -> Iterator[War
             yield Warned(
                 kind="reshard",
                 text=f"{_named(collective)} makes the whole array only for each device to cut "
-                "its own part out again: the shardings before and after it do not fit, so "
+                "its shard out again: the shardings before and after it do not fit, so "
                 "give the same one to both, or with_sharding_constraint between them",
                 num_bytes=int(collective.sent_bytes * (collective.runs or 1)),
             )
@@ -180,17 +181,17 @@ def _cuts_again(module: Module, computation: Computation, reader: Instruction) -
     opcodes = {reader.opcode} if inner is None else inner.opcodes
     if "dynamic-slice" not in opcodes:
         return False
-    return "partition-id" in opcodes or _knows_its_place(computation, reader, 6)
+    return "partition-id" in opcodes or _depends_on_device(computation, reader, 6)
 
 
-def _knows_its_place(computation: Computation, instruction: Instruction, depth: int) -> bool:
+def _depends_on_device(computation: Computation, instruction: Instruction, depth: int) -> bool:
     """Whether an instruction depends on which device it runs on."""
     if instruction.opcode == "partition-id":
         return True
     if depth == 0 or instruction.opcode.removesuffix("-start") in KINDS:
         return False
     operands = [computation.instructions.get(name) for name, _ in instruction.operands]
-    return any(o is not None and _knows_its_place(computation, o, depth - 1) for o in operands)
+    return any(o is not None and _depends_on_device(computation, o, depth - 1) for o in operands)
 
 
 def _padding(read: AnnotatedModule, mesh: Mesh) -> Iterator[Warned]:
@@ -214,7 +215,7 @@ def _padding(read: AnnotatedModule, mesh: Mesh) -> Iterator[Warned]:
 
 
 def _rounded_up(source: str, padded: str, parts: set[int]) -> int | None:
-    """The number of parts to whose next multiple a dimension is padded, as partitioning does."""
+    """The number of shards to whose next multiple a dimension is padded; None if to none."""
     old, new = first(source)[1], first(padded)[1]
     grown = [(a, b) for a, b in zip(old, new, strict=False) if a != b]
     if len(old) != len(new) or len(grown) != 1:

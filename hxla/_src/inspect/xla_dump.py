@@ -18,7 +18,7 @@ from .program import Program
 _FILE = re.compile(
     r"(?P<stem>module_\d+\..+?)\.(?:[\w.]*_)?(?P<when>before|after)_optimizations(?P<tail>[.-].*)$"
 )
-_Files = dict[str, pathlib.Path]  # by what they hold: `after .txt`, `before .hlo.pb`, ...
+_Files = dict[str, pathlib.Path]  # by content: `after .txt`, `before .hlo.pb`, ...
 _HLO = (".txt", ".hlo", ".pb", ".txt.gz", ".hlo.gz", ".pb.gz")
 
 
@@ -62,22 +62,22 @@ def read_dump(path: pathlib.Path, hints: Hints) -> Inspection:
 
 
 def _modules(path: pathlib.Path) -> dict[pathlib.Path, _Files]:
-    """Files of each module, by what their paths have in common."""
+    """Files of each module, by the common stem of their paths."""
     wanted = _FILE.match(path.name) if path.is_file() else None
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.is_file())
     else:
         files = sorted(path.parent.iterdir()) if wanted else [path]
-    found: dict[pathlib.Path, _Files] = {}
+    modules: dict[pathlib.Path, _Files] = {}
     for file in files:
         match = _FILE.match(file.name)
         if match is None:
             if file == path or (file.name.endswith(_HLO) and _is_hlo(file)):
-                found[file] = {"after .hlo.pb" if ".pb" in file.suffixes else "after .txt": file}
+                modules[file] = {"after .hlo.pb" if ".pb" in file.suffixes else "after .txt": file}
         elif wanted is None or match["stem"] == wanted["stem"]:
             kind = f"{match['when']} {match['tail'].removesuffix('.gz')}"
-            found.setdefault(file.parent / match["stem"], {})[kind] = file
-    return found
+            modules.setdefault(file.parent / match["stem"], {})[kind] = file
+    return modules
 
 
 def _is_hlo(file: pathlib.Path) -> bool:
@@ -87,7 +87,7 @@ def _is_hlo(file: pathlib.Path) -> bool:
 
 
 def _bytes(file: pathlib.Path, problems: list[str]) -> bytes:
-    """What a file holds, compressed or not; of one that was cut off what is left of it."""
+    """The unpacked content of a file; of a truncated one the part that can be unpacked."""
     data = _packed(file, problems)
     if file.suffix != ".gz":
         return data
@@ -100,7 +100,7 @@ def _bytes(file: pathlib.Path, problems: list[str]) -> bytes:
 
 
 def _packed(file: pathlib.Path, problems: list[str]) -> bytes:
-    """What a file holds; nothing, and what is wrong with it, if it cannot be read."""
+    """The content of a file as stored; empty, with a problem noted, if it cannot be read."""
     try:
         return read_bytes(
             file, MOST_DUMP_BYTES, lambda words: InspectError(f"{file.name}: it {words}")
@@ -143,7 +143,7 @@ def _program(files: _Files, hints: Hints) -> Program:
 def _module(
     files: _Files, when: str, problems: list[str]
 ) -> tuple[Module | None, BufferAssignment | None]:
-    """The module before or after optimization, and the memory that its protocol buffer tells."""
+    """The module before or after optimization, and the buffers in its protocol buffer."""
     text, proto = files.get(f"{when} .txt"), files.get(f"{when} .hlo.pb")
     module = assignment = None
     if text is not None:

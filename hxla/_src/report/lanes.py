@@ -187,7 +187,7 @@ def _bars(panel: Lanes, num_lanes: int, top: float, scale: float) -> Iterator[st
             yield box(
                 f"{_CLASSES[kind]} chunk{chunk % 4}",
                 (_LEFT + start * scale, y, width, height),
-                said=f"{label}, {span(end - start)}",
+                tooltip=f"{label}, {span(end - start)}",
                 label=label if fits else "",
             )
 
@@ -195,7 +195,7 @@ def _bars(panel: Lanes, num_lanes: int, top: float, scale: float) -> Iterator[st
 def _legend(kinds: Collection[str], y: float) -> Iterator[str]:
     x = _LEFT
     for kind in filter(kinds.__contains__, _CLASSES):
-        yield box(_CLASSES[kind], (x, y, 10, 10), said=kind)
+        yield box(_CLASSES[kind], (x, y, 10, 10), tooltip=kind)
         yield _text("name", x + 15, y + 9, kind)
         x += 32 + len(kind) * _CHARACTER
 

@@ -116,18 +116,19 @@ def figure(svg: str, caption: str) -> str:
     return f"<figure>\n{svg}\n<figcaption>{text}</figcaption>\n</figure>"
 
 
-def box(color: str, place: tuple[float, float, float, float], *, said: str, label: str = "") -> str:
+def box(
+    color: str, place: tuple[float, float, float, float], *, tooltip: str, label: str = ""
+) -> str:
     """A rectangle of an SVG picture.
 
     Args:
         place: Left, top, width and height, in pixels.
-        said: What a pointer over it shows.
-        label: What stands in its middle.
+        label: In its middle.
     """
     x, y, width, height = place
     text = f'<text x="{x + width / 2:.1f}" y="{y + height / 2 + 4:.1f}">{html.escape(label)}</text>'
     return (
-        f'<g><title>{html.escape(said)}</title><rect class="{color}" x="{x:.1f}" y="{y:.1f}" '
+        f'<g><title>{html.escape(tooltip)}</title><rect class="{color}" x="{x:.1f}" y="{y:.1f}" '
         f'width="{width:.1f}" height="{height:.1f}"/>{text if label else ""}</g>'
     )
 
