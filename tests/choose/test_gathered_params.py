@@ -82,14 +82,14 @@ def test_experts_that_are_computed_apart_are_not():
 
 @pytest.mark.usefixtures("every_program_is_cached")
 def test_what_xla_gathers_besides_is_told_once_it_is_compiled(capfd):
-    """Of what is made of a parameter the plan knows nothing; of the rest it is told once."""
+    """A plan does not foresee gathers of values derived from a parameter; they are told once."""
     own = job(Normalized)
     planned = own.plan(**WISHES)
     assert gathered(planned.reasons) == []
     with own.open(planned) as session:
         [said] = gathered(session.plan.reasons)
     half = EXPERTS * WIDTH * HIDDEN * 4 // 2
-    assert said.startswith("parameter up is cut over expert, and the compiled program gathers what")
+    assert said.startswith("parameter up is cut over expert, and the compiled program gathers a")
     assert f"whole in each microbatch, {half:,} bytes to a device: " in said
     assert "test_gathered_params.py:" in said
     assert said in "".join(capfd.readouterr())

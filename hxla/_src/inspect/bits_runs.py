@@ -31,7 +31,7 @@ from .bits import RecordedEquation, RecordedRead, RecordedRun
 
 
 @dataclasses.dataclass(frozen=True)
-class _Value:
+class _RecordedArray:
     """An array on the first device, with its record.
 
     Attributes:
@@ -125,21 +125,21 @@ class EquationRuns:
         """
         names = [*params, *[""] * (len(arguments) - len(params))]
         values = [
-            _Value(jax.device_put(x, self._devices[0]), digest(x), -1 - i, name)
+            _RecordedArray(jax.device_put(x, self._devices[0]), digest(x), -1 - i, name)
             for i, (x, name) in enumerate(zip(arguments, names, strict=True))
         ]
         self._walk(closed, values, _CallStack())
         return [x.digest for x in values]
 
     def _walk(
-        self, closed: ClosedJaxpr, arguments: Sequence[_Value], around: _CallStack
-    ) -> list[_Value]:
+        self, closed: ClosedJaxpr, arguments: Sequence[_RecordedArray], around: _CallStack
+    ) -> list[_RecordedArray]:
         jaxpr = closed.jaxpr
         self._kept.append(jaxpr)
         env = {v: _constant(c) for v, c in zip(jaxpr.constvars, closed.consts, strict=True)}
         env |= dict(zip(jaxpr.invars, arguments, strict=True))
 
-        def read(v: Any) -> _Value:
+        def read(v: Any) -> _RecordedArray:
             return _constant(v.val, v.aval.dtype) if _is_literal(v) else env[v]
 
         last = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.invars if not _is_literal(v)}
@@ -152,7 +152,9 @@ class EquationRuns:
                     del env[v]
         return [read(v) for v in jaxpr.outvars]
 
-    def _equation(self, eqn: Any, operands: list[_Value], around: _CallStack) -> list[_Value]:
+    def _equation(
+        self, eqn: Any, operands: list[_RecordedArray], around: _CallStack
+    ) -> list[_RecordedArray]:
         kind, inner = kind_of(eqn), inner_jaxpr(eqn)
         for x in operands:
             self._last_param = x.param or self._last_param
@@ -166,12 +168,12 @@ class EquationRuns:
         return self._leaf(eqn, operands, inside)
 
     def _scan(
-        self, eqn: Any, inner: ClosedJaxpr, operands: list[_Value], inside: _CallStack
-    ) -> list[_Value]:
+        self, eqn: Any, inner: ClosedJaxpr, operands: list[_RecordedArray], inside: _CallStack
+    ) -> list[_RecordedArray]:
         num_consts, num_carry = scan_counts(eqn)
         consts, carry = operands[:num_consts], operands[num_consts : num_consts + num_carry]
         slices, length = operands[num_consts + num_carry :], eqn.params["length"]
-        stacked: list[list[_Value]] = []
+        stacked: list[list[_RecordedArray]] = []
         for i in range(length)[:: -1 if eqn.params["reverse"] else 1]:
             rows = [_row(x, i) for x in slices]
             results = self._walk(inner, [*consts, *carry, *rows], inside)
@@ -183,7 +185,9 @@ class EquationRuns:
         columns = list(zip(*stacked, strict=True)) or [()] * len(avals)
         return [*carry, *(_stack(x, a) for x, a in zip(columns, avals, strict=True))]
 
-    def _leaf(self, eqn: Any, operands: list[_Value], inside: _CallStack) -> list[_Value]:
+    def _leaf(
+        self, eqn: Any, operands: list[_RecordedArray], inside: _CallStack
+    ) -> list[_RecordedArray]:
         place = self._place(eqn, inside)
         arrays = [x.array for v, x in zip(eqn.invars, operands, strict=True) if not _is_literal(v)]
         programs = self._compiled(eqn)
@@ -194,7 +198,7 @@ class EquationRuns:
             runs.append(RecordedRun(place, tuple(x.read for x in operands), digests))
             made.append((results, digests))
         number = len(self.runs[0]) - 1
-        return [_Value(x, d, number) for x, d in zip(*made[0], strict=True)]
+        return [_RecordedArray(x, d, number) for x, d in zip(*made[0], strict=True)]
 
     def _place(self, eqn: Any, inside: _CallStack) -> int:
         """The place of an equation, which is recorded if it is new."""
@@ -246,8 +250,8 @@ def _is_literal(v: Any) -> bool:
     return isinstance(v, Literal)
 
 
-def _constant(value: Any, dtype: Any = None) -> _Value:
-    return _Value(value, digest(value if dtype is None else np.asarray(value, dtype)))
+def _constant(value: Any, dtype: Any = None) -> _RecordedArray:
+    return _RecordedArray(value, digest(value if dtype is None else np.asarray(value, dtype)))
 
 
 def digest(x: Any) -> str:
@@ -257,12 +261,12 @@ def digest(x: Any) -> str:
     return fingerprint(x)
 
 
-def _row(x: _Value, i: int) -> _Value:
+def _row(x: _RecordedArray, i: int) -> _RecordedArray:
     row = jax.lax.dynamic_index_in_dim(x.array, i, keepdims=False)
     return dataclasses.replace(x, array=row, digest=digest(row))
 
 
-def _stack(rows: Sequence[_Value], aval: Any) -> _Value:
+def _stack(rows: Sequence[_RecordedArray], aval: Any) -> _RecordedArray:
     """Stack the rows of a scan's iterations; the last one's producer counts for all."""
     whole = jnp.stack([x.array for x in rows]) if rows else jnp.zeros(aval.shape, aval.dtype)
-    return _Value(whole, digest(whole), rows[-1].producer if rows else None)
+    return _RecordedArray(whole, digest(whole), rows[-1].producer if rows else None)

@@ -58,8 +58,8 @@ def _lines(programs: Programs, sharded: Sharded, module: Module) -> Iterable[str
                 lines.setdefault(
                     (axis, param),
                     f"parameter {layout.name} is cut over {axis}, and the compiled program "
-                    f"gathers a value derived from it in each microbatch, {received:,} bytes "
-                    f"to a device: {where}",
+                    f"gathers a value derived from it whole in each microbatch, {received:,} "
+                    f"bytes to a device: {where}",
                 )
     return lines.values()
 
