@@ -183,7 +183,7 @@ def test_pieces_that_are_too_short_to_be_measured_predict_no_step(monkeypatch):
     with job(4).open(two_pipelines(), steps=1) as session:
         session.step()
         [said] = [r for r in session.plan.reasons if r.startswith("pipeline 0: ")]
-    assert said.endswith("what is measured around them, so no step is predicted")
+    assert said.endswith("the overhead of measuring them, so no step is predicted")
 
 
 def test_annotations_make_the_pipeline_of_the_cut_that_they_say():

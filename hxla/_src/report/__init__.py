@@ -1,1 +1,1 @@
-"""What happened, for people."""
+"""Reports of a run, for people."""

@@ -1,4 +1,4 @@
-"""What happened in a run, as values: the training loop writes them, reports read them."""
+"""The records of a run as values: the training loop writes them, reports read them."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,12 +6,12 @@ from typing import TypeAlias
 
 from ..plan.plan import Plan
 
-#: A metric over the global batch: one number, or one for each example where they are kept.
+#: A metric over the global batch: one number, or one for each example.
 MetricValue: TypeAlias = float | tuple[float, ...]
 
 
 def scalars(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
-    """Those metrics that are one number: what curves and tables can show."""
+    """The metrics that are one number, which curves and tables can show."""
     return {name: value for name, value in metrics.items() if not isinstance(value, tuple)}
 
 
@@ -22,18 +22,18 @@ class StepRecord:
     Attributes:
         step: The number of the step, from 0.
         loss: The mean loss of the global batch, before the step's update.
-        metrics: The user's own metrics, merged over the global batch as `hxla.metric` says; a
+        metrics: The user's metrics, merged over the global batch as `hxla.metric` says; a
             concatenation is a tuple with one number for each example.
         seconds: The wall time of the step, as this process saw it.
         num_examples: The examples in the global batch.
         num_tokens: The tokens in the global batch (0 if the batch holds no integer sequences).
-        counts: The microbatches that each copy of the model ran.
-        busy_seconds: The seconds that each copy computed in this step (microbatches and update).
+        counts: The microbatch counts of the replicas.
+        busy_seconds: The seconds that each replica computed in this step (microbatches and update).
         redone: How often the step was redone after an overflow of the fixed-point range.
         skipped: Whether the update was skipped because a gradient was not finite.
-        loss_scale: The number by which the mean loss of a microbatch was multiplied for its
-            gradient; None: by none.
-        evaluation: The evaluation that followed the step; None: none did.
+        loss_scale: The factor on the mean loss of a microbatch for its gradient; None: the loss was
+            not scaled.
+        evaluation: The evaluation after the step; None: there was none.
     """
 
     step: int
@@ -51,7 +51,7 @@ class StepRecord:
 
     @property
     def idle_seconds(self) -> tuple[float, ...]:
-        """The seconds of the step in which each copy waited for the others."""
+        """The seconds of the step in which each replica waited for the others."""
         return tuple(max(0.0, self.seconds - busy) for busy in self.busy_seconds)
 
 
@@ -60,9 +60,9 @@ class EvalRecord:
     """One evaluation.
 
     Attributes:
-        step: The updates that the evaluated parameters have had.
+        step: The number of updates before the evaluation.
         loss: The mean loss over the data.
-        metrics: The user's own metrics over the data, as of a `StepRecord`.
+        metrics: The user's metrics over the data, as in a `StepRecord`.
         num_examples: The examples of the data.
         seconds: The wall time of the evaluation.
     """
@@ -82,10 +82,10 @@ class Rebalance:
         step: The first step that ran with the new counts.
         before: The counts before.
         after: The counts after.
-        reason: Why, in words.
+        reason: The reason in words.
         expected_gain: The predicted step time before over after, minus one (0.25: a quarter
             faster).
-        achieved_gain: The same ratio as measured, None until enough steps have run.
+        achieved_gain: The same ratio as measured; None until enough steps have run.
     """
 
     step: int
@@ -98,15 +98,15 @@ class Rebalance:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SplitWork:
-    """How long the devices of a split worked in a step, and waited for each other.
+    """The seconds of a step that the devices of a split worked, and waited for each other.
 
     Attributes:
         num_steps: The steps that were measured.
         step_seconds: The mean wall time of a step.
         names: The names of the devices.
-        work_seconds: The mean seconds of a step that each worked; the rest it waited.
-        better_shares: The ratio that would clearly be better; empty: none would.
-        advice: The same in words.
+        work_seconds: The mean seconds of a step that each device worked; it waited for the rest.
+        better_shares: A ratio that would clearly be better; empty: there is none.
+        advice: The better ratio in words.
     """
 
     num_steps: int
@@ -122,15 +122,15 @@ class History:
     """All records of one run, in order.
 
     Attributes:
-        device_names: The names of the copies of the model, in the order of `counts`.
+        device_names: The names of the replicas, in the order of `counts`.
         steps: One record for each training step of this run (not of the run it resumed).
         evaluations: One record for each evaluation.
         rebalances: One record for each change of counts.
         num_compilations: The XLA compilations after the first completed step.
-        plans: The plans that ran, by the first step of each: one to begin with, one for each resume
-            and one for each change of counts. Those before a resume come from its checkpoint.
-        split: What the devices of a split worked, as measured; None: there is none, or no clock
-            for it. A `Result` has it; while a session runs it is None.
+        plans: The plans that ran, by their first step: one at the start, one for each resume and
+            one for each change of counts. Plans before a resume come from its checkpoint.
+        split: The measured work of the devices of a split; None: there is no split, or no clock for
+            it. A `Result` has it; while a session runs it is None.
     """
 
     device_names: tuple[str, ...]

@@ -23,7 +23,7 @@ class Bar:
         kind: `computation`, `collective` or `transfer` if it was measured.
         label: What it is, as the HLO names it if it was measured.
         program: Name of the HLO module, if it was measured.
-        chunk: Of the stage that it works on.
+        chunk: The chunk of the stage.
         start_seconds: From the start of the step.
         end_seconds: The same.
     """
@@ -38,7 +38,7 @@ class Bar:
 
     @property
     def seconds(self) -> float:
-        """From its start to its end."""
+        """The duration."""
         return self.end_seconds - self.start_seconds
 
 
@@ -47,11 +47,10 @@ class Lanes:
     """One step.
 
     Attributes:
-        title: What it is, in words.
         names: Of the lanes: devices, or stages.
-        bars: By start, within each lane.
-        note: What it was read from, in a sentence.
-        end_seconds: Of the step, where it is later than the last bar's.
+        bars: Sorted by start within each lane.
+        note: The source, in a sentence.
+        end_seconds: The step's end if it is later than the last bar's.
     """
 
     title: str
@@ -62,11 +61,11 @@ class Lanes:
 
     @property
     def seconds(self) -> float:
-        """Until the step ends."""
+        """The seconds until the step ends."""
         return max([self.end_seconds, *(bar.end_seconds for bar in self.bars)])
 
     def mean_seconds(self) -> dict[tuple[str, str, str], float]:
-        """Seconds of what has a label, a kind and a program, the mean over lanes."""
+        """Mean seconds over lanes, by label, kind and program."""
         out: dict[tuple[str, str, str], float] = collections.defaultdict(float)
         for bar in self.bars:
             out[bar.label, bar.kind, bar.program] += bar.seconds / len(self.names)
@@ -88,9 +87,8 @@ def lanes_of_timeline(
     """A pipeline's step as lanes, one for each stage.
 
     Args:
-        names: Of the stages; none: their numbers.
-        title: What it is, in words.
-        end_seconds: Of the step, where it is later than the timeline's: reduction and update.
+        names: Of the stages; empty: their numbers.
+        end_seconds: The step's end if it is later than the timeline's, by reduction and update.
     """
     bars = [
         Bar(
@@ -121,7 +119,7 @@ _CSS = """
 """
 _WIDTH, _LEFT, _TOP = 1000.0, 190.0, 20.0  # pixels
 _LANE, _MAX_LANES = 26.0, 32
-_LEAST = 0.75  # pixels: what lies closer together is drawn as one bar
+_LEAST = 0.75  # pixels: bars closer together are drawn as one
 _CHARACTER = 6.4
 _MAX_NAME = int(_LEFT / _CHARACTER)
 #: Kinds in the order of the legend, with the CSS class of their bars.
@@ -138,11 +136,11 @@ _CLASSES = {
     "reduction": "k1",
     "update": "k2",
 }
-_THIN = (COLLECTIVE, TRANSFER, SEND)  # drawn below what computes
+_THIN = (COLLECTIVE, TRANSFER, SEND)  # drawn below the computation
 
 
 def step_picture(panels: Sequence[Lanes]) -> str:
-    """Steps below one another on one scale, a lane for each device or stage."""
+    """Draw steps below one another on one scale, a lane for each device or stage."""
     longest = max(panel.seconds for panel in panels)
     scale = (_WIDTH - _LEFT - 10) / longest if longest else 0.0
     out: list[str] = []
@@ -182,7 +180,7 @@ def _bars(panel: Lanes, num_lanes: int, top: float, scale: float) -> Iterator[st
         thin = kind in _THIN
         y, height = top + lane * _LANE + (15 if thin else 2), 6 if thin else 13
         for start, end, label in _merged(list(bars), scale):
-            width = max((end - start) * scale - 0.5, 0.3)  # neighbours can be told apart
+            width = max((end - start) * scale - 0.5, 0.3)  # with a gap between neighbours
             fits = not thin and len(label) * _CHARACTER < width - 3
             yield box(
                 f"{_CLASSES[kind]} chunk{chunk % 4}",
@@ -201,7 +199,7 @@ def _legend(kinds: Collection[str], y: float) -> Iterator[str]:
 
 
 def _merged(bars: Sequence[Bar], scale: float) -> Iterator[tuple[float, float, str]]:
-    """Bars of one kind as they can be told apart: start, end and label."""
+    """Bars of one kind, joined where they cannot be seen apart: start, end and label."""
     run: list[Bar] = []
     until = 0.0
     for bar in bars:

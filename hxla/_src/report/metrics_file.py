@@ -1,9 +1,9 @@
 """Metrics on disk: `metrics.jsonl`, one JSON object per line, and TensorBoard events.
 
 The file is strict JSON, which has no NaN: a number that is not finite is null, and the line's
-`nonfinite` lists where. It is only ever appended to, one `write` per line, so that a kill at any
-byte costs at most the line being written; a run that goes on cuts such a torn line off. A run that
-begins anew begins a new file, and the one before it is kept under another name.
+`nonfinite` lists its path. Lines are only appended, one `write` each, so that a kill costs at most
+the last line; a resumed run removes such a torn line. A new run begins a new file, and the file of
+the earlier run gets another name.
 """
 
 import contextlib
@@ -25,15 +25,15 @@ _KINDS = {StepRecord: "step", EvalRecord: "eval", Rebalance: "rebalance"}
 
 
 class MetricsWriter:
-    """Appends what happens in a run to `metrics.jsonl`.
+    """Appends the records of a run to `metrics.jsonl`.
 
     Args:
-        folder: Where to write; made if it is not there.
+        folder: Made if it is not there.
         tensorboard: Also write TensorBoard events to the same folder.
-        goes_on: Whether this run continues the one that the folder holds, if any.
+        goes_on: Whether this run continues the earlier one of this folder.
 
     Attributes:
-        earlier: Where the lines of another run are now, or None.
+        earlier: The new path of another run's file; None if there was none.
 
     Raises:
         ConfigError: The folder cannot be written, or TensorBoard is asked for and its package
@@ -69,7 +69,7 @@ class MetricsWriter:
             ConfigError: The file can no longer be written (a full disk).
         """
         fields = dataclasses.asdict(record)
-        fields.pop("evaluation", None)  # has a line of its own
+        fields.pop("evaluation", None)  # has a separate line
         self._line({"kind": _KINDS[type(record)], **fields})
         if self._events is not None and not isinstance(record, Rebalance):
             for tag, value in _scalars(record).items():
@@ -100,7 +100,7 @@ class MetricsWriter:
 
 
 def _strict(value: Any, path: str, nonfinite: list[str]) -> Any:
-    """The value in JSON's own types; the paths of numbers that JSON cannot hold go to a list."""
+    """The value in JSON's types; the paths of numbers that are not finite go to a list."""
     if isinstance(value, Mapping):
         prefix = f"{path}." if path else ""
         return {str(k): _strict(v, f"{prefix}{k}", nonfinite) for k, v in value.items()}
@@ -117,7 +117,7 @@ def _strict(value: Any, path: str, nonfinite: list[str]) -> Any:
 
 
 def _set_aside(path: pathlib.Path) -> pathlib.Path | None:
-    """Give the file of another run a name of its own."""
+    """Rename the file of another run."""
     if not path.exists():
         return None
     names = (path.with_name(f"{path.stem}.{i}{path.suffix}") for i in itertools.count(1))
@@ -125,9 +125,9 @@ def _set_aside(path: pathlib.Path) -> pathlib.Path | None:
 
 
 def _mend(path: pathlib.Path) -> None:
-    """End the file with a whole line: one that a kill tore is cut off."""
+    """Cut a torn last line off the file."""
     with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
-        if file.seek(0, os.SEEK_END):  # nothing is no map
+        if file.seek(0, os.SEEK_END):  # an empty file cannot be mapped
             with mmap.mmap(file.fileno(), 0) as lines:
                 end = lines.rfind(b"\n") + 1
             file.truncate(end)

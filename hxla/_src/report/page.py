@@ -1,4 +1,4 @@
-"""HTML pages that need nothing from outside: no network, no script of others."""
+"""Self-contained HTML pages: no network, no foreign scripts."""
 
 import contextlib
 import html
@@ -69,22 +69,22 @@ CSS += "".join(f".k{i} {{ background: var(--k{i}); fill: var(--k{i}); }}\n" for 
 
 
 class Markup(str):
-    """HTML that is not escaped again, as a cell of a table."""
+    """HTML for a cell of a table, which is not escaped again."""
 
 
 def page(title: str, lead: str, parts: Sequence[str], *, css: str = "") -> str:
     """A whole page.
 
     Args:
-        title: Its heading, as plain text.
-        lead: What stands below the heading, as HTML.
-        css: Styles beyond those that all pages share.
+        title: Plain text.
+        lead: HTML below the heading.
+        css: Styles besides those of all pages.
     """
     head = html.escape(title)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        # The browser itself then refuses whatever a page might load.
+        # With this the browser refuses everything that a page might load.
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
         "style-src 'unsafe-inline'; img-src data:\">\n"
         f'<title>{head}</title>\n<link rel="icon" href="data:,">\n<style>{CSS}{css}</style>\n'
@@ -99,18 +99,18 @@ def section(heading: str, *parts: str) -> str:
     return f"<section>\n<h2>{html.escape(heading)}</h2>\n" + "\n".join(parts) + "\n</section>"
 
 
-def tiles(found: Sequence[tuple[str, str, str]]) -> str:
-    """Figures to see first: a label, a value and a detail each."""
+def tiles(figures: Sequence[tuple[str, str, str]]) -> str:
+    """The most important figures: a label, a value and a detail each."""
     cells = "\n".join(
         f"<div><dt>{html.escape(label[:1].upper() + label[1:])}</dt><dd>{html.escape(value)}</dd>"
         f"<dd>{html.escape(detail)}</dd></div>"
-        for label, value, detail in found
+        for label, value, detail in figures
     )
     return f'<section>\n<dl class="tiles">\n{cells}\n</dl>\n</section>'
 
 
 def figure(svg: str, caption: str) -> str:
-    """A picture that needs nothing from outside, and in words what to see in it."""
+    """An inline picture with its caption."""
     text = html.escape(caption)
     svg = svg.replace("<svg ", f'<svg role="img" aria-label="{text}" ', 1)
     return f"<figure>\n{svg}\n<figcaption>{text}</figcaption>\n</figure>"
@@ -139,7 +139,7 @@ def items(lines: Iterable[str]) -> str:
 
 
 def fold(summary: str, *parts: str, is_open: bool = False) -> str:
-    """Parts that the reader unfolds, and what stands for them; all are HTML."""
+    """HTML that the reader unfolds, below a summary."""
     state = " open" if is_open else ""
     return f"<details{state}><summary>{summary}</summary>{''.join(parts)}</details>"
 
@@ -148,30 +148,30 @@ def stack(parts: Sequence[tuple[str, float, str]], whole: float) -> str:
     """A bar of parts beside one another.
 
     Args:
-        parts: A colour's class, a length, and what it is in plain text; of each.
-        whole: Length of a bar that is as wide as the page.
+        parts: For each its colour's class, its length, and its name in plain text.
+        whole: The length of a bar as wide as the page.
     """
     drawn = "".join(
         f'<i class="{color}" style="width:{length / (whole or 1):.2%}" '
-        f'title="{html.escape(said)}"></i>'
-        for color, length, said in parts
+        f'title="{html.escape(name)}"></i>'
+        for color, length, name in parts
     )
     return f'<div class="stack">{drawn}</div>'
 
 
 def legend(parts: Iterable[tuple[str, str]]) -> str:
-    """What colours mean: of each its class, and what it is in plain text."""
-    found = "".join(f'<li><i class="{c}"></i>{html.escape(said)}</li>' for c, said in parts)
-    return f'<ul class="legend">{found}</ul>'
+    """A legend of colours: the class and the plain-text name of each."""
+    entries = "".join(f'<li><i class="{c}"></i>{html.escape(name)}</li>' for c, name in parts)
+    return f'<ul class="legend">{entries}</ul>'
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """A table without its empty columns; what is too long of it is folded.
+    """A table without its empty columns; a long one is folded.
 
     Args:
-        heads: Of the columns, as plain text.
+        heads: Plain text.
         rows: Cells, as plain text or as `Markup`.
-        left: Columns that hold words; all others hold numbers.
+        left: Columns of words; all others are numbers.
     """
     used = [i for i in range(len(heads)) if any(row[i] for row in rows)]
 
@@ -206,7 +206,7 @@ def write(path: str | os.PathLike[str], text: str, error: type[HxlaError]) -> No
 
     Args:
         path: The file; its folder is made if it is not there.
-        error: What to raise if the path cannot be written.
+        error: Raised if the path cannot be written.
     """
     path = local_path(path, "path", error)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")

@@ -1,4 +1,4 @@
-"""What a pipeline's step should take, by the measured times of its pieces, and what one took."""
+"""A pipeline's step: predicted from the measured times of its pieces, and as measured."""
 
 import ast
 import dataclasses
@@ -16,13 +16,13 @@ _KINDS = (FORWARD, BACKWARD, WEIGHT)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PredictedStep:
-    """The step of one pipeline.
+    """The predicted step of one pipeline.
 
     Attributes:
         timeline: Replayed with the measured times.
         fixed_seconds: Before and after the ticks.
-        bound_seconds: No cut can be faster: every device busy from the pipeline's filling to its
-            draining, at its own speed (0: the devices' speeds are not known).
+        bound_seconds: A lower bound for any cut: every device is busy at its speed from filling to
+            draining. 0: the devices' speeds are not known.
     """
 
     schedule: Schedule
@@ -32,48 +32,48 @@ class PredictedStep:
 
     @property
     def has_times(self) -> bool:
-        """Whether any piece took longer than what is measured around it."""
+        """Whether any piece took longer than the overhead of its measurement."""
         return self.timeline.makespan_seconds > 0
 
     @property
     def busy_seconds(self) -> float:
-        """From the first tick's preparation to the sums."""
+        """Seconds from the preparation of the first tick to the all-reduce."""
         return self.timeline.makespan_seconds + self.fixed_seconds
 
 
 def to_text(measured: Mapping[int, PieceTimes]) -> str:
-    """One process's measurements by replica, for the others."""
+    """One process's measurements by replica, as text for the other processes."""
     return repr({replica: dataclasses.asdict(times) for replica, times in measured.items()})
 
 
 def from_texts(texts: Sequence[str]) -> dict[int, PieceTimes]:
-    """What all processes measured, by replica: each stage by its own, the rest by the slowest."""
-    found: dict[int, PieceTimes] = {}
+    """All processes' measurements by replica: of shared times the slowest process's count."""
+    by_replica: dict[int, PieceTimes] = {}
     for text in texts:
         for replica, fields in ast.literal_eval(text).items():
-            own = PieceTimes(**fields)
-            before = found.get(replica, own)
+            times = PieceTimes(**fields)
+            before = by_replica.get(replica, times)
             slowest = {
                 b: max(took, before.meeting_seconds.get(b, 0.0))
-                for b, took in own.meeting_seconds.items()
+                for b, took in times.meeting_seconds.items()
             }
-            found[replica] = PieceTimes(
-                seconds=before.seconds | own.seconds,
+            by_replica[replica] = PieceTimes(
+                seconds=before.seconds | times.seconds,
                 meeting_seconds=before.meeting_seconds | slowest,
-                fixed_seconds=max(own.fixed_seconds, before.fixed_seconds),
+                fixed_seconds=max(times.fixed_seconds, before.fixed_seconds),
             )
-    return found
+    return by_replica
 
 
 def predict(
     pipeline: Pipeline, measured: PieceTimes, num_microbatches: int, fractions: Sequence[float]
 ) -> PredictedStep:
-    """Replay the schedule of so many microbatches.
+    """Replay the schedule with measured times.
 
     Args:
-        pipeline: Any of the job, for the schedule.
-        measured: Times of the pieces on this one's devices.
-        fractions: Of the whole work on each stage, by its own device's times; none: not known.
+        pipeline: Any pipeline of the job, for the schedule.
+        measured: Times of the pieces on this pipeline's devices.
+        fractions: Each stage's part of the work, by its device's times; empty: not known.
     """
     schedule = pipeline.spec.schedule(num_microbatches)
     timeline = replay_ticks(
@@ -87,7 +87,7 @@ def predict(
         busy = [0.0] * schedule.num_stages
         for (_, part), took in measured.seconds.items():
             busy[part % schedule.num_stages] += took
-        if all(busy):  # pieces that are shorter than what is measured around them have no time
+        if all(busy):  # pieces shorter than the overhead of their measurement have no time
             per_second = sum(f / b for f, b in zip(fractions, busy, strict=True))
             bound = (num_microbatches + schedule.num_stages - 1) / per_second
     return PredictedStep(
@@ -99,12 +99,12 @@ def predict(
 
 
 def explain(replica: int, predicted: PredictedStep, measured: PieceTimes) -> str:
-    """One line for the plan."""
+    """One line about the prediction, for the plan."""
     num, num_microbatches = predicted.schedule.num_stages, predicted.schedule.num_microbatches
     if not predicted.has_times:
         return (
-            f"pipeline {replica}: {num_microbatches} microbatches; its pieces take less than what "
-            "is measured around them, so no step is predicted"
+            f"pipeline {replica}: {num_microbatches} microbatches; its pieces take less than the "
+            "overhead of measuring them, so no step is predicted"
         )
     parts = sorted({part for _, part in measured.seconds})
     stages = []
@@ -135,7 +135,7 @@ def write(
         took: By replica, start and end of each tick on each stage.
 
     Returns:
-        Headings and pictures; beside each lies a Perfetto trace.
+        Headings and pictures; beside each is a Perfetto trace.
     """
     pictures = {}
     for replica, predicted in planned.items():

@@ -1,4 +1,4 @@
-"""The live line of a run, and what a long silence is spent on."""
+"""The live line of a run, and the line that explains a long silence."""
 
 import collections
 import os
@@ -14,20 +14,20 @@ from rich.text import Text
 from ..core.format import clock, si
 from .history import StepRecord
 
-#: Lines come at least every two seconds, also where the machine is busy.
+#: A line comes at least every two seconds, even on a busy machine.
 PERIOD_SECONDS = 1.5
 
 
 class Waiting:
-    """Says what is being waited for, every so often, from a thread of its own.
+    """Says periodically, from a thread, what the process waits for.
 
     On a terminal it is a line that is painted over and vanishes; under `hxla run`, the same line
-    for the launcher to paint; into a file or pipe, a plain line. What is over before the first line
-    is due prints nothing.
+    for the launcher to paint; into a file or pipe, a plain line. A wait shorter than one period
+    prints nothing.
 
     Args:
-        prefix: What all lines begin with.
-        is_main: Whether this process tells anybody.
+        prefix: Of all lines.
+        is_main: Whether this process prints.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Waiting:
         self.close()
 
     def tell(self, what: str) -> None:
-        """Say from now on that this is being waited for."""
+        """Set what the process waits for from now on."""
         self._what = what
 
     def close(self) -> None:
-        """Say nothing more."""
+        """Print nothing more."""
         self._is_over.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -90,7 +90,7 @@ def line(record: StepRecord, num_steps: int | None, names: tuple[str, ...], seco
     """The live line.
 
     Args:
-        num_steps: Of the run; None: not known.
+        num_steps: Of the run; None if not known.
     """
     amount, unit = record.num_examples, "examples"
     if record.num_tokens:
@@ -117,15 +117,15 @@ def line(record: StepRecord, num_steps: int | None, names: tuple[str, ...], seco
 
 
 class Progress:
-    """Shows where a run is.
+    """Shows the progress of a run.
 
     On a terminal, a line that is painted over; under `hxla run`, the same line for the launcher to
     paint; into a file or pipe, a plain line every few seconds.
 
     Args:
-        num_steps: Of the run; None: not known.
+        num_steps: Of the run; None if not known.
         device_names: In the order of counts.
-        start_step: First step of this call.
+        start_step: The first step of this call.
     """
 
     def __init__(
@@ -163,14 +163,14 @@ class Progress:
         print(text, end="\r" if self._piped and not last else "\n", file=self._stream, flush=True)
 
     def log(self, message: str) -> None:
-        """An ordinary line, above the live one."""
+        """Print an ordinary line above the live one."""
         if self._live is not None:
             self._live.console.print(message, markup=False, highlight=False)
         else:
             print(message, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Let go of the terminal."""
+        """Release the terminal."""
         if self._live is not None:
             self._live.stop()
             self._live = None

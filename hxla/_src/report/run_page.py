@@ -1,9 +1,8 @@
-"""The report as one HTML page, with pictures by matplotlib and nothing from outside.
+"""The report as one self-contained HTML page, with pictures by matplotlib.
 
-They are SVG for a page, where every colour becomes a CSS variable so that the page's light and dark
-mode reach into the picture.
+Pictures are SVG, with CSS variables as colours, so that they follow the page's light or dark mode.
 
-Matplotlib takes a third of a second to import, so only the functions that draw do it.
+Matplotlib takes a third of a second to import, so only the functions that draw import it.
 """
 
 import contextlib
@@ -35,18 +34,18 @@ from .run_tables import (
     summarise,
 )
 
-#: Name of the CSS variable and colour on white.
+#: Colours on white; in a page each is the CSS variable of that name.
 INK, MUTED, GRID, PAPER = "#1f2430", "#626b7a", "#e2e5ea", "#fffffe"
 BUSY, MARK = "#2f6fdb", "#b4552d"
 CSS_COLORS = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper", BUSY: "busy", MARK: "mark"}
 _SERIES = ("#2f6fdb", "#e39a1d", "#2a9d78", "#c8508f", "#7a5bd0", "#4fa8d8", "#9a6a45", "#7f8794")
-_MAX_POINTS = 600  # of a median, and of a curve that is drawn without one
-_MAX_BANDS = 12  # devices with a band of their own
+_MAX_POINTS = 600  # of a median, and of a curve without one
+_MAX_BANDS = 12  # devices with a separate band
 _MAX_LABELLED_MARKS = 15
 
 
 def loss_picture(history: History) -> str:
-    """Training and evaluation loss over steps."""
+    """Draw training and evaluation loss over steps."""
     with _figure() as (figure, ax):
         x, y = _xy([(r.step, r.loss) for r in history.steps])
         curves = [y[np.isfinite(y)]]
@@ -71,12 +70,12 @@ def loss_picture(history: History) -> str:
 
 
 def counts_picture(history: History) -> str:
-    """Microbatches of each device over steps, stacked, with the changes marked."""
+    """Draw the microbatches of each device over steps, stacked, with the changes marked."""
     with _figure() as (figure, ax):
         num_devices = max(len(r.counts) for r in history.steps)
         counts = np.array([r.counts + (0,) * (num_devices - len(r.counts)) for r in history.steps])
         names = names_of(history, range(num_devices))
-        # Devices beyond the bands that the eye can tell apart share the last one.
+        # The eye distinguishes so many bands; further devices share the last one.
         if num_devices > _MAX_BANDS:
             rest = counts[:, _MAX_BANDS - 1 :].sum(axis=1, keepdims=True)
             counts = np.concatenate([counts[:, : _MAX_BANDS - 1], rest], axis=1)
@@ -96,7 +95,7 @@ def counts_picture(history: History) -> str:
 
 
 def speed_picture(history: History) -> str:
-    """Tokens or examples per second over steps."""
+    """Draw tokens or examples per second over steps."""
     with _figure() as (figure, ax):
         unit = "tokens" if any(r.num_tokens for r in history.steps) else "examples"
         x, y = _xy([(r.step, num_units(r) / r.seconds if r.seconds else 0) for r in history.steps])
@@ -135,7 +134,7 @@ def _figure() -> Iterator[tuple[Any, Any]]:
         "svg.fonttype": "none",
         "svg.hashsalt": "hxla",
     }
-    # A user's matplotlibrc is for the user's pictures. The backend alone would not be restored.
+    # A user's matplotlibrc does not apply here. The backend is left out: it is not restored.
     plain = {key: value for key, value in mpl.rcParamsDefault.items() if key != "backend"}
     with mpl.rc_context({**plain, **style}):
         figure = Figure(figsize=(8.6, 3.1), layout="constrained", facecolor="none")
@@ -149,16 +148,16 @@ def _picture(figure: Any, prefix: str, caption: str) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg).replace("xlink:href", "href")
-    # Pictures of one page share its name space.
+    # All pictures of a page share its ids.
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
     svg = re.sub(r'<svg [^>]*?viewBox="([^"]+)"[^>]*>', r'<svg viewBox="\1">', svg, count=1)
-    svg = re.sub(r"font(-family)?: ?(?P<size>[\d.]+px )?[^;\"]*'[^;\"]*", _own_font, svg)
+    svg = re.sub(r"font(-family)?: ?(?P<size>[\d.]+px )?[^;\"]*'[^;\"]*", _page_font, svg)
     for color, name in CSS_COLORS.items():
         svg = svg.replace(color, f"var(--{name})")
     return page_figure(svg, caption)
 
 
-def _own_font(match: re.Match[str]) -> str:
+def _page_font(match: re.Match[str]) -> str:
     size = match["size"]
     return f"font-size: {size.strip()}" if size else "font-family: inherit"
 
@@ -166,7 +165,7 @@ def _own_font(match: re.Match[str]) -> str:
 def _curve(
     ax: Any, x: np.ndarray, y: np.ndarray, color: str, *, label: str = "", with_median: bool
 ) -> None:
-    """A curve; with its running median it is faint itself."""
+    """Draw a curve; with its running median the curve itself is faint."""
     if not with_median:
         marker = "o" if len(y) == 1 else None
         ax.plot(x, y, color=color, linewidth=1.6, marker=marker, markersize=4, label=label)
@@ -181,12 +180,12 @@ def _curve(
 
 
 def _half_window(y: np.ndarray) -> int:
-    """Of a running median: it is taken of about a fortieth of all steps."""
+    """Half the window of a running median over about a fortieth of all steps."""
     return max(1, len(y) // 80)
 
 
 def _marks(ax: Any, history: History) -> None:
-    """A line where counts changed, numbered as in the report's table."""
+    """Draw a line where counts changed, numbered as in the report's table."""
     for i, change in enumerate(history.rebalances, start=1):
         ax.axvline(change.step, color=INK, linewidth=0.9, linestyle=(0, (3, 2)))
         if len(history.rebalances) <= _MAX_LABELLED_MARKS:
@@ -195,7 +194,7 @@ def _marks(ax: Any, history: History) -> None:
 
 
 def _changes(x: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Only the steps at which a row differs from the one before, and an end after the last."""
+    """The steps at which a row differs from the previous one, and an end after the last."""
     new = np.concatenate([[True], (rows[1:] != rows[:-1]).any(axis=1)])
     return np.append(x[new], x[-1] + 1), np.concatenate([rows[new], rows[-1:]])
 
@@ -206,7 +205,7 @@ def _xy(points: Sequence[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _text(text: str) -> str:
-    """Matplotlib reads what stands between two dollars as mathematics."""
+    """Escape dollars, which matplotlib reads as mathematics."""
     return text.replace("$", r"\$")
 
 
@@ -216,12 +215,9 @@ def html_report(
     """The report as one self-contained HTML page.
 
     Args:
-        history: The run, of at least one step.
+        history: Of at least one step.
         notes: Further sections of plain text, by heading; line breaks and spaces are kept.
         pictures: Further sections with an SVG file each, by heading.
-
-    Returns:
-        The page. Its pictures are inline SVG whose colours follow the reader's light or dark mode.
     """
     summary = summarise(history)
     changes = "<p>The counts never moved.</p>"
@@ -244,7 +240,7 @@ def html_report(
 
 
 def _devices(history: History, summary: Summary) -> Iterator[str]:
-    """Tables of the devices, with bars of their time on one scale."""
+    """Tables of the devices, with bars of busy and idle time on one scale."""
     longest = max(summary.before.step_seconds, summary.after.step_seconds)
     for title, phase, (heads, rows, _) in device_tables(history, summary):
         bars = [

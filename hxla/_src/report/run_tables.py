@@ -1,4 +1,4 @@
-"""The figures of a run, once computed: for the terminal, tables and pages."""
+"""The figures of a run, for the terminal, tables and pages."""
 
 import collections
 import dataclasses
@@ -15,12 +15,12 @@ _PHASE_STEPS = 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Some steps that ran with the same counts, as means over them.
+    """Means over steps with the same counts.
 
     Attributes:
-        counts: Microbatches that each device ran.
-        steps: First and last of the steps.
-        num_steps: How many steps with these counts were averaged.
+        counts: Microbatches of each device.
+        steps: The first and the last step.
+        num_steps: The number of averaged steps.
         step_seconds: Wall time of a step.
         busy_seconds: Seconds of a step that each device computed.
         rate: Tokens (or examples) per second.
@@ -40,7 +40,7 @@ class Phase:
 
     @property
     def idle_fractions(self) -> tuple[float, ...]:
-        """Part of a step that each device waited."""
+        """The fraction of a step that each device waited."""
         return tuple(s / self.step_seconds if self.step_seconds else 0.0 for s in self.idle_seconds)
 
 
@@ -49,8 +49,8 @@ class Summary:
     """The figures of a run with at least one step.
 
     Attributes:
-        unit: What is counted, `tokens` or `examples`.
-        num_units: How many of them were trained on, repetitions included.
+        unit: `tokens` or `examples`.
+        num_units: All tokens or examples trained on, repetitions included.
         whole: All steps but the first, which may include compilation; the counts are the last
             step's, and steps on another number of devices are left out.
         before: The first steps with the first counts, without the very first step.
@@ -83,14 +83,14 @@ def num_units(record: StepRecord) -> int:
 def summarise(history: History) -> Summary:
     """The figures of a run of at least one step."""
     steps = history.steps
-    # The very first step may include compilation; with no other there is no choice.
+    # The very first step may include compilation; it counts only if it is alone.
     warm = steps[1:] or steps
     comparable = [r for r in warm if len(r.counts) == len(steps[-1].counts)]
     comparable = comparable or [steps[-1]]
     first_counts = comparable[0].counts
     same = itertools.takewhile(lambda r: r.counts == first_counts, comparable[:_PHASE_STEPS])
     last = comparable[-_PHASE_STEPS:]
-    # A device without work is given some for one step now and then: not the counts of the run.
+    # A device without work gets some for one step from time to time; such steps are left out.
     usual = collections.Counter(r.counts for r in last).most_common(1)[0][0]
     last = [r for r in last if r.counts == usual]
     after = _phase(last, usual)
@@ -118,12 +118,12 @@ def _phase(records: Sequence[StepRecord], counts: tuple[int, ...]) -> Phase:
 
 
 def names_of(history: History, counts: Sequence[int]) -> tuple[str, ...]:
-    """One name per count; devices that the history does not name are numbered."""
+    """One name per count; devices without a name in the history are numbered."""
     names = history.device_names[: len(counts)]
     return names + tuple(f"device{d}" for d in range(len(names), len(counts)))
 
 
-_MAX_STEPS = 20  # whose numbers are said
+_MAX_STEPS = 20  # with their numbers shown
 
 
 def lead(history: History, summary: Summary) -> str:
@@ -135,7 +135,7 @@ def lead(history: History, summary: Summary) -> str:
 
 
 def figures(history: History, summary: Summary) -> Iterator[tuple[str, str, str]]:
-    """What to see first: a label, a value and a detail each."""
+    """The most important figures: a label, a value and a detail each."""
     before, after = summary.before, summary.after
     yield (
         f"{summary.unit} per second",
@@ -205,10 +205,15 @@ def device_tables(history: History, summary: Summary) -> Iterator[tuple[str, Pha
 
 
 def split_table(work: SplitWork) -> Table:
-    """What each device of a split did of a step."""
+    """The work and the waiting of each device of a split."""
     rows = [
-        (name, span(own), span(max(0.0, work.step_seconds - own)), percent(own / work.step_seconds))
-        for name, own in zip(work.names, work.work_seconds, strict=True)
+        (
+            name,
+            span(worked),
+            span(max(0.0, work.step_seconds - worked)),
+            percent(worked / work.step_seconds),
+        )
+        for name, worked in zip(work.names, work.work_seconds, strict=True)
     ]
     return Table(("device", "worked", "waited", "worked, of a step"), rows)
 
@@ -232,7 +237,7 @@ def change_table(history: History) -> Table:
 
 
 def event_table(history: History) -> Table:
-    """What went differently than it should."""
+    """Unwanted events: redone and skipped steps, late compilations."""
     events = {
         "Steps redone after an overflow of the fixed-point range": [
             r.step for r in history.steps if r.redone
@@ -264,8 +269,8 @@ def terminal_report(history: History) -> str:
 def _parts(history: History) -> Iterator[str | tuple[str, Table, int]]:
     summary = summarise(history)
     yield f"hxla: {lead(history, summary)}"
-    found = list(figures(history, summary))
-    yield "", Table(("", "", ""), found, left=(0, 2)), len(found)
+    rows = list(figures(history, summary))
+    yield "", Table(("", "", ""), rows, left=(0, 2)), len(rows)
     for title, _, table in device_tables(history, summary):
         yield title, table, _MAX_DEVICES
     if history.split is not None:

@@ -1,4 +1,4 @@
-"""Tables of texts, for a terminal and for a page."""
+"""Tables of text, for a terminal and for a page."""
 
 import io
 from collections.abc import Iterable, Sequence
@@ -13,8 +13,8 @@ class Table(NamedTuple):
     """A table.
 
     Attributes:
-        heads: Of the columns; none of them has a word: there is no line for them.
-        left: Columns that hold words; all others hold numbers.
+        heads: Of the columns; if all are empty, they have no line.
+        left: Columns of words; all others are numbers.
     """
 
     heads: Sequence[str]
@@ -26,8 +26,8 @@ def as_text(parts: Iterable[str | tuple[str, Table, int]], width: int) -> str:
     """Lines and tables for a terminal, tables without their empty columns.
 
     Args:
-        parts: Lines, and tables with a title and the number of rows that are shown.
-        width: Of a line, in characters.
+        parts: Lines, and tables with their titles and the most rows to show.
+        width: In characters.
     """
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=False, highlight=False)
@@ -39,16 +39,16 @@ def as_text(parts: Iterable[str | tuple[str, Table, int]], width: int) -> str:
     return out.getvalue().rstrip() + "\n"
 
 
-def _rich_table(title: str, found: Table, limit: int) -> RichTable:
-    used = [i for i in range(len(found.heads)) if any(row[i] for row in found.rows)]
-    table = RichTable(box=None, title=title or None, title_justify="left")
-    table.show_header = any(found.heads)
+def _rich_table(title: str, table: Table, limit: int) -> RichTable:
+    used = [i for i in range(len(table.heads)) if any(row[i] for row in table.rows)]
+    rich_table = RichTable(box=None, title=title or None, title_justify="left")
+    rich_table.show_header = any(table.heads)
     for i in used:
-        table.add_column(
-            found.heads[i], justify="left" if i in found.left else "right", overflow="fold"
+        rich_table.add_column(
+            table.heads[i], justify="left" if i in table.left else "right", overflow="fold"
         )
-    for row in found.rows[:limit]:
-        table.add_row(*[escape(row[i]) for i in used])
-    if len(found.rows) > limit:
-        table.add_row(f"and {len(found.rows) - limit} more")
-    return table
+    for row in table.rows[:limit]:
+        rich_table.add_row(*[escape(row[i]) for i in used])
+    if len(table.rows) > limit:
+        rich_table.add_row(f"and {len(table.rows) - limit} more")
+    return rich_table
