@@ -255,7 +255,7 @@ TOLD = {
     "learning rate in the state": (
         injected(0.1),
         injected(0.2),
-        ["inject_hyperparams, and training goes on with those of the checkpoint"],
+        ["inject_hyperparams, and training goes on with the checkpoint's"],
     ),
     "clip": (named(1.0), named(2.0), ["communication.clip_norm: 1.0, now 2.0"]),
     "nonfinite": ({}, {"nonfinite": "skip"}, ["nonfinite: stop, now skip"]),
@@ -267,7 +267,7 @@ TOLD = {
     "other data": (
         {},
         {"data": models.regression() | {"x": np.zeros((96, 6), np.float32)}},
-        [r"the data is another .*first \['x'\]: float32\[8, 6\] with"],
+        [r"the data is not .*first \['x'\]: float32\[8, 6\] with"],
     ),
 }
 

@@ -192,7 +192,7 @@ def test_statistics_of_a_batch_of_ones_own_are_named_with_their_line_and_remedy(
     with pytest.raises(hxla.LossError) as refused:
         job.graph(SIZE)
     assert re.search(r"mixes examples: \w+ \(.*test_mixing\.py:\d+\)", str(refused.value))
-    assert "as a BatchNorm of one's own takes" in str(refused.value)
+    assert "as in Flax's BatchNorm" in str(refused.value)
     means = hxla.Job(model(), data(), loss, optax.sgd(0.1), batch_size=BATCH, mixes_examples=True)
     assert means.graph(SIZE).mixes
 

@@ -1,1 +1,1 @@
-"""What is trained, traced once for each microbatch size."""
+"""A job, traced once for each microbatch size."""

@@ -1,7 +1,7 @@
-"""What the processes of a job must have alike: where they differ, they would train apart.
+"""Facts on which the processes of a job must agree, because otherwise they would train apart.
 
-Before the first step they compare what they were asked, the plan, the programs and a batch: hashes
-first, and what differs only if they do. Later, now and then, their copies of the state.
+Before the first step they compare arguments, plan, programs and a batch: first by hashes, and only
+if these differ by their text. Later they sometimes compare the state of replicas.
 """
 
 import difflib
@@ -23,33 +23,33 @@ from ..plan.plan import Plan
 
 _PACKAGES = ("hxla", "jax", "jaxlib", "flax", "optax")
 _MOST_LINES = 30  # of an error
-_MOST_OF_A_TEXT = 6  # lines of a program
+_MOST_PROGRAM_LINES = 6
 _NUMBERED = re.compile(r"%\w+( = )?")
-_MOST_COMPARED = 4000  # lines between the first and the last that differ
+_MOST_COMPARED = 4000  # lines after the first that differs
 _WIDTH = 100  # of a value
 
-Facts = Mapping[str, str]  # what is compared, by its name
+Facts = Mapping[str, str]  # compared values by name
 Differing = Callable[[str, str], tuple[str, ...]]  # name and text to all texts, if they differ
 
 
 def agree(what: str, facts: Facts, differing: Differing) -> None:
-    """Refuse to go on, on every process, where processes differ.
+    """Stop every process if the facts of some differ.
 
     Args:
-        what: Name of the comparison; every process makes each equally often.
-        facts: Of this process; of a value of many lines those that differ are shown.
-        differing: Name and text to the texts of all processes, or to nothing if they are equal.
+        what: Name of the comparison; every process must make each equally often.
+        facts: Of this process; of a value of many lines the differing ones are shown.
+        differing: Name and text to the texts of all processes; to none if all are equal.
 
     Raises:
-        LaunchError: With every difference: what it is, and which ranks have which value.
+        LaunchError: With every difference, and the value of each rank.
     """
-    told = [_facts(text) for text in differing(what, json.dumps(facts))]
+    per_rank = [_facts(text) for text in differing(what, json.dumps(facts))]
     lines = []
-    for key in dict.fromkeys(itertools.chain(*told)):
-        values = [own.get(key, "none") for own in told]
+    for key in dict.fromkeys(itertools.chain(*per_rank)):
+        values = [facts_of_rank.get(key, "none") for facts_of_rank in per_rank]
         if len(set(values)) > 1:
             lines += list(_difference(key, values))
-    if told:
+    if per_rank:
         more = len(lines) - _MOST_LINES
         shown = lines[:_MOST_LINES] + ([f"and {more} more"] if more > 0 else [])
         raise LaunchError(
@@ -63,7 +63,7 @@ def agree(what: str, facts: Facts, differing: Differing) -> None:
 def _facts(text: str) -> dict[str, str]:
     try:
         return dict(json.loads(text))
-    except ValueError:  # too long a message was cut off
+    except ValueError:  # a message that was too long is truncated
         return {"what was compared": text}
 
 
@@ -71,7 +71,7 @@ def _difference(key: str, values: Sequence[str]) -> Iterator[str]:
     if not any("\n" in value for value in values):
         yield f"{key}: {_by_rank(values)}"
         return
-    # Values of programs are numbered: with one more or less every number changes.
+    # The values of a program are numbered; one additional value changes all numbers.
     texts = [[_NUMBERED.sub("", line).strip() for line in v.splitlines()] for v in values]
     kinds: dict[str, int] = {}
     for rank, value in enumerate(values):
@@ -82,7 +82,7 @@ def _difference(key: str, values: Sequence[str]) -> Iterator[str]:
         unlike = [r for r, value in enumerate(values) if value == values[other]]
         yield f"{key}: {ranks_text(alike)} and {ranks_text(unlike)} have different ones"
         pairs = dict.fromkeys(_unlike(texts[first], texts[other]))
-        for a, b in itertools.islice(pairs, _MOST_OF_A_TEXT):
+        for a, b in itertools.islice(pairs, _MOST_PROGRAM_LINES):
             yield f"  {_brief(a)} on {ranks_text(alike)}; {_brief(b)} on {ranks_text(unlike)}"
 
 
@@ -104,7 +104,9 @@ def _by_rank(values: Sequence[str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
-    return "; ".join(f"{_brief(value)} on {ranks_text(own)}" for value, own in ranks.items())
+    return "; ".join(
+        f"{_brief(value)} on {ranks_text(of_value)}" for value, of_value in ranks.items()
+    )
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -128,36 +130,32 @@ def _brief(text: str) -> str:
 
 
 def facts_of_plan(plan: Plan) -> dict[str, str]:
-    """Every decision of a plan by its key."""
+    """The decisions of a plan, by key."""
     return flat("plan", plan.decisions.model_dump(mode="json"))
 
 
 def facts_of_versions() -> dict[str, str]:
-    """Of the libraries that compute."""
-    found = {}
+    """The versions of the libraries that compute."""
+    versions = {}
     for name in _PACKAGES:
         try:
-            found[f"version of {name}"] = importlib.metadata.version(name)
+            versions[f"version of {name}"] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue  # a checkout on the path
-    return found
+    return versions
 
 
 def facts_of_data(batch: PyTree, name: str) -> dict[str, str]:
-    """Shape, dtype and hash of every array of a batch.
-
-    Args:
-        batch: A pytree of host arrays.
-    """
-    found = {}
+    """Shape, dtype and hash of every array of a batch on the host."""
+    facts = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         x = np.asarray(leaf)
         bits = zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
         where = name + jax.tree_util.keystr(path)
-        found[where] = f"{x.dtype}{list(x.shape)} with CRC-32 {bits:08x}"
-    return found
+        facts[where] = f"{x.dtype}{list(x.shape)} with CRC-32 {bits:08x}"
+    return facts
 
 
 def flat(name: str, tree: Any) -> dict[str, str]:

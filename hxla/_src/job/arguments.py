@@ -22,7 +22,7 @@ from ..weights.weights import Weights
 
 @dataclasses.dataclass(frozen=True)
 class JobArguments:
-    """What is trained, as the user says it: see `hxla.Job`."""
+    """The user's arguments of a job: see `hxla.Job`."""
 
     model: Any
     data: Any

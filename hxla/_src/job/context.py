@@ -1,4 +1,4 @@
-"""What a job trains: its data, its model as functions, its loss traced once for each size."""
+"""A job's data, its model as functions, and its loss traced once for each microbatch size."""
 
 import dataclasses
 import functools
@@ -43,10 +43,7 @@ from .arguments import JobArguments
 
 
 class JobContext:
-    """A job's arguments, and what follows from them, each made once.
-
-    Args:
-        arguments: The user's.
+    """A job's arguments and everything derived from them, each computed once.
 
     Attributes:
         batch_size: Examples of a global batch.
@@ -64,9 +61,9 @@ class JobContext:
         self.optimizer = arguments.optimizer
         weights = arguments.weights
         self._weights = None if weights is None else as_weights(weights)
-        given = arguments.precision
+        precision = arguments.precision
         self.precision = as_precision(
-            self.settings.precision if given is None else given,
+            self.settings.precision if precision is None else precision,
             scales=None if arguments.nonfinite is None else arguments.nonfinite == "scale",
         )
         self.nonfinite = arguments.nonfinite or ("scale" if self.precision.loss_scale else "stop")
@@ -101,7 +98,7 @@ class JobContext:
         return self.source.example()
 
     def shapes(self, size: int) -> PyTree:
-        """Shapes of what programs are given of a microbatch of a size."""
+        """Shapes of a program's inputs from a microbatch of a size."""
         traced = self.over_batch(size)
         return self._shapes(size) if traced is None else traced.second()
 
@@ -123,22 +120,22 @@ class JobContext:
         return self.source.fetch(step, np.arange(size))
 
     def as_inputs(self, batch: PyTree) -> PyTree:
-        """What programs are given of a microbatch of which the rest of the batch is not known."""
+        """A program's inputs from a microbatch, without the rest of its batch."""
         if not isinstance(self._loss, OverBatch):
             return batch
         shapes = self.shapes(len(jax.tree.leaves(batch)[0]))
-        # Of the size that gradients of each example's loss usually have: scales are taken of them.
+        # Ones are as large as usual gradients of an example's loss, which initial scales need.
         ones = functools.partial(jax.tree.map, lambda x: np.ones(x.shape, x.dtype))
         return WithGradients(batch, ones(shapes.out), ones(shapes.gradients))
 
     def over_batch(self, size: int) -> TracedOverBatch | None:
-        """The loss, for microbatches of a size, where it is one over the whole batch."""
+        """The loss over the whole batch, for microbatches of a size; None for other losses."""
         if not isinstance(self._loss, OverBatch):
             return None
         if size not in self._over_batch:
             model = self.functional(size)
-            given = model.train, (model.params, model.aux), self._shapes(size), self.batch_size
-            self._over_batch[size] = trace_over_batch(self._loss, *given)
+            inputs = model.train, (model.params, model.aux), self._shapes(size), self.batch_size
+            self._over_batch[size] = trace_over_batch(self._loss, *inputs)
         return self._over_batch[size]
 
     def functional(self, size: int) -> Functional:
@@ -153,52 +150,52 @@ class JobContext:
     def _calls(self, size: int) -> PrecisionCalls:
         if size not in self._models:
             is_linen = isinstance(self._arguments.model, nn.Module)
-            model = self._made_for(size) if is_linen else self._made
+            model = self._make_functional(size) if is_linen else self._nnx_functional
             self._models[size] = PrecisionCalls(model, self.precision)
         return self._models[size]
 
     @functools.cached_property
-    def _made(self) -> Functional:
-        """The functions of an NNX module, which do not depend on what it is called for."""
-        return self._made_for(1)
+    def _nnx_functional(self) -> Functional:
+        """The functions of an NNX module, which do not depend on the microbatch size."""
+        return self._make_functional(1)
 
-    def _made_for(self, size: int) -> Functional:
+    def _make_functional(self, size: int) -> Functional:
         return functional(
             self._arguments.model,
             self._loss,
             self._eval_loss,
             variables=self._arguments.variables,
             seed=self.seed,
-            example=self._to_run(self._shapes(size)),
+            example=self._init_example(self._shapes(size)),
             rngs=self._arguments.rngs,
             trainable=self._arguments.trainable,
             merge=self._arguments.merge,
         )
 
     def contrast_digest(self, size: int) -> str:
-        """A digest of what is computed of the whole batch; nothing where a loss does no such."""
+        """A digest of the loss over the whole batch; empty for other losses."""
         traced = self.over_batch(size)
         return "" if traced is None else program_digest(traced.program[0])
 
-    def _to_run(self, batch: PyTree) -> PyTree:
-        """What a Linen module is initialised with."""
+    def _init_example(self, batch: PyTree) -> PyTree:
+        """The input that initialises a Linen module."""
         return ToEmbed(batch) if isinstance(self._loss, OverBatch) else batch
 
     def graph(self, size: int) -> Graph:
         """The loss traced for microbatches of a size.
 
         Raises:
-            LossError: If it mixes examples unasked.
+            LossError: If the loss mixes examples and `mixes_examples` is not set.
             ConfigError: If it is not known how a variable merges over microbatches.
         """
         if size not in self._graphs:
-            graph = self._traced(size)
+            graph = self._trace(size)
             self._calls(size).check_used()
             if graph.mixes and size < self.batch_size and not self._arguments.mixes_examples:
                 raise LossError(
                     f"the loss mixes examples: {graph.mixes} reads several of a microbatch, so "
                     f"microbatches of {size} have another mean than the batch of "
-                    f"{self.batch_size}; {self._unmixed}"
+                    f"{self.batch_size}; {self._mixing_remedy}"
                 )
             model = self._calls(size).model
             graph = with_rules(
@@ -207,29 +204,29 @@ class JobContext:
                 model.merges,
                 model.statistics,
                 max(self.batch_size // size, 1),
-                lambda: self._traced(self.batch_size),
+                lambda: self._trace(self.batch_size),
             )
             self._graphs[size] = dataclasses.replace(graph, precision=self.precision)
         return self._graphs[size]
 
     @property
-    def _unmixed(self) -> str:
-        """What to do about a loss that mixes examples."""
+    def _mixing_remedy(self) -> str:
+        """The remedy for a loss that mixes examples."""
         if isinstance(self._loss, OverBatch):
             return (
-                "what embed returns of an example may not depend on the others: leave that to "
-                "contrast, hxla.over_batch(embed, contrast); or, if statistics of microbatches are "
-                "meant, pass mixes_examples=True"
+                "the result of embed for an example may not depend on other examples: leave that "
+                "to contrast, hxla.over_batch(embed, contrast); or, if statistics of microbatches "
+                "are meant, pass mixes_examples=True"
             )
         return (
-            "for the loss of the whole batch pass hxla.over_batch(embed, contrast), which is given "
+            "for the loss of the whole batch pass hxla.over_batch(embed, contrast), which gets "
             "all its embeddings; or return per-example losses, or (losses, weights) for a mean "
             f"over a mask; or train whole batches, microbatch_size={self.batch_size}; "
-            "or, where statistics or means of each microbatch are meant, as a BatchNorm of one's "
-            "own takes and Flax's does, pass mixes_examples=True"
+            "or, if statistics or means of each microbatch are meant, as in Flax's BatchNorm or a "
+            "similar layer, pass mixes_examples=True"
         )
 
-    def _traced(self, size: int) -> Graph:
+    def _trace(self, size: int) -> Graph:
         return trace_functional(
             self.functional(size),
             self.shapes(size),
@@ -243,7 +240,7 @@ class JobContext:
         return Optimizer(self.optimizer)
 
     def optimizer_bytes(self, size: int) -> int:
-        """Bytes of the optimizer's state for the whole model: as many at every size."""
+        """Bytes of the optimizer state of the whole model, equal for every size."""
         if not self._optimizer_bytes:
             trained = self.functional(size).trained
             state = self.plain_optimizer.state_shapes(trained)
@@ -251,7 +248,7 @@ class JobContext:
         return self._optimizer_bytes[0]
 
     def traced_update(self, size: int) -> TracedUpdate:
-        """The optimizer's update of the whole model: the same at every size."""
+        """The optimizer's update of the whole model, the same for every size."""
         if not self._updates:
             params = jax.eval_shape(lambda tree: tree, self.functional(size).trained)
             norm = self.settings.communication.update_clip_norm
@@ -259,7 +256,7 @@ class JobContext:
         return self._updates[0]
 
     def facts(self) -> dict[str, str]:
-        """What processes must have alike of the arguments and settings, by name."""
+        """The arguments and settings on which processes must agree, by name."""
         names = ("batch_size", "seed", "shuffle", "rngs", "mixes_examples", "default", "merge")
         return {
             **{name: str(getattr(self._arguments, name)) for name in names},
@@ -272,21 +269,21 @@ class JobContext:
     # -- the devices -----------------------------------------------------------------------------
 
     def gather(self, what: str, text: str) -> tuple[str, ...]:
-        """What every process says, in the order of ranks; each must call this equally often."""
+        """The texts of all processes, in the order of ranks; each must call this equally often."""
         seconds = self.settings.watchdog.progress_timeout_seconds
         return coordination.gather(what, text, timeout_seconds=seconds, check=check_is_there)
 
     def agree(self, what: str, facts: Callable[[], Facts]) -> None:
-        """Refuse to go on, on every process, where processes disagree.
+        """Stop every process if processes disagree.
 
         Args:
-            what: Name of the comparison; each process makes it equally often.
-            facts: Makes what is compared, by name; not called in a job of one process.
+            what: Name of the comparison; each process must make it equally often.
+            facts: Makes the facts to compare; not called in a job of one process.
 
         Raises:
-            LaunchError: With every difference, and which ranks have which value.
+            LaunchError: With every difference, and the value of each rank.
         """
-        if jax.distributed.is_initialized():  # unlike their number this is known without devices
+        if jax.distributed.is_initialized():  # known without devices, unlike their number
             seconds = self.settings.watchdog.progress_timeout_seconds
             differing = functools.partial(
                 coordination.differing, timeout_seconds=seconds, check=check_is_there
@@ -294,26 +291,26 @@ class JobContext:
             agree(what, facts(), differing)
 
     def devices(self, mesh: jax.sharding.Mesh | None = None) -> Devices:
-        """Those that are here, by rank; of a mesh only its own."""
+        """The devices of a mesh, or else all visible ones, by rank."""
         visible = self.settings.cluster.visible_devices
         text = os.environ.get("HXLA_DEVICES")
         started = tuple(map(int, text.split(","))) if text else None
         return job_devices.resolve(mesh, self._described, visible, started)
 
     def all_devices(self, mesh: jax.sharding.Mesh | None = None) -> tuple[jax.Device, ...]:
-        """The same, where a plan is to be made for all of them.
+        """The same devices, for a plan that uses all of them.
 
         Raises:
             ConfigError: If some were not started, because a plan leaves them out.
         """
         devices = self.devices(mesh)
-        found = tuple(device for device in devices if device is not None)
-        if len(found) < len(devices):
+        started = tuple(device for device in devices if device is not None)
+        if len(started) < len(devices):
             raise ConfigError(
                 "hxla run --plan started the devices of its plan only, and the script makes "
-                "another plan: train with the one given, or start it with --mesh alone"
+                "another plan: train with the plan of --plan, or start it with --mesh alone"
             )
-        return found
+        return started
 
     @functools.cached_property
     def _described(self) -> Cluster | None:
@@ -321,7 +318,7 @@ class JobContext:
         return load_cluster(file) if file else None
 
     def cluster(self, devices: Devices) -> Cluster:
-        """What is known of devices that are here, the same on every process."""
+        """The description of the devices, the same on every process."""
         if devices not in self._clusters:
             model, variables = self._arguments.model, self._arguments.variables
             taken = functools.partial(given_bytes, model, variables)
@@ -331,10 +328,10 @@ class JobContext:
         return self._clusters[devices]
 
     def sums(self, reduction: str) -> SumsForm:
-        """How gradients are added up.
+        """The form of the sums of gradients.
 
         Raises:
-            ConfigError: For an unknown reduction, or settings that it does not take.
+            ConfigError: For an unknown reduction, or settings that do not suit it.
         """
         if reduction not in ("exact", "float"):
             raise ConfigError(f"reduction={reduction!r}: use 'exact' or 'float'")
@@ -356,29 +353,29 @@ class JobContext:
             )
         return SumsForm(
             kind="exact" if reduction == "exact" else "float",
-            limbs=1 if communication.limbs == 1 else 2,  # of `auto` once the terms are known
+            limbs=1 if communication.limbs == 1 else 2,  # "auto" is decided with the terms
             dtype=communication.dtype,
             bucket_mib=communication.bucket_mib,
         )
 
     def opened_weights(self, size: int) -> list[Read | None] | None:
-        """For each array of the model what reads it, or None where no weights are given.
+        """The reader of each array of the model from its weight files; None without such files.
 
         Raises:
             WeightsError: If the files and the model do not suit each other: all faults at once.
-            ConfigError: If there is nothing to begin with.
+            ConfigError: If the model has shapes only, and the files do not have all arrays.
         """
         model, opened = self.functional(size), None
         wanted = [*Wanted.of(model.params), *Wanted.of(own_variables(model.aux))]
         if self._weights is not None:
             opened = open_weights(self._weights, wanted, self.gather)
         if model.can_start or (opened is not None and None not in opened):
-            own = [None] * (self.precision.loss_scale is not None)  # in no file
-            return None if opened is None else [*opened, *own]
-        fresh = [w.name for w, read in zip(wanted, opened or (), strict=False) if read is None]
+            loss_scale = [None] * (self.precision.loss_scale is not None)  # in no file
+            return None if opened is None else [*opened, *loss_scale]
+        missing = [w.name for w, read in zip(wanted, opened or (), strict=False) if read is None]
         raise ConfigError(
             "the model is shapes only, so there is nothing to begin with"
-            + (f" for {', '.join(fresh[:5])}" if fresh else "")
+            + (f" for {', '.join(missing[:5])}" if missing else "")
             + ": pass a function that makes it, lambda: Model(nnx.Rngs(0)), weights, or a "
             "checkpoint_dir that holds its arrays"
         )
@@ -386,18 +383,18 @@ class JobContext:
     # -- programs --------------------------------------------------------------------------------
 
     def training(self, size: int, start: int) -> Training:
-        """What is trained, with the arrays to begin with.
+        """The model, the optimizer and their settings, for lowering.
 
         Args:
             start: First step, whose data initialises a Linen module.
 
         Raises:
-            ConfigError: For more groups of parameters than there are trained ones, or an optimizer
-                that needs what no update has.
+            ConfigError: For more groups of parameters than trained parameters, or an optimizer that
+                needs arguments that no update has.
         """
         model = self.functional(size)
         if model.init_arguments:
-            example = self._to_run(self.first_batch(start, size))
+            example = self._init_example(self.first_batch(start, size))
             model = dataclasses.replace(model, init_arguments=(example,))
         communication = self.settings.communication
         is_clipped = communication.microbatch_clip_norm is not None
@@ -439,8 +436,8 @@ class JobContext:
 
         Args:
             devices: By rank.
-            tell: Called with what is being done.
-            keep: Whether those of other plans are kept, too.
+            tell: Called with the state of the compilation.
+            keep: Whether the programs of other plans are kept, too.
 
         Raises:
             LaunchError: If processes lowered different programs.
@@ -461,7 +458,7 @@ class JobContext:
 
 
 def _without_counts(plan: Plan) -> Plan:
-    """What programs depend on; a table of one's own is made for some counts only."""
+    """The decisions on which programs depend; counts only if the schedule suits some only."""
     if plan.pipeline is not None and plan.pipeline.needs_even_counts:
         return plan.decisions
     none = [0] * (len(plan.replicas) - 1)

@@ -1,7 +1,7 @@
-"""What is written beside the state of a run, and compared when another call goes on with it.
+"""Facts of a run that are written beside its state, and compared on resume.
 
-Some facts must be alike: with others the state would be that of neither run. Others may change on
-purpose, a learning rate or the data, and where they do it is said.
+Some facts must be equal, or the state would belong to neither run. Others, as a learning rate or
+the data, may change on purpose; each such change is reported.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,12 +19,12 @@ from .context import JobContext
 
 FORMAT = 4  # of these facts, and of the names of a state's arrays
 LOSS, _MERGE = "traced loss", "merge"
-OF_TRACE = (LOSS, _MERGE)  # what another jax, or other parameters, may make otherwise
+OF_TRACE = (LOSS, _MERGE)  # facts that differ with another jax, or with other parameters
 _MOST_CHANGES = 3  # of a line
 
 
 def facts_of_run(job: JobContext, plan: Plan) -> dict[str, Any]:
-    """What a state of a run has in common with all others of it."""
+    """The facts that all states of a run have in common."""
     graph = job.graph(plan.microbatch_size)
     names = leaf_names(own_variables(job.functional(plan.microbatch_size).aux))
     merges = zip(names, graph.merges, strict=False)  # a loss scale has no name
@@ -44,7 +44,7 @@ def facts_of_run(job: JobContext, plan: Plan) -> dict[str, Any]:
 
 
 def told_of_run(job: JobContext, plan: Plan) -> dict[str, Any]:
-    """What may be another when a run goes on."""
+    """The facts that may change when a run is resumed."""
     num, sample = job.source.num_examples, job.source.sample(plan.microbatch_size)
     communication = job.settings.communication
     return {
@@ -61,42 +61,43 @@ def told_of_run(job: JobContext, plan: Plan) -> dict[str, Any]:
     }
 
 
-def check_format(folder: str, step: int, found: Mapping[str, Any]) -> None:
+def check_format(folder: str, step: int, saved: Mapping[str, Any]) -> None:
     """Refuse a state of another version of hxla.
 
     Raises:
         CheckpointError: With both formats.
     """
-    if found.get("format") != FORMAT:
+    if saved.get("format") != FORMAT:
         raise CheckpointError(
-            f"{folder} holds step {step} in format {found.get('format')}, of another version of "
+            f"{folder} holds step {step} in format {saved.get('format')}, of another version of "
             f"hxla; this one reads format {FORMAT}: use another checkpoint_dir"
         )
 
 
 def check_resumed(
-    folder: str, step: int, found: Mapping[str, Any], asked: Mapping[str, Any], last: int | None
+    folder: str, step: int, saved: Mapping[str, Any], asked: Mapping[str, Any], last: int | None
 ) -> None:
     """Refuse a state of another run.
 
     Args:
-        asked: Those that must be alike.
-        last: Step of the run; None: not known.
+        saved: The facts of the checkpoint.
+        asked: The facts that must be equal.
+        last: Step of the run; None if not known.
 
     Raises:
         CheckpointError: With every fact that differs.
     """
     wrong = [
-        f"  {key}: {found.get(key)!r} in the checkpoint, {value!r} asked"
+        f"  {key}: {saved.get(key)!r} in the checkpoint, {value!r} asked"
         for key, value in asked.items()
-        if key != "settings" and found.get(key) != value
+        if key != "settings" and saved.get(key) != value
     ]
     wrong += [
         f"  {name}: {there} in the checkpoint, {here} in this process"
-        for name, there, here in unlike_settings(found.get("settings", ()), asked["settings"])
+        for name, there, here in unlike_settings(saved.get("settings", ()), asked["settings"])
     ]
     if wrong:
-        is_other_loss = found.get(LOSS) != asked.get(LOSS, found.get(LOSS))
+        is_other_loss = saved.get(LOSS) != asked.get(LOSS, saved.get(LOSS))
         why = "\nthe loss, or the model in it, computes something else" if is_other_loss else ""
         raise CheckpointError(
             f"{folder} holds step {step} of another run:\n"
@@ -112,34 +113,37 @@ def check_resumed(
 
 
 def told_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
-    """What is another now than in a checkpoint that goes on, a line for each.
+    """A line for each fact that may change and has changed since the checkpoint.
 
     Args:
-        there: What `told_of_run` gave for the checkpoint.
+        there: The result of `told_of_run` for the checkpoint.
     """
     if changed := _changed(there["made with"], here["made with"]):
         yield (
-            f"the checkpoint was made otherwise: {changed}; bits may be others than of never "
-            "having stopped, and whether the loss is the same is not looked at"
+            f"the checkpoint was made otherwise: {changed}; bits may differ from those of a run "
+            "without a stop, and whether the loss is the same is not checked"
         )
     if changed := _changed(there["data"], here["data"]):
-        yield f"the data is another than the checkpoint's, and training goes on with it: {changed}"
+        yield f"the data is not the checkpoint's, and training goes on with it: {changed}"
     if there["optimizer"]["update"] != here["optimizer"]["update"]:
         yield (
-            "the optimizer computes otherwise than the checkpoint's, as with another learning "
-            "rate, and training goes on with the new one"
+            "the optimizer differs from the checkpoint's, as with another learning rate, and "
+            "training goes on with the new one"
         )
     if there["optimizer"]["start"] != here["optimizer"]["start"]:
         yield (
-            "the optimizer would begin with other values than the checkpoint's, as a learning rate "
-            "of optax.inject_hyperparams, and training goes on with those of the checkpoint"
+            "the optimizer's initial state differs from the checkpoint's, as by a learning rate of "
+            "optax.inject_hyperparams, and training goes on with the checkpoint's"
         )
     if changed := _changed(there["settings"], here["settings"]):
-        yield f"settings are others than the checkpoint's, and training goes on so: {changed}"
+        yield (
+            f"settings differ from the checkpoint's, and training goes on with the new ones: "
+            f"{changed}"
+        )
 
 
 def _changed(there: Mapping[str, str], here: Mapping[str, str]) -> str:
-    # What only one side knows is of another kind of data.
+    # A fact on one side only belongs to another kind of data.
     names = [name for name in here if there.get(name, here[name]) != here[name]]
     more = [f"and {len(names) - _MOST_CHANGES} more"] if len(names) > _MOST_CHANGES else []
     changes = [f"{name}: {there[name]}, now {here[name]}" for name in names[:_MOST_CHANGES]]
