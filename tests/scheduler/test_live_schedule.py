@@ -196,7 +196,7 @@ def test_live_and_simulated_decisions_are_equal(policy, seed):
     assert is_over
     expected = [(situation, held) for situation, held in seen if situation.jobs]
     for (situation, held), decided in zip(expected, live.decisions, strict=True):
-        assert some(decided.held) == some(held)
+        assert some(decided.holdings) == some(held)
         assert decided.situation.at_seconds == situation.at_seconds
         assert [one.nums for one in decided.situation.jobs] == [one.nums for one in situation.jobs]
         for mine, its in zip(decided.situation.jobs, situation.jobs, strict=True):
@@ -381,8 +381,8 @@ def test_three_jobs_share_out_unlike_devices_and_no_bit_moves(scheduled):
     check_three(run, [4, 1])
     # The first held all four; those that came later took from what it had above its fewest.
     decisions = [e for e in read_record(run.out / "record.jsonl") if isinstance(e, Decided)]
-    assert sum(decisions[0].held["long"]) == 4
-    both = next(d.held for d in decisions if len(d.situation.jobs) == 3)
+    assert sum(decisions[0].holdings["long"]) == 4
+    both = next(d.holdings for d in decisions if len(d.situation.jobs) == 3)
     assert {name: sum(nums) for name, nums in both.items()} == {"long": 1, "pair": 2, "late": 1}
 
 

@@ -179,7 +179,7 @@ def test_on_random_jobs_elastic_policies_end_sooner_than_gangs():
 
 def test_what_can_never_run_is_refused_with_its_reason():
     twice = [job("a"), job("a")]
-    with pytest.raises(ScheduleError, match="a: given several times"):
+    with pytest.raises(ScheduleError, match="a: several jobs of this name"):
         replayed(twice, "weighing")
     with pytest.raises(ScheduleError, match="needs 5 V100, there are 4"):
         replayed([job(min_devices=5, mixed=False)], "weighing")

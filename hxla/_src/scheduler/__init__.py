@@ -1,1 +1,1 @@
-"""Which job holds which devices: policies, a simulator, and live runs."""
+"""Shares devices among jobs: policies, a simulator, and live runs."""

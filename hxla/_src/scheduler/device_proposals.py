@@ -1,4 +1,4 @@
-"""The intra-job scheduler: what a job would do with more devices, and what it learns in its run."""
+"""The intra-job scheduler: a job's proposals for more devices, and its measured speeds."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,10 +16,10 @@ class DeviceProposal:
     """A job's offer to use more devices of one kind.
 
     Attributes:
-        kind: The kind, as an index.
-        nums: All devices of each kind that it would hold then.
-        after: What it would run on them.
-        speedup: How much faster its steps would be: 1.5 for two thirds of the time.
+        kind: The index of the kind.
+        nums: The devices of each kind that the job would then have in all.
+        after: The configuration on these devices.
+        speedup: The step time now over the step time then: 1.5 for two thirds of the time.
     """
 
     name: str
@@ -31,7 +31,7 @@ class DeviceProposal:
 
     @property
     def speedup_per_device(self) -> float:
-        """The gain that each more device brings."""
+        """The gain per additional device."""
         return (self.speedup - 1) / self.num_more
 
 
@@ -43,22 +43,19 @@ def proposals(
     most_waste: float = MOST_WASTE,
     refused: frozenset[Nums] = frozenset(),
 ) -> tuple[DeviceProposal, ...]:
-    """The best uses of more devices, by the gain of each, those of more devices first on ties.
+    """A job's best proposals, by speed-up per device, those of more devices first on ties.
 
-    A proposal adds devices of one kind, at most as many as the job holds of all: a job's speed
-    beyond what it ran on is an estimate, so it doubles at most.
+    A proposal adds devices of one kind, at most as many as the job has of all kinds: its speed on
+    more devices is an estimate, so it doubles at most. Every proposal makes the job faster.
 
     Args:
-        free: The devices of each kind that it could get.
+        free: The free devices of each kind.
         most: The most proposals.
-        most_waste: The most of a configuration's capability that may lie idle.
-        refused: What it has tried and left, see `Trials`.
-
-    Returns:
-        None that would not make it faster.
+        most_waste: The largest share of a configuration's capability that may be idle.
+        refused: Devices that the job tried and left, see `Trials`.
     """
     now = active.job.step_seconds(active.nums)
-    found = []
+    offers = []
     for kind in range(len(free)):
         for nums in _more(active.job, active.nums, kind, min(free[kind], sum(active.nums))):
             after = active.job.configuration(nums)
@@ -66,7 +63,7 @@ def proposals(
                 continue
             speedup = now / active.job.step_seconds(nums)
             if speedup > 1:
-                found.append(
+                offers.append(
                     DeviceProposal(
                         name=active.name,
                         kind=kind,
@@ -76,8 +73,8 @@ def proposals(
                         speedup=speedup,
                     )
                 )
-    found.sort(key=lambda p: (-p.speedup_per_device, -p.num_more))
-    return tuple(found[:most])
+    offers.sort(key=lambda p: (-p.speedup_per_device, -p.num_more))
+    return tuple(offers[:most])
 
 
 def _more(job: ElasticJob, nums: Nums, kind: int, most: int) -> Iterator[Nums]:
@@ -89,12 +86,12 @@ def _more(job: ElasticJob, nums: Nums, kind: int, most: int) -> Iterator[Nums]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trials:
-    """What a job has tried in its run, and what it learned of it.
+    """The devices that a job has tried in its run, with the outcome.
 
     Attributes:
-        nums: The devices that it holds.
-        before: Those that it held before, to which it falls back; None at the start.
-        before_seconds: The measured seconds of a step on those.
+        nums: The job's devices.
+        before: The devices before its last growth, to which it falls back; None at the start.
+        before_seconds: The measured seconds of a step on these.
         refused: Devices on which its steps were no faster than before.
     """
 
@@ -104,21 +101,18 @@ class Trials:
     refused: frozenset[Nums] = frozenset()
 
     def grown(self, nums: Nums, step_seconds: float) -> "Trials":
-        """After a growth.
+        """The trials after a growth.
 
         Args:
-            nums: The devices that it holds now.
-            step_seconds: The measured seconds of a step until now.
+            nums: The devices after it.
+            step_seconds: The measured seconds of a step before it.
         """
         return dataclasses.replace(self, nums=nums, before=self.nums, before_seconds=step_seconds)
 
     def measured(self, step_seconds: Sequence[float]) -> "Trials":
-        """After some steps on what it holds: it stays, or falls back to what it held before.
+        """The trials after some measured steps: the job stays, or falls back to the devices before.
 
-        Devices that made the job no faster are wanted elsewhere, whatever was expected of them.
-
-        Args:
-            step_seconds: The measured seconds of these steps.
+        Devices that made the job no faster are better used elsewhere.
         """
         if self.before is None or middle_mean(step_seconds) < self.before_seconds:
             return dataclasses.replace(self, before=None, before_seconds=0.0)
@@ -127,13 +121,13 @@ class Trials:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExecutorTime:
-    """What a step of one executor took.
+    """The measured time of one executor in a step.
 
     Attributes:
         kind: The kind of its device.
-        num_executors: How many ran on that device.
-        num_microbatches: How many microbatches it ran, on average.
-        seconds: How long it was busy with them.
+        num_executors: The executors on that device.
+        num_microbatches: The microbatches that it ran, on average.
+        seconds: The busy time of these microbatches.
     """
 
     kind: str
@@ -145,27 +139,29 @@ class ExecutorTime:
 def learned(
     capabilities: Sequence[Capability], times: Sequence[ExecutorTime]
 ) -> tuple[Capability, ...]:
-    """Capabilities as a run shows them.
+    """Capabilities corrected by the measured times of a run.
 
-    The speed of a kind is that of the executors which had a device to themselves; where there were
-    none it is reckoned back from several by the interference that was known. The interference of a
-    number of executors is their speed beside that. What was not seen stays as it was.
+    The speed of a kind is that of executors alone on their device. Without any, it is computed from
+    several executors and their known interference. The interference of several executors is their
+    speed relative to one alone. Values without measurements stay.
 
     Args:
-        times: What was measured, the recent steps of all executors.
+        times: The recent steps of all executors.
     """
     speeds: dict[tuple[str, int], list[float]] = {}
     for time in times:
         if time.num_microbatches and time.seconds > 0:
             speed = time.num_microbatches / time.seconds
             speeds.setdefault((time.kind, time.num_executors), []).append(speed)
-    found = {key: middle_mean(values) for key, values in speeds.items()}
-    return tuple(_learned(known, found) for known in capabilities)
+    means = {key: middle_mean(values) for key, values in speeds.items()}
+    return tuple(_learned(known, means) for known in capabilities)
 
 
-def _learned(known: Capability, found: Mapping[tuple[str, int], float]) -> Capability:
+def _learned(known: Capability, speeds: Mapping[tuple[str, int], float]) -> Capability:
     shares = list(known.interference)
-    seen = {m: found[known.kind, m] for m in range(1, len(shares) + 1) if (known.kind, m) in found}
+    seen = {
+        m: speeds[known.kind, m] for m in range(1, len(shares) + 1) if (known.kind, m) in speeds
+    }
     if not seen:
         return known
     fewest = min(seen)

@@ -1,4 +1,4 @@
-"""Jobs as a scheduler sees them: what they are, what they hold, and how fast that is."""
+"""Jobs as a scheduler sees them: their size, their devices and their speed."""
 
 import dataclasses
 import functools
@@ -14,16 +14,15 @@ class ElasticJob:
     """A job whose bits do not depend on its devices, so that a scheduler may choose them.
 
     Attributes:
-        name: The name, of no other job.
-        num_steps: The steps that it takes.
-        num_microbatches: The microbatches of a step: it never uses more devices, maxP.
+        name: Unique among jobs.
+        num_microbatches: Of a step, and the most devices that it uses, maxP.
         min_devices: The fewest devices that it runs on, minP.
         capabilities: Its speed on each kind of device, in the cluster's order of kinds.
-        gang: The devices of each kind that it takes where a scheduler gives fixed sets.
+        gang: Its devices of each kind under a scheduler of fixed sets.
         mixed: Whether devices of several kinds may share its steps.
-        alone: The kind that it takes if `mixed` is false, as an index.
-        sums_seconds: The seconds that a step's sum of gradients adds: pairs of a number of devices
-            and the seconds for up to so many, by number; more take as long as the last.
+        alone: The index of its only kind if `mixed` is false.
+        sums_seconds: The seconds of a step's all-reduce of gradients: pairs of a number of devices
+            and the seconds on up to so many, by number; more take as long as the last.
     """
 
     name: str
@@ -53,32 +52,32 @@ class ElasticJob:
             raise ScheduleError(f"job {self.name!r} cannot be scheduled: {'; '.join(wrong)}")
 
     def allows(self, nums: Nums) -> bool:
-        """Whether it may run on so many devices of each kind."""
+        """Whether the job may run on so many devices of each kind."""
         others = sum(nums) - nums[self.alone]
         return self.min_devices <= sum(nums) <= self.num_microbatches and (self.mixed or not others)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of devices on which its speed is known, in the cluster's order."""
+        """The kinds of devices with a known speed, in the cluster's order."""
         return tuple(capability.kind for capability in self.capabilities)
 
     def sum_seconds(self, num_devices: int) -> float:
-        """Seconds that the sum over so many devices adds to a step."""
+        """Seconds of a step's all-reduce over so many devices."""
         for most, seconds in self.sums_seconds:
             if num_devices <= most:
                 return seconds
         return self.sums_seconds[-1][1] if self.sums_seconds else 0.0
 
     def configuration(self, nums: Nums) -> Configuration | None:
-        """The best that it can do on so many devices; None without any."""
+        """The best configuration on so many devices; None without any."""
         return best_configuration(self.num_microbatches, self.capabilities, nums)
 
     def step_seconds(self, nums: Nums) -> float:
-        """Seconds of a step on so many devices of each kind, its sum included."""
-        found = self.configuration(nums)
-        if found is None:
+        """Seconds of a step on so many devices of each kind, its all-reduce included."""
+        best = self.configuration(nums)
+        if best is None:
             return math.inf
-        return self.num_microbatches / found.perf + self.sum_seconds(sum(nums))
+        return self.num_microbatches / best.perf + self.sum_seconds(sum(nums))
 
     def seconds(self, num_steps: float, nums: Nums) -> float:
         """Seconds of so many steps on so many devices."""
@@ -87,12 +86,12 @@ class ElasticJob:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ActiveJob:
-    """A job that has arrived and is not done.
+    """A job between its arrival and its end.
 
     Attributes:
-        remaining_steps: The steps that are left, with fractions.
-        nums: The devices of each kind that it holds.
-        pause_seconds: What is left of its last move: until then it makes no step.
+        remaining_steps: With fractions.
+        nums: Its devices of each kind.
+        pause_seconds: The rest of its last move's pause, in which it makes no step.
     """
 
     job: ElasticJob
@@ -107,11 +106,11 @@ class ActiveJob:
 
     @property
     def is_running(self) -> bool:
-        """Whether it holds any device."""
+        """Whether the job has any device."""
         return any(self.nums)
 
     def seconds_left(self, nums: Nums, move_seconds: float) -> float:
-        """Seconds until it is done if it gets these devices now and keeps them.
+        """Seconds until the job ends if it gets these devices now and keeps them.
 
         Args:
             nums: The devices of each kind.
@@ -123,13 +122,13 @@ class ActiveJob:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Situation:
-    """What a policy decides on.
+    """The input of a policy.
 
     Attributes:
         kinds: The names of the kinds of devices.
-        capacity: The devices of each kind that may be used.
-        jobs: The jobs that have arrived and are not done, in the order of their arrival.
-        move_seconds: How long a job pauses when its devices change.
+        capacity: The usable devices of each kind.
+        jobs: The active jobs in the order of their arrival.
+        move_seconds: The pause of a job when its devices change.
     """
 
     at_seconds: float
@@ -139,30 +138,30 @@ class Situation:
     move_seconds: float
 
     @property
-    def held(self) -> dict[str, Nums]:
-        """What each job holds."""
+    def holdings(self) -> dict[str, Nums]:
+        """The devices of each job."""
         return {active.name: active.nums for active in self.jobs}
 
 
-#: Devices of each kind by the name of the job that gets them; a job that is not named gets none.
+#: Devices of each kind by job name; a job that is not named has none.
 Holdings = Mapping[str, Nums]
 
 
 def plus(a: Nums, b: Nums) -> Nums:
-    """Devices of both."""
+    """The sum by kind."""
     return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
 def minus(a: Nums, b: Nums) -> Nums:
-    """Devices of the first less those of the second, by kind."""
+    """The difference by kind."""
     return tuple(x - y for x, y in zip(a, b, strict=True))
 
 
 def fits(nums: Nums, free: Nums) -> bool:
-    """Whether devices are among those that are free."""
+    """Whether so many devices of each kind are free."""
     return all(n <= f for n, f in zip(nums, free, strict=True))
 
 
 def free_devices(capacity: Nums, holdings: Holdings) -> Nums:
-    """What holdings leave of a cluster; negative where they hold too much."""
+    """The devices of a cluster less all holdings; negative where these are too many."""
     return functools.reduce(minus, holdings.values(), capacity)

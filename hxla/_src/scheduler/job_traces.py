@@ -1,4 +1,4 @@
-"""Files of jobs: our own, and the published traces and speeds of EasyScale and of Pollux."""
+"""Files of jobs: hxla's, and the published traces and speeds of EasyScale and of Pollux."""
 
 import csv
 import dataclasses
@@ -14,14 +14,14 @@ from ..core.files import MOST_TOML_BYTES, listed, named, read_text, shown
 from .elastic_jobs import ElasticJob
 from .waste import Capability
 
-#: Kinds of devices of EasyScale's trace, and how many its simulation has.
+#: The devices of EasyScale's simulation, by kind.
 EASYSCALE_DEVICES = {"V100": 32, "P100": 16, "T4": 16}
-#: The times of a mini-batch that EasyScale's simulation ran with were not published, only those of
-#: `overhead.csv`. With these all jobs one after another, decided on once a minute, end after
-#: 11,190 s; 16,560 s were published. Times this factor they end after 16,710 s, and EasyScale's
-#: own policy on like devices gives a mean completion of 1,019 s; 1,071 s were published.
+#: EasyScale published the mini-batch times of `overhead.csv`, not those of its simulation. With the
+#: former all jobs one after another, decided on once a minute, end after 11,190 s; 16,560 s were
+#: published. Times this factor they end after 16,710 s, and EasyScale's policy on like devices
+#: gives a mean completion of 1,019 s; 1,071 s were published.
 EASYSCALE_SLOWER = 1.7
-#: Those of Pollux's: 16 nodes of 4.
+#: The devices of Pollux's simulation: 16 nodes of 4.
 POLLUX_DEVICES = {"T4": 64}
 
 
@@ -30,10 +30,9 @@ class TracedApplication:
     """An application of EasyScale's trace.
 
     Attributes:
-        batch_size: The examples of a worker's mini-batch that was timed.
+        batch_size: The examples of a worker's timed mini-batch.
         seconds: Its time on a V100, a P100 and a T4, deterministic (D1).
-        num_examples: The examples of an epoch as the simulation counts them, a hundredth of the
-            data set's.
+        num_examples: The examples of an epoch in the simulation, a hundredth of the data set's.
     """
 
     batch_size: int
@@ -74,9 +73,10 @@ class ProfiledApplication:
     """An application of Pollux's traces.
 
     Attributes:
-        seconds: The time of one device's part of a step without its sum, on a T4, by examples.
+        seconds: The time of one device's step without the all-reduce, on a T4, by its examples.
         num_steps: The steps of the whole training, by batch size.
-        sums_seconds: What the sum adds on 2 and on 4 devices of a node, and over several nodes.
+        sums_seconds: The time of the all-reduce on 2 and on 4 devices of a node, and over several
+            nodes.
     """
 
     seconds: dict[int, float]
@@ -125,7 +125,7 @@ POLLUX_APPLICATIONS = {
 _T = TypeVar("_T")
 _Row = Mapping[str, str]
 _SECONDS = "seconds_"
-_OWN = ("name", "time", "steps", "microbatches")
+_HXLA = ("name", "time", "steps", "microbatches")
 _EASYSCALE = (
     "name",
     "time",
@@ -144,31 +144,31 @@ _MOST_MICROBATCHES = 1 << 16
 def read_jobs(
     path: str | os.PathLike[str], *, gangs: str = "asked", is_cut: bool = True
 ) -> tuple[tuple[ElasticJob, ...], dict[str, int]]:
-    """The jobs of a trace, and the devices that it was published with.
+    """The jobs of a trace, and the devices with which it was published.
 
-    A trace is CSV, and its header says whose it is:
+    A trace is CSV, and its header shows its origin:
 
-    - ours: `name`, `time`, `steps`, `microbatches`, and `seconds_KIND` for each kind of device, the
-      seconds of a microbatch; if wished `min_devices` (1), `kind` (the first: that of its gang, and
-      its only one if it cannot be mixed), `mixed` (1: devices of several kinds may share a step)
-      and `gang` (as many as microbatches);
-    - EasyScale's: `max_parallelism`, `epochs`, `preferred_gpu` and others; of rows of one name the
-      last counts, as in its artifact;
+    - hxla's: `name`, `time`, `steps`, `microbatches`, and `seconds_KIND` for each kind of device,
+      the seconds of a microbatch. Optional are `min_devices` (default 1), `kind` (of its gang, and
+      its only one if it is not mixed; default the first), `mixed` (default 1: devices of several
+      kinds may share a step) and `gang` (default as many as microbatches);
+    - EasyScale's: `max_parallelism`, `epochs`, `preferred_gpu` and others; among rows of one name
+      the last counts, as in its artifact;
     - Pollux's: `application`, `num_replicas`, `batch_size`.
 
-    Speeds of published applications are those that were published, see `_published_speeds`.
+    Published applications have their published speeds.
 
     Args:
-        gangs: How many devices a job gets from schedulers of fixed sets: what it `asked` for, or
-            the `most` that it can use.
-        is_cut: For Pollux's: whether the batch of a device is cut into the smallest microbatches
-            that were measured, so that a job can use more devices than it asked for.
+        gangs: The devices of a job under schedulers of fixed sets: `asked`, its request, or `most`,
+            the most that it can use.
+        is_cut: For Pollux's: whether the batch of a device is cut into the smallest measured
+            microbatches, so that a job can use more devices than it asked for.
 
     Returns:
-        The jobs in the file's order, and the number of devices by kind: none for ours.
+        The jobs in the file's order, and the number of devices by kind: none for hxla's.
 
     Raises:
-        ScheduleError: If the file cannot be read, with every row that is wrong.
+        ScheduleError: If the file cannot be read, with every wrong row.
     """
     refuse = named("trace", path, ScheduleError)
     text = read_text(path, MOST_TOML_BYTES, refuse)
@@ -187,17 +187,17 @@ def read_jobs(
         raise refuse(f"is no CSV: {error}") from None
     kinds = [field.removeprefix(_SECONDS) for field in head if field.startswith(_SECONDS)]
     devices: dict[str, int] = {}
-    if kinds and set(_OWN) <= set(head):
-        make: Callable[[_Row], ElasticJob] = functools.partial(_own, kinds=kinds)
+    if kinds and set(_HXLA) <= set(head):
+        make: Callable[[_Row], ElasticJob] = functools.partial(_hxla_job, kinds=kinds)
     elif set(_EASYSCALE) <= set(head):
-        make, devices = _of_easyscale, dict(EASYSCALE_DEVICES)
+        make, devices = _easyscale_job, dict(EASYSCALE_DEVICES)
         rows = list({row["name"]: row for row in rows}.values())
     elif set(_POLLUX) <= set(head):
-        make = functools.partial(_of_pollux, gangs=gangs, is_cut=is_cut)
+        make = functools.partial(_pollux_job, gangs=gangs, is_cut=is_cut)
         devices = dict(POLLUX_DEVICES)
     else:
         raise refuse(
-            f"has columns {shown(head)}: give {', '.join(_OWN)} and {_SECONDS}KIND for each kind "
+            f"has columns {shown(head)}: give {', '.join(_HXLA)} and {_SECONDS}KIND for each kind "
             "of device, or a trace of EasyScale or of Pollux"
         )
     return _jobs(rows, make, refuse), devices
@@ -221,7 +221,7 @@ def _jobs(
     return tuple(jobs)
 
 
-def _own(row: _Row, kinds: Sequence[str]) -> ElasticJob:
+def _hxla_job(row: _Row, kinds: Sequence[str]) -> ElasticJob:
     num = _whole(row, "microbatches")
     if num > _MOST_MICROBATCHES:
         raise ValueError(f"microbatches {num:,}, at most {_MOST_MICROBATCHES:,} are scheduled")
@@ -247,7 +247,7 @@ def _own(row: _Row, kinds: Sequence[str]) -> ElasticJob:
     )
 
 
-def _of_easyscale(row: _Row) -> ElasticJob:
+def _easyscale_job(row: _Row) -> ElasticJob:
     application = _known(row, EASYSCALE_APPLICATIONS)
     size, num = _whole(row, "batch_size"), _whole(row, "max_parallelism")
     kinds = [kind.lower() for kind in EASYSCALE_DEVICES]
@@ -259,7 +259,7 @@ def _of_easyscale(row: _Row) -> ElasticJob:
             f"batch_size {size} and max_parallelism {num}, give at least 1, and at most "
             f"{_MOST_MICROBATCHES:,} of the latter"
         )
-    # A mini-batch of another size than the measured one takes as much longer as it is larger.
+    # The time of a mini-batch is proportional to its size.
     scale = EASYSCALE_SLOWER * size / application.batch_size
     return ElasticJob(
         name=row["name"],
@@ -276,7 +276,7 @@ def _of_easyscale(row: _Row) -> ElasticJob:
     )
 
 
-def _of_pollux(row: _Row, gangs: str, is_cut: bool) -> ElasticJob:
+def _pollux_job(row: _Row, gangs: str, is_cut: bool) -> ElasticJob:
     application = _known(row, POLLUX_APPLICATIONS)
     batch, asked = _whole(row, "batch_size"), _whole(row, "num_replicas")
     if batch not in application.num_steps:

@@ -1,4 +1,4 @@
-"""`hxla schedule run` and `replay`: jobs that really run, and their decisions made again."""
+"""`hxla schedule run` and `replay`: runs jobs, and repeats the decisions of a recorded run."""
 
 import contextlib
 import dataclasses
@@ -33,23 +33,23 @@ from .live_run import LiveSchedule, Places
 from .schedule_commands import GANGS, POLICIES
 from .waste import Nums
 
-#: Policies for jobs whose devices may change.
+#: Policies for jobs with changing devices.
 LIVE_POLICIES = tuple(name for name in POLICIES if name not in GANGS)
 _POLL_SECONDS = 0.2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LiveOptions:
-    """What the command line asked for.
+    """The options of the command line.
 
     Attributes:
-        mesh: Name or path of a mesh file of CPU devices of this machine, read again as it changes.
-        ray: Address of a Ray cluster, instead of that.
-        policies: The name of the policy: one.
-        move_seconds: How long a job is taken to pause when its devices change.
-        interval_seconds: The time between decisions when nothing happens.
-        learns_speeds: Whether speeds are those of the runs, once there are any.
-        folder: A new folder for the record and for what jobs print.
+        mesh: Name or path of a mesh file of this machine's CPU devices, read again when it changes.
+        ray: Address of a Ray cluster, instead of a mesh file.
+        policies: One name.
+        move_seconds: The assumed pause of a job when its devices change.
+        interval_seconds: The time between decisions without events.
+        learns_speeds: Whether measured speeds replace the expected ones.
+        folder: A new folder for the record and the jobs' output.
     """
 
     jobs: str
@@ -62,22 +62,22 @@ class LiveOptions:
     folder: str
 
 
-def run_command(wishes: LiveOptions) -> int:
-    """Run jobs on devices that a policy gives them and takes from them, until all have ended.
+def run_command(options: LiveOptions) -> int:
+    """Run jobs, on devices shared by a policy, until all have ended.
 
     Returns:
-        0 if all jobs have trained, 1 if one failed, and how the user ended them otherwise.
+        The exit code: 0 if all jobs have trained, 1 if one failed; else that of the user's signal.
 
     Raises:
-        ScheduleError: If the jobs or the wishes are wrong.
-        MeshError: If the mesh file is.
+        ScheduleError: If the jobs or the options are wrong.
+        MeshError: If the mesh file is wrong.
     """
-    _check(wishes)
-    file_of_jobs = _JobsFile(wishes.jobs)
+    _check(options)
+    file_of_jobs = _JobsFile(options.jobs)
     kinds = file_of_jobs.kinds
     with contextlib.ExitStack() as stack:
-        fleet = _fleet(wishes, kinds, stack)
-        folder = pathlib.Path(wishes.folder)
+        fleet = _fleet(options, kinds, stack)
+        folder = pathlib.Path(options.folder)
         folder.mkdir(parents=True, exist_ok=True)
         file = stack.enter_context((folder / "record.jsonl").open("w", buffering=1))
         janitor = start_janitor()
@@ -93,27 +93,27 @@ def run_command(wishes: LiveOptions) -> int:
 
         def record(entry: Entry) -> None:
             file.write(as_line(entry) + "\n")
-            for line in _told(entry, kinds):
+            for line in _lines(entry, kinds):
                 _say(line)
 
         stack.callback(lambda: note("done"))
         stack.callback(_close, processes)
-        [name] = wishes.policies
+        [name] = options.policies
         schedule = LiveSchedule(
             file_of_jobs.jobs,
             fleet,
             (name, POLICIES[name]),
             start=start,
             record=record,
-            move_seconds=wishes.move_seconds,
-            interval_seconds=wishes.interval_seconds,
-            learns_speeds=wishes.learns_speeds,
+            move_seconds=options.move_seconds,
+            interval_seconds=options.interval_seconds,
+            learns_speeds=options.learns_speeds,
         )
-        asked = _until_ended(schedule, file_of_jobs.more, stack)
-    if asked is not None:
-        return EXIT_PREEMPTED if asked == signal.SIGTERM else 128 + asked
+        number = _run_until_ended(schedule, file_of_jobs.more, stack)
+    if number is not None:
+        return EXIT_PREEMPTED if number == signal.SIGTERM else 128 + number
     if schedule.failed:
-        _say(f"failed: {', '.join(schedule.failed)}; {wishes.folder}/NAME.log says why")
+        _say(f"failed: {', '.join(schedule.failed)}; {options.folder}/NAME.log says why")
         return 1
     return 0
 
@@ -122,13 +122,13 @@ def replay_command(path: str, *, draw: str | None = None) -> tuple[str, int]:
     """Make the decisions of a recorded run again.
 
     Args:
-        draw: File for a picture of who held what when, `.png` or `.svg`.
+        draw: File for a picture of the jobs' devices over time, `.png` or `.svg`.
 
     Returns:
-        What is to be said, and 0 if all decisions are equal, else 1.
+        The text to print, and 0 if all decisions are equal, else 1.
 
     Raises:
-        ScheduleError: If it is no record.
+        ScheduleError: If the file is no record.
     """
     entries = read_record(path)
     began = entries[0]
@@ -140,11 +140,11 @@ def replay_command(path: str, *, draw: str | None = None) -> tuple[str, int]:
     num = sum(isinstance(entry, Decided) for entry in entries)
     others = decided_otherwise(entries, POLICIES[began.policy])
     lines = [f"{began.policy}: {num - len(others)} of {num} decisions are made again as recorded"]
-    for decided, held in others:
+    for decided, holdings in others:
         at = decided.situation.at_seconds
         lines.append(
-            f"at {at:.1f} s: recorded {_all(decided.held, began.kinds)}; decided again "
-            f"{_all(held, began.kinds)}"
+            f"at {at:.1f} s: recorded {_all(decided.holdings, began.kinds)}; decided again "
+            f"{_all(holdings, began.kinds)}"
         )
     return "\n".join(lines) + "\n", int(bool(others))
 
@@ -156,47 +156,47 @@ def _close(processes: Sequence[JobProcess]) -> None:
         process.close()
 
 
-def _check(wishes: LiveOptions) -> None:
-    if len(wishes.policies) != 1 or wishes.policies[0] not in LIVE_POLICIES:
+def _check(options: LiveOptions) -> None:
+    if len(options.policies) != 1 or options.policies[0] not in LIVE_POLICIES:
         raise ScheduleError(f"run follows one policy: give --policy one of {_names()}")
-    if not (wishes.move_seconds >= 0 and wishes.interval_seconds > 0):
+    if not (options.move_seconds >= 0 and options.interval_seconds > 0):
         raise ScheduleError(
-            f"a move of {wishes.move_seconds:g} s and {wishes.interval_seconds:g} s between "
+            f"a move of {options.move_seconds:g} s and {options.interval_seconds:g} s between "
             "decisions: give at least 0 s, and more than 0 s"
         )
-    if (wishes.mesh is None) == (wishes.ray is None):
+    if (options.mesh is None) == (options.ray is None):
         raise ScheduleError("say where devices are: give --mesh FILE or --ray ADDRESS")
-    if os.path.exists(wishes.folder) and (
-        not os.path.isdir(wishes.folder) or os.listdir(wishes.folder)
+    if os.path.exists(options.folder) and (
+        not os.path.isdir(options.folder) or os.listdir(options.folder)
     ):
-        raise ScheduleError(f"--out {wishes.folder}: it is not empty; name a new folder")
+        raise ScheduleError(f"--out {options.folder}: it is not empty; name a new folder")
 
 
-def _fleet(wishes: LiveOptions, kinds: tuple[str, ...], stack: contextlib.ExitStack) -> JobFleet:
-    if wishes.mesh is not None:
-        return MeshFleet(wishes.mesh, kinds, _say)
-    assert wishes.ray is not None
+def _fleet(options: LiveOptions, kinds: tuple[str, ...], stack: contextlib.ExitStack) -> JobFleet:
+    if options.mesh is not None:
+        return MeshFleet(options.mesh, kinds, _say)
+    assert options.ray is not None
     try:
         from .live_hosts import RayFleet
     except ModuleNotFoundError:
         raise ScheduleError("--ray needs Ray: pip install 'hxla[ray]', on every node") from None
-    fleet = RayFleet(wishes.ray, kinds, _say)
+    fleet = RayFleet(options.ray, kinds, _say)
     stack.callback(fleet.close)
     return fleet
 
 
 class _JobsFile:
-    """A file of jobs to which more may be added while they run."""
+    """A file of jobs that may grow during the run."""
 
     def __init__(self, path: str):
         self._path = path
-        self._changed_at = self._looked()
+        self._changed_at = self._modified_at()
         self.jobs = read_live_jobs(path)
         self.kinds = self.jobs[0].job.kinds
 
     def more(self) -> Sequence[LiveJob]:
-        """All its jobs if it was changed since and can be read, else none."""
-        now = self._looked()
+        """All jobs of the file if it has changed and can be read, else none."""
+        now = self._modified_at()
         if now in (self._changed_at, 0):
             return ()
         self._changed_at = now
@@ -208,27 +208,27 @@ class _JobsFile:
         kinds = jobs[0].job.kinds
         if kinds == self.kinds:
             return jobs
-        was, own = ", ".join(self.kinds), ", ".join(kinds)
-        _say(f"jobs stay as they are: {self._path} has seconds on {own}, in this order, not {was}")
+        old, new = ", ".join(self.kinds), ", ".join(kinds)
+        _say(f"jobs stay as they are: {self._path} has seconds on {new}, in this order, not {old}")
         return ()
 
-    def _looked(self) -> int:
-        """When it was changed last; 0: it is not there."""
+    def _modified_at(self) -> int:
+        """The file's time of modification in nanoseconds; 0 if it is not there."""
         try:
             return os.stat(self._path).st_mtime_ns
         except OSError:
             return 0
 
 
-def _until_ended(
+def _run_until_ended(
     schedule: LiveSchedule, more: Callable[[], Sequence[LiveJob]], stack: contextlib.ExitStack
 ) -> int | None:
-    """Returns the signal that ended it, if one did."""
-    asked: list[int] = []
+    """Run all jobs to their end; returns the first signal of the user, or None."""
+    received: list[int] = []
     wake = threading.Event()
 
     def receive(number: int, _: object) -> None:
-        asked.append(number)
+        received.append(number)
         wake.set()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -238,12 +238,12 @@ def _until_ended(
         schedule.submit(more(), time.monotonic() - began)
         wake.wait(_POLL_SECONDS)
         wake.clear()
-        if asked:
+        if received:
             schedule.end()
-    return asked[0] if asked else None
+    return received[0] if received else None
 
 
-def _told(entry: Entry, kinds: tuple[str, ...]) -> Iterator[str]:
+def _lines(entry: Entry, kinds: tuple[str, ...]) -> Iterator[str]:
     match entry:
         case Holds(at_seconds=at, name=name, nums=nums):
             yield f"{clock(at)}: {name} holds {_devices(nums, kinds)}"
@@ -251,8 +251,9 @@ def _told(entry: Entry, kinds: tuple[str, ...]) -> Iterator[str]:
             yield f"{clock(at)}: {name} " + (f"failed with {code}" if code else "has trained")
 
 
-def _all(held: Holdings, kinds: tuple[str, ...]) -> str:
-    return ", ".join(f"{name}: {_devices(nums, kinds)}" for name, nums in held.items()) or "nothing"
+def _all(holdings: Holdings, kinds: tuple[str, ...]) -> str:
+    each = (f"{name}: {_devices(nums, kinds)}" for name, nums in holdings.items())
+    return ", ".join(each) or "nothing"
 
 
 def _devices(nums: Nums, kinds: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Elastic jobs as processes of their own, on this machine or on a Ray cluster."""
+"""Elastic jobs as separate processes, on this machine or on a Ray cluster."""
 
 import collections
 import contextlib
@@ -28,39 +28,39 @@ from .live_jobs import LiveJob
 from .live_run import Fleet, Places
 
 _END_SECONDS = 30.0
-_MOST_TIMES = 64  # of all its devices, the recent ones
+_MOST_TIMES = 64  # of all devices of a job
 
 
 class JobFleet(Fleet, Protocol):
-    """Where devices come from, and how `hxla run --elastic` is told of them."""
+    """A source of devices that can describe them to `hxla run --elastic`."""
 
     def options(self, path: str) -> Sequence[str]:
-        """Options of `hxla run` for a job whose devices a file says."""
+        """Options of `hxla run` for a job whose devices are listed in a file."""
 
     def text(self, places: Places) -> str:
-        """What is in that file when devices are a job's own."""
+        """The content of that file for some devices."""
 
     def place(self, event: Mapping[str, Any]) -> str:
-        """What the fleet calls the device that an event `Placed` names."""
+        """The fleet's name for the device of an event `Placed`."""
 
 
 class MeshFleet:
     """The devices of a mesh file, which is read again when it changes.
 
     Args:
-        path: Of it, or the name of a built-in one.
+        path: Of the file, or the name of a built-in one.
         kinds: Devices of other kinds are refused.
-        say: Told why a changed file is not used.
+        say: Called with the reason why a changed file is not used.
 
     Raises:
-        ScheduleError: If the file is not one of these devices.
-        MeshError: If it is wrong.
+        ScheduleError: If the file has other devices.
+        MeshError: If the file is wrong.
     """
 
     def __init__(self, path: str, kinds: Sequence[str], say: Callable[[str], None]):
         self._path, self._kinds, self._say = path, tuple(kinds), say
         self._wrong = ""
-        self._alike: dict[str, Device] = {}  # one of each label that was ever there
+        self._alike: dict[str, Device] = {}  # one device of each label ever seen
         self._num = self._read()
 
     def offered(self) -> Mapping[str, tuple[str, int]]:
@@ -68,20 +68,20 @@ class MeshFleet:
         try:
             self._num, self._wrong = self._read(), ""
         except HxlaError as error:
-            if str(error) != self._wrong:  # once, not at every look
+            if str(error) != self._wrong:  # once, not at every poll
                 self._wrong = str(error)
                 self._say(f"devices stay as they are: {error}")
         return {label: (label, num) for label, num in self._num.items()}
 
     def keep(self, names: Collection[str]) -> None:
-        """Nothing: a mesh file's devices are the jobs' alone."""
+        """Nothing to do: only these jobs use the devices of a mesh file."""
 
     def options(self, path: str) -> Sequence[str]:
-        """Options of `hxla run` for a job whose devices a file says."""
+        """Options of `hxla run` for a job whose devices are listed in a file."""
         return "--mesh", path
 
     def text(self, places: Places) -> str:
-        """A mesh file of some of the devices."""
+        """A mesh file of these devices."""
         devices = [self._alike[label] for label in self._kinds for _ in range(places[label])]
         return dump_cluster(Cluster(name="scheduled", devices=tuple(devices)))
 
@@ -94,8 +94,8 @@ class MeshFleet:
         for device in describe(self._path, None):
             if device.kind != "cpu":
                 raise ScheduleError(
-                    f"{self._path} has {device.kind}: a mesh file does not say which card is "
-                    "whose, so it shares out CPU devices only; give --ray for GPUs"
+                    f"{self._path} has {device.kind}: a mesh file cannot assign single cards to "
+                    "jobs, so only CPU devices are shared out; give --ray for GPUs"
                 )
             if device.label not in self._kinds:
                 raise ScheduleError(
@@ -110,13 +110,12 @@ class MeshFleet:
 
 
 class JobProcess:
-    """A job under `hxla run --elastic`, which does what a file of devices says.
+    """A job under `hxla run --elastic`, which follows a file of devices.
 
     Args:
-        fleet: Where its devices come from.
-        places: Those that are its own.
-        folder: For its files: what it prints, what happened, its devices.
-        note: Called with its pid, which someone must end after a crash of this process.
+        places: The job's devices.
+        folder: For the job's files: its output, its events, its devices.
+        note: Called with the pid, so that a janitor can end it after a crash of this process.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class JobProcess:
     ):
         self._fleet = fleet
         self._devices, self._log = folder / f"{job.name}.devices", folder / f"{job.name}.events"
-        self._log.unlink(missing_ok=True)  # of a start before
+        self._log.unlink(missing_ok=True)  # of an earlier start
         self._read_bytes = 0
         self._placed: dict[str, str] = {}
         self._used: set[str] = set()
@@ -150,18 +149,18 @@ class JobProcess:
         note(str(self._process.pid))
 
     def give(self, places: Places) -> None:
-        """From now on these devices are its own: the file is whole at any time."""
+        """Assign devices to the job; a reader never sees half of the file."""
         part = self._devices.with_suffix(".part")
         part.write_text(self._fleet.text(places))
         part.rename(self._devices)
 
     @property
     def used(self) -> Places:
-        """The devices that it has not released."""
+        """The devices that the job has not released."""
         return Places(self._placed[device] for device in self._used)
 
     def hear(self) -> None:
-        """Read the events that were written since."""
+        """Read new events."""
         try:
             with self._log.open("rb") as file:
                 file.seek(self._read_bytes)
@@ -197,7 +196,7 @@ class JobProcess:
 
     @property
     def times(self) -> Sequence[ExecutorTime]:
-        """What its devices took for microbatches lately, by the fleet's names for them."""
+        """Recent times of microbatches, with the fleet's names of the devices."""
         return tuple(self._times)
 
     def exit_code(self) -> int | None:
@@ -205,12 +204,12 @@ class JobProcess:
         return self._process.poll()
 
     def stop(self) -> None:
-        """Let it save a checkpoint after the step at hand, and end."""
+        """Ask the job to save a checkpoint after the current step, and to end."""
         if self._process.poll() is None:
             os.kill(self._process.pid, signal.SIGTERM)
 
     def close(self) -> None:
-        """End it, whatever it is doing; what it started is ended by its own janitor."""
+        """End the job, whatever it is doing; its janitor ends its children."""
         self.stop()
         try:
             self._process.wait(_END_SECONDS)
@@ -223,17 +222,17 @@ _LOOK_SECONDS = 0.5  # between questions to the cluster
 
 
 class RayFleet:
-    """The nodes of a Ray cluster that have one device each.
+    """The nodes of a Ray cluster with one device each.
 
-    A node that Ray drains is taken from its job, as one that died. Others are told once and left
-    out: a node is given as a whole, and policies count devices. Each node that a job has is held by
-    a placement group, in which that job's actor runs and then the next one's, so that nobody comes
-    in between; they end with this process.
+    A node that Ray drains is taken from its job, like a dead one. Nodes with several devices are
+    reported once and left out, because a job gets whole nodes and policies count devices. A
+    placement group reserves each node of a job. The actor of the next job runs in the same group,
+    so that nobody else gets the node in between. The groups end with this process.
 
     Args:
         address: Of the cluster, as `ray.init` takes it.
         kinds: Nodes with devices of other kinds are left out.
-        say: Told which nodes are left out.
+        say: Called with the nodes that are left out.
 
     Raises:
         LaunchError: If there is no such cluster.
@@ -243,14 +242,14 @@ class RayFleet:
         connect(address)
         self._address, self._kinds, self._say = address, tuple(kinds), say
         self._looked_at = float("-inf")
-        # As Ray tells of them, by their names: all that were ever used.
+        # Ray's descriptions of all nodes ever used, by name.
         self._nodes: dict[str, Mapping[str, Any]] = {}
-        self._groups: dict[str, tuple[str, PlacementGroup]] = {}  # and what they are called
+        self._groups: dict[str, tuple[str, PlacementGroup]] = {}  # with their names
         self._left_out: set[str] = set()
         self._there: dict[str, tuple[str, int]] = {}
 
     def offered(self) -> Mapping[str, tuple[str, int]]:
-        """Each node by its name."""
+        """The kind of each node, by its name."""
         now = time.monotonic()
         if now - self._looked_at > _LOOK_SECONDS:
             try:
@@ -261,27 +260,27 @@ class RayFleet:
         return self._there
 
     def keep(self, names: Collection[str]) -> None:
-        """A placement group for each of these nodes, and for no others."""
+        """Keep a placement group on each of these nodes, and on no others."""
         for name in self._groups.keys() - set(names):
             _, group = self._groups.pop(name)
-            with contextlib.suppress(ray.exceptions.RayError):  # it is gone with the cluster
+            with contextlib.suppress(ray.exceptions.RayError):  # the cluster is gone
                 remove_placement_group(group)
         for name in set(names) - self._groups.keys():
             node = self._nodes[name]
-            called = f"hxla-{node['NodeID']}-{secrets.token_hex(4)}"
+            group_name = f"hxla-{node['NodeID']}-{secrets.token_hex(4)}"
             group = placement_group(
                 [devices_of(node)],
-                name=called,
+                name=group_name,
                 bundle_label_selector=[{"ray.io/node-id": node["NodeID"]}],
             )
-            self._groups[name] = called, group
+            self._groups[name] = group_name, group
 
     def options(self, path: str) -> Sequence[str]:
-        """Options of `hxla run` for a job whose nodes a file says."""
+        """Options of `hxla run` for a job whose nodes are listed in a file."""
         return "--ray", self._address, "--nodes", path
 
     def text(self, places: Places) -> str:
-        """The IDs of nodes, and the placement groups there."""
+        """The IDs of nodes and the names of their placement groups."""
         return "".join(f"{self._nodes[p]['NodeID']} {self._groups[p][0]}\n" for p in places)
 
     def place(self, event: Mapping[str, Any]) -> str:
@@ -289,11 +288,11 @@ class RayFleet:
         return str(event["host"])
 
     def close(self) -> None:
-        """Let go of the cluster."""
+        """Disconnect from the cluster."""
         ray.shutdown()
 
     def _look(self) -> dict[str, tuple[str, int]]:
-        found, drained = {}, draining()
+        nodes, drained = {}, draining()
         for node in ray.nodes():
             name, (kind, num) = name_of(node["NodeID"]), label_of(node)
             if not node["Alive"] or node["NodeID"] in drained or not num:
@@ -307,5 +306,5 @@ class RayFleet:
                     )
                 continue
             self._nodes[name] = node
-            found[name] = kind, 1
-        return found
+            nodes[name] = kind, 1
+        return nodes

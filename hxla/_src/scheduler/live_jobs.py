@@ -1,4 +1,4 @@
-"""Files of jobs that are really run: what to start, and what a scheduler must know of it."""
+"""Files of jobs to run: the script of each, and its figures for the scheduler."""
 
 import dataclasses
 import os
@@ -17,10 +17,9 @@ _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)  # of a file, too
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LiveJob:
-    """A job that is run.
+    """A job with the command that runs it.
 
     Attributes:
-        job: As a scheduler sees it.
         command: A Python script and its arguments.
     """
 
@@ -70,7 +69,7 @@ def read_live_jobs(path: str | os.PathLike[str]) -> tuple[LiveJob, ...]:
     """The jobs of a TOML file.
 
     Args:
-        path: Of the file; scripts are found beside it.
+        path: Of the file; scripts are relative to its folder.
 
     Returns:
         The jobs in the file's order. Their kinds of devices are in the order of the first one's.

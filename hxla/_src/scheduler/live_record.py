@@ -1,4 +1,4 @@
-"""The record of a live run: what was seen and decided, and the same decided again."""
+"""The record of a live run: its events and decisions, which a policy can repeat."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ class Began:
     Attributes:
         policy: The name of its policy.
         kinds: The names of the kinds of devices.
-        capacity: The devices of each kind that were there.
+        capacity: The devices of each kind at the start.
     """
 
     policy: str
@@ -40,22 +40,23 @@ class Arrived:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decided:
-    """A decision: what the policy was shown, and what it answered.
+    """A decision: the policy's input and output.
 
     Attributes:
-        held: What each job gets; a job that is not named gets nothing.
+        holdings: The devices of each job; a job that is not named gets none. The file's key is
+            `held`.
     """
 
     situation: Situation
-    held: Mapping[str, Nums]
+    holdings: Mapping[str, Nums]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Holds:
-    """What a job really held changed.
+    """The devices that a job occupies changed.
 
     Attributes:
-        nums: The devices of each kind that are its own or still run its processes.
+        nums: The devices of each kind that are assigned to it or still run its processes.
     """
 
     at_seconds: float
@@ -68,7 +69,7 @@ class Ended:
     """A job ended.
 
     Attributes:
-        code: Its exit code; 0: it has trained.
+        code: The exit code; 0: the job has trained.
     """
 
     at_seconds: float
@@ -84,7 +85,7 @@ _KINDS: Mapping[str, type[Entry]] = {
 
 @pydantic.dataclasses.dataclass(config=pydantic.ConfigDict(extra="forbid"))
 class _Seen:
-    """An `ActiveJob` whose job is named: the line of its arrival has it whole."""
+    """An `ActiveJob` with the name of its job, which its line of arrival describes."""
 
     name: str
     remaining_steps: float
@@ -103,7 +104,7 @@ class _DecidedLine:
 
 
 def as_line(entry: Entry) -> str:
-    """An entry as a line of JSON, from which it is read back equal."""
+    """An entry as a line of JSON; reading it gives an equal entry."""
     if isinstance(entry, Decided):
         situation = entry.situation
         fields = {
@@ -119,7 +120,7 @@ def as_line(entry: Entry) -> str:
                 }
                 for one in situation.jobs
             ],
-            "held": dict(entry.held),
+            "held": dict(entry.holdings),
         }
     else:
         fields = dataclasses.asdict(entry)
@@ -127,24 +128,24 @@ def as_line(entry: Entry) -> str:
 
 
 def read_record(path: str | os.PathLike[str]) -> tuple[Entry, ...]:
-    """The entries of a record, its beginning first.
+    """The entries of a record, in order.
 
     Raises:
-        ScheduleError: If it is none.
+        ScheduleError: If the file is no record.
     """
     refuse = named("record", path, ScheduleError)
     lines = read_text(path, MOST_JSON_BYTES, refuse).splitlines()
-    found: list[Entry] = []
+    entries: list[Entry] = []
     for number, line in enumerate(lines, 1):
         value, _ = parse_json(line, refuse)
         try:
-            found.append(_entry(value, found))
+            entries.append(_entry(value, entries))
         except (pydantic.ValidationError, ScheduleError, KeyError) as error:
             first = str(error).splitlines()[0]
             raise refuse(f"has a line {number} that cannot be read: {first}") from None
-    if not found:
+    if not entries:
         raise refuse("is empty")
-    return tuple(found)
+    return tuple(entries)
 
 
 def _entry(value: object, before: Sequence[Entry]) -> Entry:
@@ -176,30 +177,31 @@ def _entry(value: object, before: Sequence[Entry]) -> Entry:
         ),
         move_seconds=line.move_seconds,
     )
-    return Decided(situation=situation, held=line.held)
+    return Decided(situation=situation, holdings=line.held)
 
 
 def decided_otherwise(
     entries: Sequence[Entry], policy: Policy
 ) -> tuple[tuple[Decided, Holdings], ...]:
-    """Ask a policy again: the recorded decisions that it makes otherwise, with its own.
-
-    Args:
-        policy: A pure function, as simulations use it.
-    """
+    """Repeat the recorded decisions; returns those that come out differently, with the new ones."""
     decisions = [entry for entry in entries if isinstance(entry, Decided)]
     again = [(entry, policy(entry.situation)) for entry in decisions]
-    return tuple((entry, held) for entry, held in again if _some(held) != _some(entry.held))
+    return tuple(
+        (entry, holdings)
+        for entry, holdings in again
+        if _without_none(holdings) != _without_none(entry.holdings)
+    )
 
 
-def _some(held: Holdings) -> dict[str, Nums]:
-    return {name: nums for name, nums in held.items() if any(nums)}
+def _without_none(holdings: Holdings) -> dict[str, Nums]:
+    """Holdings without jobs that have no device."""
+    return {name: nums for name, nums in holdings.items() if any(nums)}
 
 
 def as_simulation(entries: Sequence[Entry]) -> Simulation:
-    """What really happened, as a simulation says it: for pictures.
+    """A live run as a simulation, for pictures.
 
-    The capacity is the most devices of each kind that were there or held at a time.
+    The capacity is the largest number of devices of each kind at any time.
     """
     began = entries[0]
     assert isinstance(began, Began)
@@ -209,8 +211,8 @@ def as_simulation(entries: Sequence[Entry]) -> Simulation:
     holds, now = list[Hold](), {job.name: (0.0, nothing) for job in jobs}
     starts, ends = dict[str, float](), dict[str, float]()
     num_moves = 0
-    there = [began.capacity, began.capacity]
-    there += [e.situation.capacity for e in entries if isinstance(e, Decided)]
+    capacities = [began.capacity, began.capacity]
+    capacities += [e.situation.capacity for e in entries if isinstance(e, Decided)]
     changes = [(e.at_seconds, e.name, e.nums) for e in entries if isinstance(e, Holds)]
     changes += [(e.at_seconds, e.name, nothing) for e in entries if isinstance(e, Ended)]
     for at, name, nums in [*changes, *((last, job.name, nothing) for job in jobs)]:
@@ -227,7 +229,7 @@ def as_simulation(entries: Sequence[Entry]) -> Simulation:
         ends[name] = at
     return Simulation(
         kinds=began.kinds,
-        capacity=tuple(map(max, *there)),
+        capacity=tuple(map(max, *capacities)),
         jobs=jobs,
         ends=tuple(ends.get(job.name, last) for job in jobs),
         starts=tuple(starts.get(job.name, last) for job in jobs),

@@ -1,4 +1,4 @@
-"""Jobs that really run, and a policy that decides which devices each of them holds."""
+"""Runs jobs on devices that a policy shares out."""
 
 import collections
 import dataclasses
@@ -14,25 +14,25 @@ from .live_record import Arrived, Began, Decided, Ended, Entry, Holds
 from .simulator import Policy
 from .waste import Nums
 
-#: Devices that are alike, by what their fleet calls them: how many of each.
+#: The number of devices by the fleet's names for them; devices of one name are alike.
 Places = collections.Counter[str]
-_MEET_SECONDS = 120.0  # a job that has not met its new devices by then may be stopped
-_STOPPED = (EXIT_PREEMPTED, -15)  # SIGTERM also ends one that has not yet begun to train
+_MEET_SECONDS = 120.0  # a job that does not use its new devices by then may be stopped
+_STOPPED = (EXIT_PREEMPTED, -15)  # before training begins SIGTERM itself ends a job
 
 
 class Fleet(Protocol):
-    """Where devices come from."""
+    """A source of devices."""
 
     def offered(self) -> Mapping[str, tuple[str, int]]:
-        """The devices that are there, now: the kind, and how many, of each that has a name.
+        """The current devices: kind and number by name.
 
-        Devices that nobody can tell apart have one name, a node of a cluster has one of its own.
+        Indistinguishable devices share a name; each node of a cluster has one.
         """
 
     def keep(self, names: Collection[str]) -> None:
-        """Jobs have devices of these names, and of no others: nobody else may take them.
+        """Reserve devices of these names, and release all others.
 
-        One that a job gives up for another is among them all the while.
+        A device that moves from one job to another stays among them.
         """
 
 
@@ -40,28 +40,28 @@ class RunningJob(Protocol):
     """A job's processes, from their start to their end."""
 
     def give(self, places: Places) -> None:
-        """From now on these devices are its own: no others."""
+        """Assign these devices, and no others."""
 
     def hear(self) -> None:
-        """Take note of what it said since."""
+        """Read new events."""
 
     @property
     def num_done(self) -> float | None:
-        """The steps that are done; None: it has not said."""
+        """The number of steps done; None if not known yet."""
 
     @property
     def times(self) -> Sequence[ExecutorTime]:
-        """What microbatches took lately, the kind of a device being the fleet's name for it."""
+        """Recent times of microbatches; a device's kind is the fleet's name for it."""
 
     @property
     def used(self) -> Places:
-        """The devices that it has not released, also such as are not its own any more."""
+        """The devices that the job has not released, also those no longer assigned."""
 
     def exit_code(self) -> int | None:
         """None while it runs; minus the number of the signal that killed it."""
 
     def stop(self) -> None:
-        """Let it save a checkpoint after the step at hand, and end."""
+        """Ask the job to save a checkpoint after the current step, and to end."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -70,35 +70,35 @@ class _Live:
 
     job: LiveJob
     wanted: Nums  # by the newest decision
-    own: Places = dataclasses.field(default_factory=Places)
+    assigned: Places = dataclasses.field(default_factory=Places)
     process: RunningJob | None = None
     is_stopping: bool = False
     num_done: float = 0
     moved_at: float = 0.0
-    held: Nums = ()  # as it was recorded last
+    recorded: Nums = ()  # occupied devices in its last record
 
     def active(self, now: float, move_seconds: float) -> ActiveJob:
         pause = max(0.0, self.moved_at + move_seconds - now) if any(self.wanted) else 0.0
         left = self.job.job.num_steps - self.num_done
-        if left <= 0:  # it has made all its steps, and has still to end
+        if left <= 0:  # all steps are done, but the process has not ended
             left = 1
         return ActiveJob(
             job=self.job.job, remaining_steps=left, nums=self.wanted, pause_seconds=pause
         )
 
     @property
-    def met(self) -> Places:
-        """Its own devices that it uses, or is getting ready to use."""
-        return self.own & self.process.used if self.process is not None else Places()
+    def in_use(self) -> Places:
+        """Assigned devices that the job uses or prepares to use."""
+        return self.assigned & self.process.used if self.process is not None else Places()
 
     @property
-    def unmet(self) -> Places:
-        """Its own devices that it has not met yet."""
-        return self.own - self.met
+    def pending(self) -> Places:
+        """Assigned devices that the job does not use yet."""
+        return self.assigned - self.in_use
 
     def occupied(self, place: str) -> int:
-        """How many devices of a name nobody else can have."""
-        return max(self.own[place], self.process.used[place] if self.process else 0)
+        """The devices of a name that no other job can have."""
+        return max(self.assigned[place], self.process.used[place] if self.process else 0)
 
 
 def _arrival(one: LiveJob) -> float:
@@ -106,21 +106,20 @@ def _arrival(one: LiveJob) -> float:
 
 
 class LiveSchedule:
-    """Starts jobs, tells them their devices as a policy decides, and stops them.
+    """Starts and stops jobs, and assigns devices to them as a policy decides.
 
-    It decides nothing itself: a policy is shown what is there, how fast jobs have been and what
-    they have still to do, when a job arrives or ends, when devices come or go, and at whole
-    multiples of an interval. A job that is to have fewer devices is told at once; another gets them
-    when they are released. A job that is to have none is stopped, and started again when it gets
-    some.
+    The policy decides when a job arrives or ends, when devices come or go, and at whole multiples
+    of an interval. It knows the devices, and the speed and the remaining steps of each job. A job
+    that gets fewer devices gives them up at once; another gets them when they are released. A job
+    that gets none is stopped, and started again when it gets some.
 
     Args:
-        policy: The policy, and its name.
+        policy: Its name and the function.
         start: Starts a job on devices.
-        record: Is given what was seen, decided and done.
-        move_seconds: How long a job is taken to pause when its devices change.
-        interval_seconds: The time between decisions when nothing happens.
-        learns_speeds: Whether a job's speeds are those of its run, once there is one.
+        record: Called with every entry of the record.
+        move_seconds: The assumed pause of a job when its devices change.
+        interval_seconds: The time between decisions without events.
+        learns_speeds: Whether measured speeds replace a job's expected ones.
     """
 
     def __init__(
@@ -146,8 +145,8 @@ class LiveSchedule:
         self._nothing = (0,) * len(self.kinds)
         name, self._policy = policy
         self._offered = dict(fleet.offered())
-        self._kind_of: dict[str, int] = {}  # of all that were ever there
-        self._capacity = self._counted()
+        self._kind_of: dict[str, int] = {}  # of all names ever seen
+        self._capacity = self._count_devices()
         self._is_asked_to_end = False
         self.failed: list[str] = []
         record(
@@ -159,7 +158,7 @@ class LiveSchedule:
         )
 
     def step(self, now: float) -> bool:
-        """Look, decide if there is something to decide, and carry it out.
+        """Poll jobs and devices, decide if something has changed, and carry the decision out.
 
         Args:
             now: Seconds since the beginning.
@@ -167,23 +166,23 @@ class LiveSchedule:
         Returns:
             Whether all jobs have ended.
         """
-        happened = self._hear(now)
+        has_event = self._poll_jobs(now)
         tick = math.floor(now / self._interval)
         if not self._is_asked_to_end:
-            happened |= self._arrive(now)
-            happened |= self._look()
-            if self._active and (happened or tick > self._tick):
+            has_event |= self._arrive(now)
+            has_event |= self._poll_devices()
+            if self._active and (has_event or tick > self._tick):
                 self._decide(now)
         self._tick = tick
         self._carry_out(now)
-        self._note(now)
+        self._record_holdings(now)
         return not self._active and (not self._waiting or self._is_asked_to_end)
 
     def submit(self, jobs: Sequence[LiveJob], now: float) -> None:
-        """Take jobs in addition: those whose name is new, which arrive now, or later.
+        """Add the jobs with new names; they arrive now or later.
 
         Args:
-            jobs: The jobs, with speeds on the same kinds as those before.
+            jobs: With speeds on the same kinds as the first ones.
             now: Seconds since the beginning.
         """
         for one in jobs:
@@ -195,13 +194,13 @@ class LiveSchedule:
         self._waiting.sort(key=_arrival)
 
     def end(self) -> None:
-        """Stop all jobs; later steps wait for their ends."""
+        """Stop all jobs; further steps wait for their ends."""
         self._is_asked_to_end = True
         for live in self._active:
             live.wanted = self._nothing
 
-    def _hear(self, now: float) -> bool:
-        """What jobs say; returns whether one has ended."""
+    def _poll_jobs(self, now: float) -> bool:
+        """Read the jobs' events; returns whether a job has ended."""
         has_ended = False
         for live in list(self._active):
             if live.process is None:
@@ -212,7 +211,7 @@ class LiveSchedule:
                 live.num_done = live.process.num_done
             if code is None:
                 continue
-            live.process, live.own = None, Places()
+            live.process, live.assigned = None, Places()
             if live.is_stopping and code in _STOPPED:
                 live.is_stopping = False
                 continue
@@ -226,15 +225,15 @@ class LiveSchedule:
         return has_ended
 
     def _learn(self, live: _Live, times: Sequence[ExecutorTime]) -> None:
-        """Speeds as its run shows them, in place of those that its user expected."""
+        """Replace the job's expected speeds by measured ones."""
         if not times:
             return
-        of_kinds = [
+        times_by_kind = [
             dataclasses.replace(time, kind=self.kinds[self._kind_of[time.kind]]) for time in times
         ]
-        known = learned(live.job.job.capabilities, of_kinds)
-        own = dataclasses.replace(live.job.job, capabilities=known)
-        live.job = dataclasses.replace(live.job, job=own)
+        capabilities = learned(live.job.job.capabilities, times_by_kind)
+        elastic_job = dataclasses.replace(live.job.job, capabilities=capabilities)
+        live.job = dataclasses.replace(live.job, job=elastic_job)
 
     def _arrive(self, now: float) -> bool:
         arrived = [one for one in self._waiting if one.job.arrival_seconds <= now]
@@ -242,18 +241,18 @@ class LiveSchedule:
         for one in arrived:
             self._record(Arrived(at_seconds=now, job=one.job))
         self._active += [
-            _Live(job=one, wanted=self._nothing, held=self._nothing) for one in arrived
+            _Live(job=one, wanted=self._nothing, recorded=self._nothing) for one in arrived
         ]
         return bool(arrived)
 
-    def _look(self) -> bool:
-        """What devices are there; returns whether there are others than before, by kind."""
+    def _poll_devices(self) -> bool:
+        """Read the fleet's devices; returns whether their numbers by kind have changed."""
         before = self._capacity
         self._offered = dict(self._fleet.offered())
-        self._capacity = self._counted()
+        self._capacity = self._count_devices()
         return self._capacity != before
 
-    def _counted(self) -> Nums:
+    def _count_devices(self) -> Nums:
         nums = [0] * len(self.kinds)
         for place, (kind, num) in self._offered.items():
             self._kind_of[place] = self.kinds.index(kind)
@@ -271,53 +270,51 @@ class LiveSchedule:
             jobs=tuple(live.active(now, self._move_seconds) for live in self._active),
             move_seconds=self._move_seconds,
         )
-        held = self._policy(situation)
-        assert min(free_devices(situation.capacity, held)) >= 0, (situation, held)
-        self._record(Decided(situation=situation, held=held))
+        holdings = self._policy(situation)
+        assert min(free_devices(situation.capacity, holdings)) >= 0, (situation, holdings)
+        self._record(Decided(situation=situation, holdings=holdings))
         for live in self._active:
-            nums = held.get(live.job.name, self._nothing)
+            nums = holdings.get(live.job.name, self._nothing)
             if nums != live.wanted:
                 live.wanted, live.moved_at = nums, now
 
-    # -- carrying it out -----------------------------------------------------------------------
-
     def _carry_out(self, now: float) -> None:
-        before = {live.job.name: live.own.copy() for live in self._active}
+        before = {live.job.name: live.assigned.copy() for live in self._active}
         for live in self._active:
             self._take_back(live)
         for live in self._active:
             self._hand_out(live)
         if not self._is_asked_to_end:
-            self._untie(now, before)
+            self._break_deadlock(now, before)
         self._fleet.keep({p for p in self._kind_of if any(x.occupied(p) for x in self._active)})
         for live in self._active:
             if live.process is None:
-                if any(live.wanted) and self._nums(live.own) == live.wanted:
-                    live.process = self._start(live.job, live.own.copy())
+                if any(live.wanted) and self._nums(live.assigned) == live.wanted:
+                    live.process = self._start(live.job, live.assigned.copy())
             elif not live.is_stopping and not any(live.wanted):
                 self._stop(live)
-            elif live.own != before[live.job.name] and not live.is_stopping:
-                live.process.give(live.own.copy())
+            elif live.assigned != before[live.job.name] and not live.is_stopping:
+                live.process.give(live.assigned.copy())
 
     def _take_back(self, live: _Live) -> None:
-        """Devices that are gone, and those that it holds beyond its own, down to its fewest.
+        """Unassign lost devices, and those above the job's wanted ones, down to its fewest.
 
-        Those that it uses are counted: one that goes over to other devices gives back the last of
-        the old ones when it has met the new ones, and trains in between.
+        Devices in use count: a job that moves to other devices trains on the last old ones until it
+        uses the new ones.
         """
-        for place in [place for place in live.own if place not in self._offered]:
-            del live.own[place]
+        for place in [place for place in live.assigned if place not in self._offered]:
+            del live.assigned[place]
         fewest = live.job.job.min_devices if live.process is not None and any(live.wanted) else 0
-        for place in list(live.own):
+        for place in list(live.assigned):
             kind = self._kind_of[place]
             while (
-                live.own[place]
-                and self._nums(live.own)[kind] > live.wanted[kind]
-                and live.own.total() > fewest
-                and (live.unmet[place] or live.met.total() > fewest)
+                live.assigned[place]
+                and self._nums(live.assigned)[kind] > live.wanted[kind]
+                and live.assigned.total() > fewest
+                and (live.pending[place] or live.in_use.total() > fewest)
             ):
-                live.own[place] -= 1
-        live.own += Places()  # without those of which there is none
+                live.assigned[place] -= 1
+        live.assigned += Places()  # drops names without devices
 
     def _hand_out(self, live: _Live) -> None:
         if live.is_stopping:
@@ -325,32 +322,32 @@ class LiveSchedule:
         for place, (_, num) in self._offered.items():
             kind = self._kind_of[place]
             taken = sum(one.occupied(place) for one in self._active if one is not live)
-            # What it has not released it may have back at once.
-            room = num - taken - live.own[place]
-            more = min(room, live.wanted[kind] - self._nums(live.own)[kind])
+            # Devices that the job has not released yet can be assigned to it again at once.
+            room = num - taken - live.assigned[place]
+            more = min(room, live.wanted[kind] - self._nums(live.assigned)[kind])
             if more > 0:
-                live.own[place] += more
+                live.assigned[place] += more
 
-    def _untie(self, now: float, before: Mapping[str, Places]) -> None:
-        """Jobs that wait for each other's last devices: the one that came last is stopped."""
+    def _break_deadlock(self, now: float, before: Mapping[str, Places]) -> None:
+        """Stop the last of the jobs that wait for each other's last devices."""
         running = [live for live in self._active if live.process is not None]
         is_under_way = any(
             live.is_stopping
-            or any(live.occupied(p) > live.own[p] for p in self._kind_of)
-            or (live.unmet and now < live.moved_at + _MEET_SECONDS)
+            or any(live.occupied(p) > live.assigned[p] for p in self._kind_of)
+            or (live.pending and now < live.moved_at + _MEET_SECONDS)
             for live in running
-        ) or any(live.own != before[live.job.name] for live in self._active)
-        tied = [
+        ) or any(live.assigned != before[live.job.name] for live in self._active)
+        waiting = [
             live
             for live in running
-            if any(n > w for n, w in zip(self._nums(live.own), live.wanted, strict=True))
+            if any(n > w for n, w in zip(self._nums(live.assigned), live.wanted, strict=True))
         ]
-        if tied and not is_under_way:
-            self._stop(tied[-1])
+        if waiting and not is_under_way:
+            self._stop(waiting[-1])
 
     def _stop(self, live: _Live) -> None:
         assert live.process is not None
-        live.is_stopping, live.own = True, Places()
+        live.is_stopping, live.assigned = True, Places()
         live.process.stop()
 
     def _nums(self, places: Places) -> Nums:
@@ -359,10 +356,9 @@ class LiveSchedule:
             nums[self._kind_of[place]] += num
         return tuple(nums)
 
-    def _note(self, now: float) -> None:
+    def _record_holdings(self, now: float) -> None:
         for live in self._active:
-            held = Places({place: live.occupied(place) for place in self._kind_of})
-            nums = self._nums(held)
-            if nums != live.held:
-                live.held = nums
+            nums = self._nums(Places({place: live.occupied(place) for place in self._kind_of}))
+            if nums != live.recorded:
+                live.recorded = nums
                 self._record(Holds(at_seconds=now, name=live.job.name, nums=nums))

@@ -9,29 +9,28 @@ from .waste import Nums
 
 
 def returned(jobs: Sequence[ActiveJob], capacity: Nums, holdings: Holdings) -> dict[str, Nums]:
-    """Holdings after devices went away: of each kind no more are held than there are.
+    """Holdings reduced to a smaller capacity.
 
-    A device that is asked back is returned by one of its own kind: whoever lent a V100 gets a
-    V100. Each goes from the job that it costs least, the growth of its step's time being the
-    cost, as long as one stays above its fewest devices. If none does the job that came last
-    returns all that it holds, and waits.
+    Each device is returned by a device of the same kind. It is taken from the job whose step time
+    grows least, among jobs that stay above their fewest devices. If there is none, the last job
+    returns all its devices and waits.
 
     Args:
-        jobs: The jobs that hold them, in the order of their arrival.
-        capacity: The devices of each kind that are left.
+        jobs: In the order of their arrival.
+        capacity: The remaining devices of each kind.
     """
-    held = {active.name: holdings.get(active.name, (0,) * len(capacity)) for active in jobs}
+    kept = {active.name: holdings.get(active.name, (0,) * len(capacity)) for active in jobs}
     for kind in range(len(capacity)):
-        while free_devices(capacity, held)[kind] < 0:
-            owners = [active for active in jobs if held[active.name][kind]]
-            shrunk = {a.name: _less(held[a.name], kind) for a in owners}
+        while free_devices(capacity, kept)[kind] < 0:
+            owners = [active for active in jobs if kept[active.name][kind]]
+            shrunk = {a.name: _less(kept[a.name], kind) for a in owners}
             able = [a for a in owners if a.job.allows(shrunk[a.name])]
             if able:
-                least = min(able, key=lambda a: _slowdown(a, held[a.name], shrunk[a.name]))
-                held[least.name] = shrunk[least.name]
+                least = min(able, key=lambda a: _slowdown(a, kept[a.name], shrunk[a.name]))
+                kept[least.name] = shrunk[least.name]
             else:
-                held[owners[-1].name] = (0,) * len(capacity)
-    return held
+                kept[owners[-1].name] = (0,) * len(capacity)
+    return kept
 
 
 def _less(nums: Nums, kind: int) -> Nums:
@@ -43,34 +42,31 @@ def _slowdown(active: ActiveJob, nums: Nums, shrunk: Nums) -> float:
 
 
 def easyscale(situation: Situation) -> dict[str, Nums]:
-    """Jobs keep what they hold, new ones get the fewest devices, then the best proposals win.
+    """Jobs keep their devices, new ones get their fewest, then the best proposals win.
 
     Proposals are taken in the order of their speed-up per device, those of more devices first on
-    ties, one for each job at a time.
-
-    Returns:
-        The devices of each kind for each job.
+    ties, one for each job.
 
     References:
-        Li et al., "EasyScale", SC 2023, Algorithm 1; what a job starts with, and that one grows by
-        one kind at a time and doubles at most, is of its artifact.
+        Li et al., "EasyScale", SC 2023, Algorithm 1. Its artifact has the first devices of a job,
+        and growth by one kind at a time that at most doubles a job.
     """
-    held = returned(situation.jobs, situation.capacity, situation.held)
+    holdings = returned(situation.jobs, situation.capacity, situation.holdings)
     for active in situation.jobs:
-        if not any(held[active.name]):
-            free = free_devices(situation.capacity, held)
-            held[active.name] = fewest(active, free)
+        if not any(holdings[active.name]):
+            free = free_devices(situation.capacity, holdings)
+            holdings[active.name] = fewest(active, free)
     grown = set()
-    for proposal in ranked(situation, held):
-        more = minus(proposal.nums, held[proposal.name])
-        if proposal.name not in grown and fits(more, free_devices(situation.capacity, held)):
-            held[proposal.name] = proposal.nums
+    for proposal in ranked(situation, holdings):
+        more = minus(proposal.nums, holdings[proposal.name])
+        if proposal.name not in grown and fits(more, free_devices(situation.capacity, holdings)):
+            holdings[proposal.name] = proposal.nums
             grown.add(proposal.name)
-    return held
+    return holdings
 
 
 def easyscale_alike(situation: Situation) -> dict[str, Nums]:
-    """Likewise, where every job stays on devices of one kind (the paper's EasyScale-homo)."""
+    """EasyScale with every job on devices of one kind (the paper's EasyScale-homo)."""
     jobs = tuple(
         dataclasses.replace(active, job=dataclasses.replace(active.job, mixed=False))
         for active in situation.jobs
@@ -79,48 +75,48 @@ def easyscale_alike(situation: Situation) -> dict[str, Nums]:
 
 
 def fewest(active: ActiveJob, free: Nums) -> Nums:
-    """The fewest devices that a job runs on, of the slowest kind that has as many free."""
+    """The fewest devices of a job, of the slowest kind with enough free ones."""
     num, nothing = active.job.min_devices, (0,) * len(free)
     choices = [tuple(num * (k == kind) for k in range(len(free))) for kind in range(len(free))]
     able = [nums for nums in choices if fits(nums, free) and active.job.allows(nums)]
     return max(able, key=active.job.step_seconds, default=nothing)
 
 
-def ranked(situation: Situation, held: dict[str, Nums]) -> list[DeviceProposal]:
-    """The best proposals of all jobs that were running, by speed-up per device."""
-    free = free_devices(situation.capacity, held)
-    found: list[DeviceProposal] = []
+def ranked(situation: Situation, holdings: dict[str, Nums]) -> list[DeviceProposal]:
+    """The best proposals of all running jobs, by speed-up per device."""
+    free = free_devices(situation.capacity, holdings)
+    candidates: list[DeviceProposal] = []
     for active in situation.jobs:
-        if active.is_running and held[active.name] == active.nums:
-            found += proposals(active, free)
-    return sorted(found, key=lambda p: (-p.speedup_per_device, -p.num_more))
+        if active.is_running and holdings[active.name] == active.nums:
+            candidates += proposals(active, free)
+    return sorted(candidates, key=lambda p: (-p.speedup_per_device, -p.num_more))
 
 
 def one_at_a_time(situation: Situation) -> dict[str, Nums]:
-    """The job that came first runs alone, as the artifact of EasyScale has YARN-CS."""
+    """The first job runs alone, as YARN-CS does in the artifact of EasyScale."""
     first, nothing = situation.jobs[:1], (0,) * len(situation.kinds)
     return {a.name: gang(a, situation.capacity) or nothing for a in first}
 
 
 def backfill(situation: Situation) -> dict[str, Nums]:
-    """First come, first served; who fits behind starts if the first that waits is not delayed.
+    """First come, first served; a later job starts early if it does not delay the first in line.
 
-    Running jobs are never stopped. The end of each is known, so the time is known at which the
-    first that waits can start, and what will be left then: a later job may start now if it ends
-    before, or if it needs only what is left.
+    Running jobs are never stopped. Their ends determine when the first waiting job can start, and
+    which devices will be spare then. A later job starts now if it ends before that time, or needs
+    only spare devices.
 
     References:
         Mu'alem and Feitelson, "Utilization, predictability, workloads, and user runtime estimates
         in scheduling the IBM SP2 with backfilling", IEEE TPDS 2001 (EASY backfilling).
     """
-    held, free = _kept(situation)
-    queue = [active for active in situation.jobs if active.name not in held]
+    holdings, free = _keep_running(situation)
+    queue = [active for active in situation.jobs if active.name not in holdings]
     while queue and (first := gang(queue[0], situation.capacity)) and fits(first, free):
-        held[queue.pop(0).name] = first
+        holdings[queue.pop(0).name] = first
         free = minus(free, first)
     if not queue or not (first := gang(queue[0], situation.capacity)):
-        return held
-    start, spare = _reserved(situation, held, free, first)
+        return holdings
+    start, spare = _reserved(situation, holdings, free, first)
     for active in queue[1:]:
         nums = gang(active, situation.capacity)
         if nums is None or not fits(nums, free):
@@ -130,29 +126,29 @@ def backfill(situation: Situation) -> dict[str, Nums]:
             continue
         if ends > start:
             spare = minus(spare, nums)
-        held[active.name] = nums
+        holdings[active.name] = nums
         free = minus(free, nums)
-    return held
+    return holdings
 
 
 def shortest_remaining(situation: Situation) -> dict[str, Nums]:
-    """Gangs of the jobs that would be done first; longer ones are stopped for shorter ones.
+    """Gangs of the jobs with the least remaining time; longer jobs are stopped for shorter ones.
 
-    As in EasyScale's artifact, where it is `srtf`, a gang that does not fit is passed over.
+    A gang that does not fit is skipped, as by `srtf` in EasyScale's artifact.
     """
     gangs = {a.name: gang(a, situation.capacity) for a in situation.jobs}
-    held: dict[str, Nums] = {}
+    holdings: dict[str, Nums] = {}
     free = situation.capacity
     for active in sorted(situation.jobs, key=lambda a: _left(a, gangs[a.name])):
         nums = gangs[active.name]
         if nums is not None and fits(nums, free):
-            held[active.name] = nums
+            holdings[active.name] = nums
             free = minus(free, nums)
-    return held
+    return holdings
 
 
 def gang(active: ActiveJob, capacity: Nums) -> Nums | None:
-    """The job's fixed set: as many as there are if it asks for more; None if there are none."""
+    """The job's fixed set, at most the capacity; None if there is none of these devices."""
     nums = tuple(min(n, c) for n, c in zip(active.job.gang, capacity, strict=True))
     return nums if any(nums) else None
 
@@ -161,32 +157,33 @@ def _left(active: ActiveJob, nums: Nums | None) -> float:
     return active.job.seconds(active.remaining_steps, nums) if nums else float("inf")
 
 
-def _kept(situation: Situation) -> tuple[dict[str, Nums], Nums]:
-    """What running jobs hold, the last that came stopped first if devices went away."""
-    held: dict[str, Nums] = {}
+def _keep_running(situation: Situation) -> tuple[dict[str, Nums], Nums]:
+    """The gangs of running jobs, and free devices; the last jobs stop first if devices are lost."""
+    holdings: dict[str, Nums] = {}
     free = situation.capacity
     for active in situation.jobs:
         if active.is_running and fits(active.nums, free):
-            held[active.name] = active.nums
+            holdings[active.name] = active.nums
             free = minus(free, active.nums)
-    return held, free
+    return holdings, free
 
 
 def _reserved(
-    situation: Situation, held: dict[str, Nums], free: Nums, wanted: Nums
+    situation: Situation, holdings: dict[str, Nums], free: Nums, wanted: Nums
 ) -> tuple[float, Nums]:
-    """In how many seconds devices will be free, and what is left beside them then."""
-    for seconds, nums in _ends(situation, held):
+    """The seconds until wanted devices are free, and the devices spare beside them then."""
+    for seconds, nums in _ends(situation, holdings):
         free = plus(free, nums)
         if fits(wanted, free):
             return seconds, minus(free, wanted)
     return float("inf"), free
 
 
-def _ends(situation: Situation, held: dict[str, Nums]) -> Iterator[tuple[float, Nums]]:
-    running: Sequence[ActiveJob] = [a for a in situation.jobs if a.name in held]
+def _ends(situation: Situation, holdings: dict[str, Nums]) -> Iterator[tuple[float, Nums]]:
+    running: Sequence[ActiveJob] = [a for a in situation.jobs if a.name in holdings]
     yield from sorted(
-        (a.seconds_left(held[a.name], situation.move_seconds), held[a.name]) for a in running
+        (a.seconds_left(holdings[a.name], situation.move_seconds), holdings[a.name])
+        for a in running
     )
 
 
@@ -194,29 +191,26 @@ _EXPONENT = 1.5  # the best of 0.5, 1, 1.5 and 2 on EasyScale's trace, for moves
 
 
 def weighing(situation: Situation) -> dict[str, Nums]:
-    """Devices go where they shorten what is left the most, in proportion to it.
+    """Devices go to the jobs whose remaining time they shorten most, relative to that time.
 
-    The sum over jobs of `L ** -1.5` is made large, where L are the seconds that a job would have
-    left: its steps on the devices that it gets and, if those are not the ones that it holds, the
-    pause of the move. The exponent is above 1 because jobs are better served one after another
-    than side by side: where speed grows with the devices the job with the least left gets all that
-    it can use, which is what makes the mean completion small; where it does not grow the next job
-    gets them; and a job keeps what it holds unless the change pays for its pause.
+    The policy maximizes the sum over jobs of `L ** -1.5`, where L is a job's remaining time: its
+    steps on its new devices and, if its devices change, the pause of the move. The exponent is
+    above 1 because serving jobs one after another gives a smaller mean completion than side by
+    side. Where speed grows with the devices, the job with the least remaining time gets all that it
+    can use; where it does not, the next job gets them. A job keeps its devices unless the change
+    pays for its pause.
 
-    Devices are handed out from nothing, some of one kind at a time to one job: those that add the
-    most to the sum for what they are worth, a device's worth being its speed among the kinds.
-
-    Returns:
-        The devices of each kind for each job.
+    Devices are shared out greedily, some of one kind to one job at a time: those that add most to
+    the sum for their worth. The worth of a device is its speed relative to the other kinds.
 
     References:
         Shortest remaining processing time: Schrage, "A proof of the optimality of the shortest
         remaining processing time discipline", Operations Research 1968.
     """
     worth = _worth(situation)
-    held = {active.name: (0,) * len(situation.kinds) for active in situation.jobs}
+    holdings = {active.name: (0,) * len(situation.kinds) for active in situation.jobs}
     free = situation.capacity
-    offers = {a.name: _best(a, held[a.name], free, situation, worth) for a in situation.jobs}
+    offers = {a.name: _best(a, holdings[a.name], free, situation, worth) for a in situation.jobs}
     by_name = {active.name: active for active in situation.jobs}
     while offers:
         name = max(offers, key=lambda n: offers[n].gain)
@@ -224,11 +218,11 @@ def weighing(situation: Situation) -> dict[str, Nums]:
         if offer.gain <= 0:
             del offers[name]
             continue
-        more = minus(offer.nums, held[name])
+        more = minus(offer.nums, holdings[name])
         if fits(more, free):
-            held[name], free = offer.nums, minus(free, more)
-        offers[name] = _best(by_name[name], held[name], free, situation, worth)
-    return held
+            holdings[name], free = offer.nums, minus(free, more)
+        offers[name] = _best(by_name[name], holdings[name], free, situation, worth)
+    return holdings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -240,7 +234,7 @@ class _Offer:
 def _best(
     active: ActiveJob, nums: Nums, free: Nums, situation: Situation, worth: tuple[float, ...]
 ) -> _Offer:
-    """The best that the job could get beside what it was given in this round."""
+    """The job's best further devices beside those of this round."""
     now = _value(active, nums, situation.move_seconds)
     best = _Offer(gain=0.0, nums=nums)
     for more in _choices(active, nums, free):
@@ -269,7 +263,7 @@ def _value(active: ActiveJob, nums: Nums, move_seconds: float) -> float:
 
 
 def _worth(situation: Situation) -> tuple[float, ...]:
-    """The speed of a device of each kind, as a share of all kinds', the mean over the jobs."""
+    """The speed of a device of each kind as a share of all kinds', averaged over the jobs."""
     shares = []
     for active in situation.jobs:
         speeds = [c.microbatches_per_second for c in active.job.capabilities]

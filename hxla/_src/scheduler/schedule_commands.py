@@ -1,4 +1,4 @@
-"""`hxla schedule`: what policies would have done with a trace of jobs, and why."""
+"""`hxla schedule`: simulates policies on a trace of jobs, and explains their decisions."""
 
 import dataclasses
 import json
@@ -32,20 +32,20 @@ POLICIES: Mapping[str, Policy] = {
     "easyscale": easyscale,
     "weighing": weighing,
 }
-#: Those that give fixed sets of devices.
+#: Policies of fixed sets of devices.
 GANGS = ("one-at-a-time", "backfill", "shortest-remaining")
 _WIDTH = 110
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleOptions:
-    """What the command line asked for.
+    """The options of the command line.
 
     Attributes:
         devices: The number of devices by kind; empty for those of a published trace.
         policies: Names of policies; empty for all.
         move_seconds: The pause of a move.
-        is_eager: Whether decisions are also made when something happens.
+        is_eager: Whether events also lead to decisions.
         gangs: See `read_jobs`.
         is_cut: See `read_jobs`.
     """
@@ -61,7 +61,7 @@ class ScheduleOptions:
 
 
 def simulate_command(
-    wishes: ScheduleOptions, *, write_json: str | None = None, draw: str | None = None
+    options: ScheduleOptions, *, write_json: str | None = None, draw: str | None = None
 ) -> str:
     """Run policies over a trace.
 
@@ -72,38 +72,38 @@ def simulate_command(
         The table.
 
     Raises:
-        ScheduleError: If the trace or the wishes are wrong.
+        ScheduleError: If the trace or the options are wrong.
     """
-    jobs, kinds, capacity = _read(wishes)
-    found = {
-        name: _simulated(wishes, jobs, kinds, capacity, POLICIES[name])
-        for name in wishes.policies or POLICIES
+    jobs, kinds, capacity = _read(options)
+    simulations = {
+        name: _simulate(options, jobs, kinds, capacity, POLICIES[name])
+        for name in options.policies or POLICIES
     }
     if write_json is not None:
-        figures = {name: _figures(one) for name, one in found.items()}
+        figures = {name: _figures(simulation) for name, simulation in simulations.items()}
         pathlib.Path(write_json).write_text(json.dumps(figures, indent=1) + "\n")
     if draw is not None:
-        write_picture(found, draw)
-    there = ", ".join(f"{n} {k}" for k, n in zip(kinds, capacity, strict=True))
-    title = f"{len(jobs)} jobs on {there}; a move takes {wishes.move_seconds:g} s"
-    return as_text([title, ("", _table(found), len(POLICIES))], _WIDTH)
+        write_picture(simulations, draw)
+    devices = ", ".join(f"{n} {k}" for k, n in zip(kinds, capacity, strict=True))
+    title = f"{len(jobs)} jobs on {devices}; a move takes {options.move_seconds:g} s"
+    return as_text([title, ("", _table(simulations), len(POLICIES))], _WIDTH)
 
 
-def explain_command(wishes: ScheduleOptions, at_seconds: float) -> str:
-    """Tell a policy's decision at a time of a trace: who holds what, who proposes what, and why.
+def explain_command(options: ScheduleOptions, at_seconds: float) -> str:
+    """Explain a policy's decision in a trace: each job's devices, proposals, and the reasons.
 
     Args:
-        wishes: What to run; of one policy.
-        at_seconds: The time: the last decision until then is told.
+        options: With one policy.
+        at_seconds: The last decision until then is explained.
 
     Raises:
-        ScheduleError: If the trace or the wishes are wrong, or nothing had arrived by then.
+        ScheduleError: If the trace or the options are wrong, or no job has arrived by then.
     """
-    if len(wishes.policies) != 1:
+    if len(options.policies) != 1:
         raise ScheduleError(
             f"explain tells the decision of one policy: give --policy one of {', '.join(POLICIES)}"
         )
-    jobs, kinds, capacity = _read(wishes)
+    jobs, kinds, capacity = _read(options)
     seen: list[tuple[Situation, Holdings]] = []
     until = [job for job in jobs if job.arrival_seconds <= at_seconds]
     if not until:
@@ -112,28 +112,28 @@ def explain_command(wishes: ScheduleOptions, at_seconds: float) -> str:
             f"at {at_seconds:g} s no job has arrived: the first does at {first:g} s"
         )
 
-    def watch(situation: Situation, held: Holdings) -> None:
+    def watch(situation: Situation, holdings: Holdings) -> None:
         if situation.at_seconds <= at_seconds and situation.jobs:
-            seen.append((situation, held))
+            seen.append((situation, holdings))
 
-    # Jobs that come later change nothing of what was decided before.
-    _simulated(wishes, until, kinds, capacity, POLICIES[wishes.policies[0]], watch)
-    situation, held = seen[-1]
-    return _told(situation, held, wishes.policies[0])
+    # Later jobs do not change earlier decisions.
+    _simulate(options, until, kinds, capacity, POLICIES[options.policies[0]], watch)
+    situation, holdings = seen[-1]
+    return _explanation(situation, holdings, options.policies[0])
 
 
-def _read(wishes: ScheduleOptions) -> tuple[tuple[ElasticJob, ...], tuple[str, ...], Nums]:
-    unknown = [name for name in wishes.policies if name not in POLICIES]
+def _read(options: ScheduleOptions) -> tuple[tuple[ElasticJob, ...], tuple[str, ...], Nums]:
+    unknown = [name for name in options.policies if name not in POLICIES]
     if unknown:
         raise ScheduleError(f"no policy {', '.join(unknown)}: there are {', '.join(POLICIES)}")
-    if not (wishes.move_seconds >= 0 and wishes.interval_seconds > 0):
+    if not (options.move_seconds >= 0 and options.interval_seconds > 0):
         raise ScheduleError(
-            f"a move of {wishes.move_seconds:g} s and {wishes.interval_seconds:g} s between "
+            f"a move of {options.move_seconds:g} s and {options.interval_seconds:g} s between "
             "decisions: give at least 0 s, and more than 0 s"
         )
-    jobs, devices = read_jobs(wishes.trace, gangs=wishes.gangs, is_cut=wishes.is_cut)
+    jobs, devices = read_jobs(options.trace, gangs=options.gangs, is_cut=options.is_cut)
     kinds = jobs[0].kinds
-    devices = dict(wishes.devices) or devices
+    devices = dict(options.devices) or devices
     wrong = sorted(set(devices) - set(kinds))
     if wrong or not devices or min(devices.values()) < 0:
         raise ScheduleError(
@@ -143,8 +143,8 @@ def _read(wishes: ScheduleOptions) -> tuple[tuple[ElasticJob, ...], tuple[str, .
     return jobs, kinds, tuple(devices.get(kind, 0) for kind in kinds)
 
 
-def _simulated(
-    wishes: ScheduleOptions,
+def _simulate(
+    options: ScheduleOptions,
     jobs: Sequence[ElasticJob],
     kinds: tuple[str, ...],
     capacity: Nums,
@@ -156,40 +156,43 @@ def _simulated(
         kinds,
         capacity,
         policy,
-        move_seconds=wishes.move_seconds,
-        interval_seconds=wishes.interval_seconds,
-        is_eager=wishes.is_eager,
+        move_seconds=options.move_seconds,
+        interval_seconds=options.interval_seconds,
+        is_eager=options.is_eager,
         watch=watch,
     )
 
 
-def _figures(found: Simulation) -> dict[str, object]:
-    ranks = sorted(found.completions)
+def _figures(simulation: Simulation) -> dict[str, object]:
+    ranks = sorted(simulation.completions)
     return {
-        "num_jobs": len(found.jobs),
-        "mean_completion_seconds": round(found.mean_completion, 1),
+        "num_jobs": len(simulation.jobs),
+        "mean_completion_seconds": round(simulation.mean_completion, 1),
         "median_completion_seconds": round(ranks[len(ranks) // 2], 1),
         "p99_completion_seconds": round(ranks[min(len(ranks) - 1, int(0.99 * len(ranks)))], 1),
-        "mean_wait_seconds": round(found.mean_wait, 1),
-        "makespan_seconds": round(found.makespan, 1),
-        "num_moves": found.num_moves,
-        "held_share": round(found.used_share, 3),
+        "mean_wait_seconds": round(simulation.mean_wait, 1),
+        "makespan_seconds": round(simulation.makespan, 1),
+        "num_moves": simulation.num_moves,
+        "held_share": round(simulation.used_share, 3),
     }
 
 
-def _table(found: Mapping[str, Simulation]) -> Table:
-    best = min((one.mean_completion for name, one in found.items() if name in GANGS), default=None)
+def _table(simulations: Mapping[str, Simulation]) -> Table:
+    best = min(
+        (simulation.mean_completion for name, simulation in simulations.items() if name in GANGS),
+        default=None,
+    )
     rows = [
         (
             name,
-            f"{one.mean_completion:,.0f} s",
-            f"{best / one.mean_completion:.2f}x" if best is not None else "",
-            f"{one.mean_wait:,.0f} s",
-            clock(one.makespan),
-            f"{one.num_moves:,}",
-            percent(one.used_share),
+            f"{simulation.mean_completion:,.0f} s",
+            f"{best / simulation.mean_completion:.2f}x" if best is not None else "",
+            f"{simulation.mean_wait:,.0f} s",
+            clock(simulation.makespan),
+            f"{simulation.num_moves:,}",
+            percent(simulation.used_share),
         )
-        for name, one in found.items()
+        for name, simulation in simulations.items()
     ]
     heads = (
         "policy",
@@ -198,20 +201,20 @@ def _table(found: Mapping[str, Simulation]) -> Table:
         "mean wait",
         "last end",
         "moves",
-        "held",
+        "used",
     )
     return Table(heads, rows)
 
 
-def _told(situation: Situation, held: Holdings, policy: str) -> str:
-    free = free_devices(situation.capacity, held)
+def _explanation(situation: Situation, holdings: Holdings, policy: str) -> str:
+    free = free_devices(situation.capacity, holdings)
     words = ", ".join(
         f"{f} of {c} {k}" for f, c, k in zip(free, situation.capacity, situation.kinds, strict=True)
     )
     head = f"{policy} at {situation.at_seconds:,.0f} s; free: {words}"
     rows, offers = [], []
     for active in situation.jobs:
-        nums = held.get(active.name, (0,) * len(free))
+        nums = holdings.get(active.name, (0,) * len(free))
         after = active.job.configuration(nums)
         rows.append(
             (
@@ -236,7 +239,7 @@ def _told(situation: Situation, held: Holdings, policy: str) -> str:
             )
             for p in (proposals(moved, situation.capacity) if any(nums) else ())
         ]
-    heads = ("job", "held", "holds", "microbatches", "waste", "left", "left now", "why")
+    heads = ("job", "before", "now", "microbatches", "waste", "left", "left now", "why")
     table = Table(heads, rows, (0, 1, 2, 7))
     more = Table(("job", "would use", "faster", "per device", "waste"), offers, (0, 1))
     return as_text([head, ("", table, 100), ("proposals for more devices:", more, 100)], _WIDTH)

@@ -1,4 +1,4 @@
-"""What would have happened: jobs, devices that come and go, and a policy, replayed in time."""
+"""Simulates jobs under a policy, with devices that come and go."""
 
 import dataclasses
 import math
@@ -8,19 +8,18 @@ from ..core.errors import ScheduleError
 from .elastic_jobs import ActiveJob, ElasticJob, Holdings, Situation, free_devices
 from .waste import Nums
 
-#: Decides who holds what; a pure function.
+#: Decides on the devices of each job; a pure function.
 Policy = Callable[[Situation], Holdings]
-_SOON = 1e-9  # steps that are left by rounding alone
+_SOON = 1e-9  # remaining steps due to rounding alone
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hold:
-    """What a job held from one time to another.
+    """The devices of a job from one time to another.
 
     Attributes:
         nums: The devices of each kind.
-        end_seconds: When it gave them up.
-        pause_seconds: How much of it was a move's pause.
+        pause_seconds: The part of this time that was a move's pause.
     """
 
     name: str
@@ -32,15 +31,15 @@ class Hold:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What happened.
+    """The outcome of a simulation.
 
     Attributes:
         kinds: The names of the kinds of devices.
         capacity: The devices of each kind at first.
         jobs: The jobs, in the order of their arrival.
-        starts: When each got its first devices.
-        holds: Who held what, in the order of their ends.
-        num_moves: How often a job's devices changed after its start.
+        starts: The time at which each job got its first devices.
+        holds: In the order of their ends.
+        num_moves: The changes of jobs' devices after their starts.
     """
 
     kinds: tuple[str, ...]
@@ -58,7 +57,7 @@ class Simulation:
 
     @property
     def mean_completion(self) -> float:
-        """Mean of these seconds."""
+        """Mean seconds from a job's arrival to its end."""
         return sum(self.completions) / len(self.jobs)
 
     @property
@@ -74,14 +73,14 @@ class Simulation:
 
     @property
     def used_share(self) -> float:
-        """Share of all devices' time that was held by jobs, until the last end."""
-        held = sum(sum(h.nums) * (h.end_seconds - h.start_seconds) for h in self.holds)
-        return held / (sum(self.capacity) * self.makespan)
+        """The share of all devices' time, until the last end, in which jobs had them."""
+        used_seconds = sum(sum(h.nums) * (h.end_seconds - h.start_seconds) for h in self.holds)
+        return used_seconds / (sum(self.capacity) * self.makespan)
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Running:
-    """A job in mid-run: the only values of the simulator that change."""
+    """A job in mid-run."""
 
     job: ElasticJob
     remaining_steps: float
@@ -99,7 +98,7 @@ class _Running:
         )
 
     def end(self, now: float) -> float:
-        """When it is done if nothing changes."""
+        """The time of the job's end if nothing changes."""
         if not any(self.nums):
             return math.inf
         return now + self.pause_seconds + self.job.seconds(self.remaining_steps, self.nums)
@@ -127,20 +126,15 @@ def simulate(
     """Replay jobs under a policy.
 
     The policy decides whenever a job arrives or ends, whenever the devices change, and at whole
-    multiples of an interval. A job whose devices change pauses; so does one that starts, whatever
-    the policy.
+    multiples of an interval. A job pauses when it starts, and when its devices change.
 
     Args:
-        jobs: The jobs, in any order.
-        kinds: The names of the kinds of devices.
-        capacity: The devices of each kind.
-        move_seconds: How long a job pauses that starts, or whose devices change.
-        interval_seconds: The time between decisions when nothing happens.
-        is_eager: Whether it also decides between these times, when something happens.
+        jobs: In any order.
+        move_seconds: The pause of a job that starts, or whose devices change.
+        interval_seconds: The time between decisions without events.
+        is_eager: Whether the policy also decides at events.
         changes: Times, and the devices of each kind from then on.
-
-    Returns:
-        What happened.
+        watch: Called with each decision.
 
     Raises:
         ScheduleError: If jobs share a name, or one can never run.
@@ -152,15 +146,15 @@ def simulate(
     )
     while replay.waiting or replay.running:
         tick = (math.floor(replay.now / interval_seconds) + 1) * interval_seconds
-        is_something = replay.advance(tick)
-        if is_something and not is_eager:
+        has_event = replay.advance(tick)
+        if has_event and not is_eager:
             continue
         situation = replay.situation(move_seconds)
-        held = policy(situation)
-        assert min(free_devices(situation.capacity, held)) >= 0, (situation, held)
+        holdings = policy(situation)
+        assert min(free_devices(situation.capacity, holdings)) >= 0, (situation, holdings)
         if watch is not None:
-            watch(situation, held)
-        replay.give(held, move_seconds)
+            watch(situation, holdings)
+        replay.give(holdings, move_seconds)
         replay.check_goes_on()
     return Simulation(
         kinds=tuple(kinds),
@@ -175,7 +169,7 @@ def simulate(
 
 @dataclasses.dataclass(kw_only=True)
 class _Replay:
-    """The simulator's own state."""
+    """The state of the simulator."""
 
     waiting: list[ElasticJob]
     changes: list[tuple[float, Nums]]
@@ -189,7 +183,7 @@ class _Replay:
     num_moves: int = 0
 
     def advance(self, tick: float) -> bool:
-        """Go on to what happens next, at most to a time; returns whether it is before that."""
+        """Advance to the next event, at most to the tick; returns whether it is before the tick."""
         until = min(
             self.waiting[0].arrival_seconds if self.waiting else math.inf,
             self.changes[0][0] if self.changes else math.inf,
@@ -200,7 +194,7 @@ class _Replay:
             r.advance(until - self.now)
         self.now = until
         for r in [r for r in self.running if r.remaining_steps <= _SOON * r.job.num_steps]:
-            self.holds += _closed(r, until)
+            self.holds += _finished_hold(r, until)
             self.running.remove(r)
             self.ends[r.job.name] = until
         while self.changes and self.changes[0][0] <= until:
@@ -220,12 +214,12 @@ class _Replay:
             move_seconds=move_seconds,
         )
 
-    def give(self, held: Holdings, move_seconds: float) -> None:
+    def give(self, holdings: Holdings, move_seconds: float) -> None:
         for r in self.running:
-            nums = held.get(r.job.name, (0,) * len(self.kinds))
+            nums = holdings.get(r.job.name, (0,) * len(self.kinds))
             if nums == r.nums:
                 continue
-            self.holds += _closed(r, self.now)
+            self.holds += _finished_hold(r, self.now)
             self.num_moves += r.job.name in self.starts
             r.nums, r.since_seconds, r.paused_seconds = nums, self.now, 0.0
             r.pause_seconds = move_seconds if any(nums) else 0.0
@@ -242,7 +236,7 @@ class _Replay:
             )
 
 
-def _closed(r: _Running, now: float) -> Iterator[Hold]:
+def _finished_hold(r: _Running, now: float) -> Iterator[Hold]:
     if any(r.nums) and now > r.since_seconds:
         yield Hold(
             name=r.job.name,
@@ -256,7 +250,7 @@ def _closed(r: _Running, now: float) -> Iterator[Hold]:
 def _check(jobs: Sequence[ElasticJob], kinds: Sequence[str], capacity: Nums) -> None:
     names = [job.name for job in jobs]
     twice = sorted({name for name in names if names.count(name) > 1})
-    wrong = [f"{name}: given several times" for name in twice]
+    wrong = [f"{name}: several jobs of this name" for name in twice]
     for job in jobs:
         if job.kinds != tuple(kinds):
             wrong.append(f"{job.name}: its speed is known on {job.kinds}, the devices are {kinds}")

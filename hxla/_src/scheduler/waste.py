@@ -1,17 +1,17 @@
-"""EasyScale's waste model: what a job gets of devices of unlike kinds, and what lies idle.
+"""EasyScale's waste model: a job's speed on devices of unlike kinds, and their idle share.
 
-A step has `num_microbatches` (maxP) microbatches. There are N devices of each kind, m executors run
-on each of them, each executor runs A microbatches a step one after another, and it could run C
+A step has `num_microbatches` (maxP) microbatches. There are N devices of each kind and m executors
+on each of them. Each executor runs A microbatches a step one after another, and is able to run C
 microbatches a second. All sums are over kinds:
 
     (a)  N m A, summed, is at least maxP
     (b)  f = max(A / C), the seconds of a step
     (c)  waste = sum(N m (C - A / f)) + (sum(N m A) - maxP) / f
-    (d)  the share of it: waste / sum(N m C)
+    (d)  the share of waste: waste / sum(N m C)
     (e)  perf = sum(N m C) - waste
 
 The first part of the waste is of executors that wait for the slowest, the second of places without
-a microbatch. What is left is maxP / f: the microbatches of a second.
+a microbatch. The remainder, perf, is maxP / f: the microbatches of a second.
 
 References:
     Li et al., "EasyScale", SC 2023, equation 1, in the form that its artifact computes
@@ -34,13 +34,13 @@ Nums = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capability:
-    """How fast one kind of device runs the microbatches of one job.
+    """The speed of one kind of device on the microbatches of one job.
 
     Attributes:
         kind: The name of the kind.
-        microbatches_per_second: The speed of one executor that has the device to itself, C.
-        interference: The share of that speed which each of m executors keeps, for m = 1, 2, ...:
-            as many as a device may run at once. The first is 1.
+        microbatches_per_second: The speed of one executor alone on the device, C.
+        interference: The share of that speed that each of m executors keeps, for m = 1, 2, ... up
+            to the most executors of a device. The first is 1.
     """
 
     kind: str
@@ -61,19 +61,19 @@ class Capability:
             )
 
     def of_executor(self, num_executors: int) -> float:
-        """Microbatches a second of each of so many executors on one device."""
+        """The microbatches per second of each of so many executors on one device."""
         return self.microbatches_per_second * self.interference[num_executors - 1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """What a job runs on: EasyScale's `<nums, executors, threads, waste, perf>`, a value per kind.
+    """EasyScale's `<nums, executors, threads, waste, perf>` of a job, with a value per kind.
 
     Attributes:
         nums: The devices of each kind, N.
         executors: The executors on each device of the kind, m.
         threads: The microbatches of each executor in a step, A.
-        waste: The share of the capability that lies idle.
+        waste: The idle share of the capability.
         perf: The microbatches of a second.
     """
 
@@ -85,7 +85,7 @@ class Configuration:
 
     @property
     def num_devices(self) -> int:
-        """Devices of all kinds."""
+        """The devices of all kinds together."""
         return sum(self.nums)
 
 
@@ -96,20 +96,14 @@ def configuration(
     executors: Sequence[int],
     threads: Sequence[int],
 ) -> Configuration:
-    """Equation 1, of devices, executors and microbatches that are given.
+    """Equation 1 for one choice of devices, executors and microbatches.
 
     Args:
-        num_microbatches: The microbatches of a step.
-        capabilities: The speed of each kind.
-        nums: The devices of each kind.
-        executors: The executors on each of its devices.
-        threads: The microbatches of each executor; of a kind without devices they do not count.
-
-    Returns:
-        The configuration with its waste and its speed.
+        executors: On each device of a kind.
+        threads: The microbatches of each executor; those of a kind without devices do not count.
 
     Raises:
-        ScheduleError: If the places are fewer than the microbatches.
+        ScheduleError: If there are fewer places than microbatches.
     """
     used = [i for i, num in enumerate(nums) if num and threads[i]]
     places = sum(nums[i] * executors[i] * threads[i] for i in used)
@@ -136,20 +130,12 @@ def configuration(
 def best_configuration(
     num_microbatches: int, capabilities: tuple[Capability, ...], nums: Nums
 ) -> Configuration | None:
-    """The fastest configuration of given devices: the exact optimum.
+    """The fastest configuration on some devices: the exact optimum; None without any device.
 
-    The seconds of a step are the smallest T for which the executors run enough microbatches within
-    it: `sum(N m floor(T C)) >= maxP`. EasyScale tries, for each whole multiple of the speeds, both
-    roundings of each, and takes the best of these: never better than this, see the tests.
-
-    Args:
-        num_microbatches: The microbatches of a step, maxP.
-        capabilities: The speed of each kind.
-        nums: The devices of each kind.
-
-    Returns:
-        The configuration: of equally fast ones that with the fewest executors. None without any
-        device.
+    The seconds of a step are the smallest T in which the executors run enough microbatches:
+    `sum(N m floor(T C)) >= maxP`. EasyScale tries, for each whole multiple of the speeds, both
+    roundings of each, and takes the best; it never finds a better one, see the tests. Among equally
+    fast configurations the one with the fewest executors is taken.
     """
     if not any(nums):
         return None
@@ -159,7 +145,7 @@ def best_configuration(
     ]
     return max(
         (_fastest(num_microbatches, capabilities, nums, m) for m in itertools.product(*choices)),
-        key=lambda found: (found.perf, -sum(found.executors)),
+        key=lambda choice: (choice.perf, -sum(choice.executors)),
     )
 
 
