@@ -1,7 +1,7 @@
 """Assertions on compiled steps, for users' own tests.
 
-Each takes what `hxla.inspect` takes, or an inspection made before, and raises `AssertionError` with
-the collectives or buffers in question.
+Each takes the arguments of `hxla.inspect`, or an inspection, and raises `AssertionError` with the
+collectives or buffers in question.
 
 Example:
     >>> import jax, jax.numpy as jnp
@@ -50,14 +50,14 @@ def assert_collectives(
     Args:
         step: The step, as `hxla.inspect` takes it.
         args: The arguments of a jitted function, as `hxla.inspect` takes them.
-        all_reduce: The number of all-reduces; None: any. So for the other kinds.
-        all_gather: The number of all-gathers.
-        reduce_scatter: The number of reduce-scatters.
-        all_to_all: The number of all-to-alls.
-        collective_permute: The number of collective-permutes.
+        all_reduce: The number of all-reduces; None: any number.
+        all_gather: The number of all-gathers; None: any number.
+        reduce_scatter: The number of reduce-scatters; None: any number.
+        all_to_all: The number of all-to-alls; None: any number.
+        collective_permute: The number of collective-permutes; None: any number.
         axis: Only those over this mesh axis.
         task_graph: Only those of TaskGraphs whose name starts so: `split(4)`.
-        module: Only those whose module path holds this.
+        module: Only those whose module path contains this.
 
     Raises:
         AssertionError: If there are more or fewer, listing them.
@@ -70,12 +70,12 @@ def assert_collectives(
         "all-to-all": all_to_all,
         "collective-permute": collective_permute,
     }
-    found = _whole(step, *args)
+    inspection = _complete_inspection(step, *args)
     wrong = []
     for kind, number in wanted.items():
-        own = _select(found, kind, axis=axis, task_graph=task_graph, module=module)
-        if number is not None and len(own) != number:
-            wrong.append(f"{len(own)} {kind}s where {number} should be:{_listed(own)}")
+        matches = _select(inspection, kind, axis=axis, task_graph=task_graph, module=module)
+        if number is not None and len(matches) != number:
+            wrong.append(f"{len(matches)} {kind}s where {number} should be:{_listed(matches)}")
     if wrong:
         raise AssertionError("\n".join(wrong))
 
@@ -89,57 +89,59 @@ def assert_at_most(
         step: The step, as `hxla.inspect` takes it.
         args: The arguments of a jitted function, as `hxla.inspect` takes them.
         kind: The kind: `all-reduce`, `all-gather`, ...
-        number: The most there may be in each block.
-        each: The regular expression that finds a block in a module path, `Block_[0-9]+`; empty: all
-            of the program is one block.
+        number: The most collectives of this kind in a block.
+        each: The regular expression that finds a block in a module path, `Block_[0-9]+`; empty: the
+            whole program is one block.
         axis: Only those over this mesh axis.
 
     Raises:
         AssertionError: If a block has more, listing them.
         InspectError: If `axis` is given and the axes are not known, or `each` finds no block.
     """
-    found = _whole(step, *args)
-    modules = _modules(found)
+    inspection = _complete_inspection(step, *args)
+    modules = _modules(inspection)
     if not any(re.search(each, module) for module in modules):
         raise InspectError(
             f"each={each!r} finds no block, so nothing would be limited; the programs' modules: "
             + ", ".join(sorted(modules - {""})[:20])
         )
     blocks: dict[str, list[Collective]] = {}
-    for collective in _select(found, kind, axis=axis):
+    for collective in _select(inspection, kind, axis=axis):
         block = re.search(each, collective.origin.module)
         if block is not None:
             blocks.setdefault(block[0], []).append(collective)
     wrong = [
-        f"{len(own)} {kind}s in {block or 'the program'} where at most {number} should be:"
-        f"{_listed(own)}"
-        for block, own in blocks.items()
-        if len(own) > number
+        f"{len(matches)} {kind}s in {block or 'the program'} where at most {number} should be:"
+        f"{_listed(matches)}"
+        for block, matches in blocks.items()
+        if len(matches) > number
     ]
     if wrong:
         raise AssertionError("\n".join(wrong))
 
 
 def assert_no_all_gather_of_parameters(step: Any, *args: Any) -> None:
-    """Assert that no parameter is gathered, be it cast or sliced before.
+    """Assert that no parameter is all-gathered, not even after a cast or a slice.
 
     Args:
         step: The step, as `hxla.inspect` takes it.
         args: The arguments of a jitted function, as `hxla.inspect` takes them.
 
     Raises:
-        AssertionError: If one is, naming it.
+        AssertionError: If parameters are gathered; it names them.
         InspectError: If the program has no argument that is a parameter: give `owners` to
             `hxla.inspect` and pass its result.
     """
-    found = _whole(step, *args)
-    parameters = {a.path for p in found.programs for a in p.arrays if a.owner == "parameter"}
+    inspection = _complete_inspection(step, *args)
+    parameters = {a.path for p in inspection.programs for a in p.arrays if a.owner == "parameter"}
     if not parameters:
         raise InspectError(
             "no argument of the program is known to be a parameter: pass "
             "hxla.inspect(step, owners={'name of the argument': 'parameter'})"
         )
-    wrong = [c for c in found.collectives if c.kind == "all-gather" and {*c.operands} & parameters]
+    wrong = [
+        c for c in inspection.collectives if c.kind == "all-gather" and {*c.operands} & parameters
+    ]
     if wrong:
         rows = [f"\n  {', '.join(c.operands)}:{_listed([c])}" for c in wrong]
         raise AssertionError(f"parameters are gathered:{''.join(rows)}")
@@ -154,11 +156,11 @@ def assert_peak_memory_below(step: Any, limit: str | int, *args: Any) -> None:
         args: The arguments of a jitted function, as `hxla.inspect` takes them.
 
     Raises:
-        AssertionError: If a program needs as much or more, with the largest buffers.
+        AssertionError: If a program needs the limit or more; it lists the largest buffers.
         InspectError: If a program's memory is not known, or the limit is no size.
     """
     most = num_bytes(limit)
-    for program in _whole(step, *args).programs:
+    for program in _complete_inspection(step, *args).programs:
         memory = program.memory
         if memory is None:
             raise InspectError(
@@ -174,7 +176,7 @@ def assert_peak_memory_below(step: Any, limit: str | int, *args: Any) -> None:
 
 
 def assert_no_warnings(step: Any, *args: Any, kinds: tuple[str, ...] = ()) -> None:
-    """Assert that there is nothing to warn of.
+    """Assert that there are no warnings.
 
     Args:
         step: The step, as `hxla.inspect` takes it.
@@ -185,8 +187,8 @@ def assert_no_warnings(step: Any, *args: Any, kinds: tuple[str, ...] = ()) -> No
     Raises:
         AssertionError: With the warnings.
     """
-    found = [w for p in _whole(step, *args).programs for w in p.warnings]
-    wrong = [w.text for w in found if not kinds or w.kind in kinds]
+    warnings = [w for p in _complete_inspection(step, *args).programs for w in p.warnings]
+    wrong = [w.text for w in warnings if not kinds or w.kind in kinds]
     if wrong:
         raise AssertionError("\n".join(wrong))
 
@@ -201,36 +203,38 @@ def num_bytes(limit: str | int) -> int:
         The bytes.
 
     Raises:
-        InspectError: If it is no size.
+        InspectError: If the text is no size.
     """
     if isinstance(limit, int):
         return limit
-    found = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", limit)
-    if found is None or found[2] not in _UNITS:
+    match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", limit)
+    if match is None or match[2] not in _UNITS:
         raise InspectError(f"{limit!r} is no size: write 500MB or 2GiB")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
-def _whole(step: Any, *args: Any) -> Inspection:
-    """Programs of which nothing is missing: an assertion on a part of one would prove nothing."""
-    found = inspect(step, *args)
-    problems = [*found.problems, *(said for program in found.programs for said in program.problems)]
+def _complete_inspection(step: Any, *args: Any) -> Inspection:
+    """An inspection without problems: assertions on an incomplete one would prove nothing."""
+    inspection = inspect(step, *args)
+    problems = [*inspection.problems, *(p for each in inspection.programs for p in each.problems)]
     if problems:
-        raise InspectError(f"not all of it was read, so nothing is asserted: {'; '.join(problems)}")
-    return found
+        raise InspectError(
+            f"the step was not read completely, so nothing is asserted: {'; '.join(problems)}"
+        )
+    return inspection
 
 
-def _select(found: Inspection, kind: str, **where: str | None) -> list[Collective]:
-    missing = {c.axes_missing for c in found.collectives if c.axes is None}
+def _select(inspection: Inspection, kind: str, **where: str | None) -> list[Collective]:
+    missing = {c.axes_missing for c in inspection.collectives if c.axes is None}
     if where["axis"] is not None and missing:
         raise InspectError(f"the axes of collectives are not known: {'; '.join(sorted(missing))}")
-    return [c for program in found.programs for c in program.select(kind, **where)]
+    return [c for program in inspection.programs for c in program.select(kind, **where)]
 
 
-def _modules(found: Inspection) -> set[str]:
-    """Module paths of all that is known of programs; empty for what no module made."""
+def _modules(inspection: Inspection) -> set[str]:
+    """Module paths of all operations and buffers; the empty path stands for no module."""
     modules = {""}
-    for program in found.programs:
+    for program in inspection.programs:
         buffers = program.memory.buffers if program.memory is not None else ()
         parts: list[Collective | Fusion | Buffer] = [
             *program.collectives,

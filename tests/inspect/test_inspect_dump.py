@@ -170,7 +170,7 @@ def test_a_mixed_dump_gives_what_can_be_read(tmp_path):
     assert "jit_killed: there is no optimized program" in problems
     assert "the compiler did not finish it" in problems
     assert "jit_noise: there is no HloModule line: this is no HLO text" in problems
-    with pytest.raises(hxla.InspectError, match="not all of it was read"):
+    with pytest.raises(hxla.InspectError, match="was not read completely"):
         testing.assert_no_warnings(tmp_path)
 
 
