@@ -190,13 +190,15 @@ def _plan(
         counts = "measured" if counts is None else counts
         auto = True if plan == "auto" else None
         made = job.plan(auto=auto, counts=counts, checkpoint_dir=checkpoint_dir, **asked)
-        return made, counts == "measured"
+        return made, isinstance(counts, str) and counts == "measured"
     given = [name for name, value in asked.items() if value not in (None, "exact")]
     if given and not file:
         raise ConfigError(f"{', '.join(given)}: the plan says that already, leave it out")
-    found = plan if isinstance(plan, Plan) else Plan.read(plan)
-    if counts is None or counts == "measured":
-        return found, counts == "measured"
+    chosen = plan if isinstance(plan, Plan) else Plan.read(plan)
+    if counts is None:
+        return chosen, False
+    if isinstance(counts, str) and counts == "measured":
+        return chosen, True
     raise ConfigError(
         f"counts={counts!r}: the plan has its own; edit them there (Plan.with_counts), or pass "
         "counts='measured' to let them follow the devices"
