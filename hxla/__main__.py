@@ -20,6 +20,18 @@ _RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line and run it; returns the exit code."""
+    args = _parser().parse_args(arguments)
+    try:
+        return _run(args)
+    except HxlaError as error:
+        print(f"hxla: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("hxla: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hxla", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="start a script on every accelerator")
@@ -118,66 +130,62 @@ def main(arguments: list[str] | None = None) -> int:
     inspect.add_argument("--microbatch-size", type=int, help="for --bits and --bits-record")
     inspect.add_argument("--json", action="store_true", help="for machines")
     inspect.add_argument("--limit", type=int, default=20, help="most rows of a table")
-    args = parser.parse_args(arguments)
-    try:
-        if args.command == "devices":
-            from ._src.cluster import detect
+    return parser
 
-            detect.command(measured=args.measure, write=args.write)
-            return 0
-        if args.command == "inspect":
-            return _inspect(args)
-        if args.command == "schedule":
-            if args.what in ("run", "replay"):
-                return _schedule_live(args)
-            print(_schedule(args), end="")
-            return 0
-        script = [*(["-m"] * args.is_module), args.script, *args.arguments]
-        if not args.is_module and not os.path.isfile(args.script):
-            raise LaunchError(f"no script {args.script!r} in {os.getcwd()}")
-        if args.command == "profile":
-            return _profile(args, script)
-        if args.command == "plan":
-            return _plan(args, script)
-        tasks = cluster_in_sight()
-        if args.elastic and tasks:
-            raise LaunchError(
-                f"--elastic starts the processes of one machine itself, and this is one of {tasks}"
-                ": start one task, or leave it out"
-            )
-        if tasks and args.mesh is None and args.n is None:
-            if args.dump is not None:  # other tasks write into it too
-                rank = next((os.environ[n] for n in _RANKS if n in os.environ), "0")
-                os.environ |= launcher.dumping(os.environ, os.path.abspath(args.dump), rank)
-            if args.plan is not None:
-                os.environ["HXLA_PLAN"] = os.path.abspath(args.plan)
-            from ._src.launch.join import run_script
 
-            run_script(script)  # one task per accelerator is running already
-            return 0
-        if args.elastic:
-            return _run_elastic(args, script)
-        own = [
-            name
-            for name in ("ray", "nodes", "min", "max", "heartbeat", "events")
-            if getattr(args, name) is not None
-        ]
-        if own:
-            raise LaunchError(f"--{own[0]} is of --elastic: give that too")
-        return launcher.run(
-            script,
-            mesh=args.mesh,
-            number=args.n,
-            plan=args.plan,
-            grace_seconds=args.grace,
-            dump=args.dump,
+def _run(args: argparse.Namespace) -> int:
+    if args.command == "devices":
+        from ._src.cluster import detect
+
+        detect.command(measured=args.measure, write=args.write)
+        return 0
+    if args.command == "inspect":
+        return _inspect(args)
+    if args.command == "schedule":
+        if args.what in ("run", "replay"):
+            return _schedule_live(args)
+        print(_schedule(args), end="")
+        return 0
+    script = [*(["-m"] * args.is_module), args.script, *args.arguments]
+    if not args.is_module and not os.path.isfile(args.script):
+        raise LaunchError(f"no script {args.script!r} in {os.getcwd()}")
+    if args.command == "profile":
+        return _profile(args, script)
+    if args.command == "plan":
+        return _plan(args, script)
+    tasks = cluster_in_sight()
+    if args.elastic and tasks:
+        raise LaunchError(
+            f"--elastic starts the processes of one machine itself, and this is one of {tasks}"
+            ": start one task, or leave it out"
         )
-    except HxlaError as error:
-        print(f"hxla: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("hxla: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+    if tasks and args.mesh is None and args.n is None:
+        if args.dump is not None:  # other tasks write into it too
+            rank = next((os.environ[n] for n in _RANKS if n in os.environ), "0")
+            os.environ |= launcher.dumping(os.environ, os.path.abspath(args.dump), rank)
+        if args.plan is not None:
+            os.environ["HXLA_PLAN"] = os.path.abspath(args.plan)
+        from ._src.launch.join import run_script
+
+        run_script(script)  # one task per accelerator is running already
+        return 0
+    if args.elastic:
+        return _run_elastic(args, script)
+    own = [
+        name
+        for name in ("ray", "nodes", "min", "max", "heartbeat", "events")
+        if getattr(args, name) is not None
+    ]
+    if own:
+        raise LaunchError(f"--{own[0]} is of --elastic: give that too")
+    return launcher.run(
+        script,
+        mesh=args.mesh,
+        number=args.n,
+        plan=args.plan,
+        grace_seconds=args.grace,
+        dump=args.dump,
+    )
 
 
 def _run_elastic(args: argparse.Namespace, script: list[str]) -> int:

@@ -58,11 +58,12 @@ def gradient(made):
     program = as_function(graph.program)
     model = gpt.GPT(nnx.Rngs(0), layers=1, length=LENGTH)
     params = jax.tree.leaves(nnx.state(model, nnx.Param))
-    rest = [jnp.int32(_EXPONENT)] if made._traced.precision.loss_scale else []
+    is_scaled = made.plan(microbatch_size=BATCH).precision.loss_scale is not None
+    rest = [jnp.int32(_EXPONENT)] if is_scaled else []
     rest += [jax.random.key(0), ROWS["text"][:BATCH]]
     both = jax.value_and_grad(lambda own: program(*own, *rest)[0])
     _, found = jax.jit(both)(params)
-    scale = 2.0**_EXPONENT if made._traced.precision.loss_scale else 1.0
+    scale = 2.0**_EXPONENT if is_scaled else 1.0
     flat = np.concatenate([np.asarray(x, np.float64).reshape(-1) / scale for x in found])
     whole = jax.make_jaxpr(lambda *own: jax.tree.leaves(both(list(own))))(*params)
     return flat, sum(x.size * x.dtype.itemsize for x in halve(whole, 1).kept)

@@ -379,19 +379,25 @@ def _faults(chain: Chain) -> Iterator[str]:
         if matrix and len(matrix) != len(groups):
             yield f"{name} has {len(matrix)} rows for {len(groups)} groups: give one per group"
         rows += [(f"{name}[{i}]", row, len(groups), "groups") for i, row in enumerate(matrix)]
-    if chain.reduce_seconds:
-        rows.append(("reduce_seconds", chain.reduce_seconds, len(groups), "groups"))
-    if chain.rings:
-        rings = chain.rings
-        rows.append(("rings.inside_seconds", rings.inside_seconds, len(groups), "groups"))
-        rows.append(("rings.copies_inside", rings.copies_inside, len(groups), "groups"))
-        if rings.card_seconds:
-            rows.append(("rings.num_nodes", rings.num_nodes, len(groups), "groups"))
-        cards = enumerate(rings.card_seconds)
-        rows += [(f"rings.card_seconds[{i}]", own, len(groups), "groups") for i, own in cards]
+    rows += _reduction_rows(chain)
     for where, row, num, what in rows:
         if len(row) != num:
             yield f"{where} has {len(row)} values for {num} {what}: give one for each"
         for i, x in enumerate(row):
             if not (math.isfinite(x) and x >= 0):
                 yield f"{where}[{i}] is {x}: measure it again"
+
+
+def _reduction_rows(chain: Chain) -> Iterator[tuple[str, Sequence[float], int, str]]:
+    """The times of reductions: name, values, how many there must be, and of what."""
+    num, rings = len(chain.groups), chain.rings
+    if chain.reduce_seconds:
+        yield "reduce_seconds", chain.reduce_seconds, num, "groups"
+    if not rings:
+        return
+    yield "rings.inside_seconds", rings.inside_seconds, num, "groups"
+    yield "rings.copies_inside", rings.copies_inside, num, "groups"
+    if rings.card_seconds:
+        yield "rings.num_nodes", rings.num_nodes, num, "groups"
+    for i, seconds in enumerate(rings.card_seconds):
+        yield f"rings.card_seconds[{i}]", seconds, num, "groups"

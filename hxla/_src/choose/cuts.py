@@ -57,9 +57,7 @@ class CutPipelines:
         return tuple(kinds)
 
 
-def cut_pipelines(
-    t: Tables, cuts: tuple[int, ...], num_microbatches: int, check: Callable[[], None]
-) -> CutPipelines:
+def cut_pipelines(t: Tables, cuts: tuple[int, ...], check: Callable[[], None]) -> CutPipelines:
     """All pipelines of a cut that can be best: for each mix and period the least fill, exactly.
 
     A dynamic programme from the last stage to the first; its state is (devices used per kind, kind

@@ -396,7 +396,7 @@ class Bound:
     def with_tail(self, seconds: float) -> "Bound":
         """The same for plans of which several replicas are known to have a tail of so much."""
         other = copy.copy(self)
-        other._least_tail = max(self._least_tail, seconds)
+        other._least_tail = max(self._least_tail, seconds)  # noqa: SLF001
         return other
 
     def tails_of(self, copies: int) -> tuple[Array, list[float]]:
@@ -464,9 +464,9 @@ class Bound:
                 state_bytes = np.where(is_less, self.t.state_bytes, np.inf)
                 part.t = dataclasses.replace(self.t, state_bytes=state_bytes)
                 part.relaxation = Relaxation(part.t, self._check)
-                part._classes = None
+                part._classes = None  # noqa: SLF001
                 part.num_copies = copies
-                part._least_tail = float(own[0]) * (1 - 1e-12)
+                part._least_tail = float(own[0]) * (1 - 1e-12)  # noqa: SLF001
                 parts.append(part)
         return parts
 

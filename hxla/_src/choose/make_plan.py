@@ -33,8 +33,8 @@ def make_plan(
     auto: bool | None = None,
     profile: Profile | str | os.PathLike[str] | None = None,
     search: SearchOptions | None = None,
-) -> tuple[FoundPlan, bool]:
-    """A plan, and whether its counts may follow measured times: see `Job.plan`."""
+) -> FoundPlan:
+    """A plan: see `Job.plan`."""
     described = load_cluster(cluster) if isinstance(cluster, str) else cluster
     jobs, sums = workloads(job), job.sums(wishes.reduction)
     mesh, size = wishes.mesh, size_asked(jobs, wishes)
@@ -57,26 +57,23 @@ def make_plan(
         target = described or job.cluster(devices or ())
         _check_dtypes(job.precision, target)
         here = None if devices is None else measure(job, devices)
-        plan, balance = plan_for(jobs, wishes, target, sums, here, profile)
-        return FoundPlan(plan=plan), balance
+        return FoundPlan(plan=plan_for(jobs, wishes, target, sums, here, profile))
     if fixed:
         raise ConfigError("a search chooses what mesh, rules and stages say: leave them out")
     target = described or job.cluster(job.all_devices())
     _check_dtypes(job.precision, target)
     if is_here and profile is None:
         here = measure(job, job.all_devices())
-        found = FoundPlan(plan=auto_plan(jobs, target, here, sums=sums, size=size))
-    else:
-        found = search_plan(
-            jobs,
-            target,
-            profile,
-            search or SearchOptions(),
-            sums=sums,
-            size=size,
-            all_devices=is_here,
-        )
-    return found, wishes.counts == "measured"
+        return FoundPlan(plan=auto_plan(jobs, target, here, sums=sums, size=size))
+    return search_plan(
+        jobs,
+        target,
+        profile,
+        search or SearchOptions(),
+        sums=sums,
+        size=size,
+        all_devices=is_here,
+    )
 
 
 def workloads(job: JobContext) -> Workloads:

@@ -31,7 +31,7 @@ from .layer_times import Alternative, layer_times
 from .measure import Measure
 from .microbatch_counts import Counts, asked_counts, predicted
 from .microbatch_sizes import best_size, candidate_sizes, default_sizes
-from .pipeline_request import asked, check_even, microbatch_size
+from .pipeline_request import PipelineRequest, asked, check_even, microbatch_size
 from .reduction import with_sums_and_memory
 from .stage_cut import best_cut
 from .structures import ReplicaGroups, grid_of, pipelined, shares_of, structure_of
@@ -163,8 +163,8 @@ def plan_for(
     sums: SumsForm,
     measure: Measure | None,
     profile: Profile | None = None,
-) -> tuple[Plan, bool]:
-    """The plan that the user's wishes mean, and whether its counts may follow measured times.
+) -> Plan:
+    """The plan that the user's wishes mean.
 
     Args:
         measure: None: the cluster is described only.
@@ -175,51 +175,27 @@ def plan_for(
         PlanError: If the devices do not fit.
         AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
     """
-    settings, batch_size = jobs.settings, jobs.batch_size
-    size = size_asked(jobs, wishes)
+    batch_size, size = jobs.batch_size, size_asked(jobs, wishes)
     is_measured = size is None and wishes.microbatch_size == "measured"
     is_kept = size != wishes.microbatch_size and size == wishes.pinned.microbatch_size
-    devices = None if measure is None else measure.devices
     graph = jobs.at(size or default_sizes(batch_size, 1)[0]).graph
-    stages = wishes.stages if wishes.stages is not None else settings.auto.num_stages
-    asked_stages = asked(stages, settings.pipeline)
-    axes, grid = _mesh(wishes.mesh, cluster, devices)
-    structure = structure_of(
-        graph, cluster, settings.cluster, asked_stages, axes, grid, wishes.rules
-    )
-    shares = wishes.shares or _pinned_shares(structure, wishes.pinned)
-    if shares:
-        structure = dataclasses.replace(structure, shares=shares)
-    num, counts = len(structure.replicas), wishes.counts
+    structure = _structure(jobs, wishes, cluster, graph, measure)
+    num, request = len(structure.replicas), structure.pipeline
     fractions: tuple[float, ...] = ()
-    reasons: list[str] = []
-    local = [d for d in devices or () if is_here(d)]
-    several = structure.axes and len(local) > len(structure.replicas[0])
-    if counts == "measured" and several and local[0].platform == "cpu":
-        # Their programs run one after another: a time would say where in the queue, not how fast.
-        counts = "even"
-        reasons.append("even counts: the replicas share the cores of one process")
-    request = structure.pipeline
+    counts, reasons = _counts_asked(structure, wishes.counts, measure)
     if request is not None:
-        _check_clip(settings)
-        if is_measured:
-            raise ConfigError(
-                "microbatch_size='measured': that of a pipeline follows from its stages; give a "
-                "number, or leave it out"
-            )
-        if size is None:
-            size, reason = microbatch_size(request, batch_size, num)
-            reasons.append(reason)
+        size, said = _pipeline_size(jobs, request, size, num, is_measured=is_measured)
+        reasons += said
         check_enough(batch_size, size, num, is_kept=is_kept)
         check_even(request, batch_size // size, num, counts)
-        if request.needs_even_counts:
-            counts = "even" if counts == "measured" else counts
+        if request.needs_even_counts and counts == "measured":
+            counts = "even"
         if wishes.mesh is None:
             structure, fractions = _cut(
                 jobs.at(size), structure, sums, wishes, cluster, measure, profile
             )
-    elif profile is not None and structure.axes and len(structure.inner) != 1:
-        reasons.append("the profile is of a model on one device: not used")
+    else:
+        reasons += _unused_profile(structure, profile)
     timed = profile if counts == "measured" and not structure.axes else None
     if size is not None:
         check_enough(batch_size, size, num, is_kept=is_kept)
@@ -245,59 +221,142 @@ def plan_for(
             return _with_profiled_counts(plan, work.graph, timed, cluster)
         return plan if profile is None else _with_profiled_split(plan, profile, cluster)
 
-    def tried(plan: Plan) -> Plan:
+    def with_measured_split(plan: Plan) -> Plan:
         """With the sizes of a split that devices which are here were measured to need."""
-        is_free = not shares and wishes.counts != "even" and profile is None
-        if measure is None or not (is_free and plan.is_uneven):
+        is_free = wishes.counts != "even" and profile is None and plan.is_uneven
+        if measure is None or structure.shares or not is_free:
             return plan
-        found = measure.split_sizes(plan)
-        if found is None:
+        trial = measure.split_sizes(plan)
+        if trial is None:
             return plan
-        if not found.shares:
-            return plan.replaced(reasons=(*plan.reasons, found.reason))
-        own = dataclasses.replace(structure, shares=found.shares, shares_are="measured")
-        return make(plan.microbatch_size, (*reasons, found.reason), own)
+        if not trial.shares:
+            return plan.replaced(reasons=(*plan.reasons, trial.reason))
+        better = dataclasses.replace(structure, shares=trial.shares, shares_are="measured")
+        return make(plan.microbatch_size, (*reasons, trial.reason), better)
 
-    balance = counts == "measured"
     if size is not None:
         if is_kept:
             reasons.append(f"microbatch_size={size}, as it was before")
-        return tried(make(size, reasons)), balance
+        return with_measured_split(make(size, reasons))
     if not is_measured and timed is None:
-        return tried(_by_default(batch_size, num, make, reasons)), balance
+        return with_measured_split(_by_default(batch_size, num, make, reasons))
+    sizes = candidate_sizes(batch_size, num)
+    if timed is not None:
+        sizes = tuple(sorted({setting.microbatch_size for setting in timed.times}))
+    plan, said = _fastest(batch_size, sizes, lambda size: make(size, ()), timed, measure)
+    plan = with_measured_split(plan)
+    return plan.replaced(reasons=(*plan.reasons, *reasons, *said))
+
+
+def _structure(
+    jobs: Workloads,
+    wishes: PlanRequest,
+    cluster: Cluster,
+    graph: Graph,
+    measure: Measure | None,
+) -> ReplicaGroups:
+    """The replicas that the mesh, the stages, the rules and the annotations mean."""
+    settings = jobs.settings
+    stages = wishes.stages if wishes.stages is not None else settings.auto.num_stages
+    axes, grid = _mesh(wishes.mesh, cluster, None if measure is None else measure.devices)
+    structure = structure_of(
+        graph,
+        cluster,
+        settings.cluster,
+        asked(stages, settings.pipeline),
+        axes,
+        grid,
+        wishes.rules,
+    )
+    shares = wishes.shares or _pinned_shares(structure, wishes.pinned)
+    return dataclasses.replace(structure, shares=shares) if shares else structure
+
+
+def _unused_profile(structure: ReplicaGroups, profile: Profile | None) -> list[str]:
+    if profile is None or not structure.axes or len(structure.inner) == 1:
+        return []
+    return ["the profile is of a model on one device: not used"]
+
+
+def _counts_asked(
+    structure: ReplicaGroups, counts: Counts, measure: Measure | None
+) -> tuple[Counts, list[str]]:
+    """The counts, even where times would say where in a queue a replica is, not how fast."""
+    local = [d for d in measure.devices if is_here(d)] if measure is not None else []
+    several = structure.axes and len(local) > len(structure.replicas[0])
+    if counts == "measured" and several and local[0].platform == "cpu":
+        return "even", ["even counts: the replicas share the cores of one process"]
+    return counts, []
+
+
+def _pipeline_size(
+    jobs: Workloads, request: PipelineRequest, size: int | None, num: int, *, is_measured: bool
+) -> tuple[int, list[str]]:
+    """The microbatch size of pipelines, and why if it was not asked.
+
+    Args:
+        num: Replicas.
+
+    Raises:
+        ConfigError: If it is to be measured, or gradients are to be clipped before the sum.
+    """
+    _check_clip(jobs.settings)
+    if is_measured:
+        raise ConfigError(
+            "microbatch_size='measured': that of a pipeline follows from its stages; give a "
+            "number, or leave it out"
+        )
+    if size is not None:
+        return size, []
+    size, reason = microbatch_size(request, jobs.batch_size, num)
+    return size, [reason]
+
+
+def _fastest(
+    batch_size: int,
+    sizes: Sequence[int],
+    make: Callable[[int], Plan],
+    timed: Profile | None,
+    measure: Measure | None,
+) -> tuple[Plan, list[str]]:
+    """The plan of the microbatch size with the shortest step, and why.
+
+    Args:
+        timed: The profile that predicts plans; None: they are measured.
+
+    Raises:
+        ConfigError: If there is neither a profile nor a device to measure on.
+        PlanError: If no size gives a plan.
+    """
     if measure is None and timed is None:
         raise ConfigError(
             "microbatch_size='measured' needs devices that are here, or a profile of those that "
             "are described: pass one, give a number, or leave it out"
         )
-    measured: dict[int, tuple[float, ...]] = {}
-    plans = {}
-    sizes = candidate_sizes(batch_size, num)
-    if timed is not None:
-        sizes = tuple(sorted({setting.microbatch_size for setting in timed.times}))
+    seconds: dict[int, tuple[float, ...]] = {}
+    plans, reasons = {}, []
     fault: PlanError | None = None
-    for candidate in sizes:
+    for size in sizes:
         try:
-            plans[candidate] = make(candidate, ())
+            plans[size] = make(size)
         except PlanError as error:
             fault = error
-            reasons.append(f"microbatch_size={candidate} left out: {error}")
+            reasons.append(f"microbatch_size={size} left out: {error}")
             continue
-        known = plans[candidate].prediction
-        if timed is not None and known is not None:
-            measured[candidate] = known.microbatch_seconds
+        prediction = plans[size].prediction
+        if timed is not None and prediction is not None:
+            seconds[size] = prediction.microbatch_seconds
         elif measure is not None:
-            measured[candidate] = measure.microbatch_seconds(plans[candidate])
+            seconds[size] = measure.microbatch_seconds(plans[size])
     if fault is not None and not plans:
         raise fault
-    winner, steps = best_size(batch_size, measured)
+    winner, steps = best_size(batch_size, seconds)
     reasons += [
         f"microbatch_size={winner} chosen: predicted step "
         + ", ".join(f"{s:.3f} s with {b}" for b, s in steps.items()),
         "pass it as microbatch_size to get the same bits where other sizes would win",
     ]
-    chosen = tried(plans[winner])
-    return chosen.replaced(reasons=(*chosen.reasons, *reasons)), balance
+    return plans[winner], reasons
 
 
 def _by_default(

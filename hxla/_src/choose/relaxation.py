@@ -479,7 +479,7 @@ class Priced:
             return self
         other = copy.copy(self)
         other.first, other.last = self.first[start:end], self.last[start:end]
-        other._base = [own[start:end] for own in self._base]
+        other._base = [own[start:end] for own in self._base]  # noqa: SLF001
         return other
 
     def fills(self, num: int, prices: Sequence[float]) -> Array:

@@ -157,8 +157,8 @@ def search(
     time_budget_seconds: float = 10.0,
     most_seconds: float = 0.0,
     good_enough: float = 0.005,
-    can_run: Callable[[Any, int], bool] = lambda key, num_stages: True,
-    place: Callable[[Any, Staging, float], Staging] = lambda key, staging, best: staging,
+    can_run: Callable[[Any, int], bool] = lambda _key, _num_stages: True,
+    place: Callable[[Any, Staging, float], Staging] = lambda _key, staging, _best: staging,
 ) -> Searched:
     """Find the fastest plan over data x stage parallelism, for any of several chains.
 
@@ -358,7 +358,7 @@ class _Search:
         t = self._t
         scored = []
         for cuts in filter(None, dict.fromkeys(starts)):
-            pipelines = cut_pipelines(t, cuts, self._num, self._check)
+            pipelines = cut_pipelines(t, cuts, self._check)
             seconds = fractional_seconds(pipelines, t.num_devices, self._num)
             if seconds < math.inf:
                 scored.append((seconds, cuts, pipelines))
@@ -470,7 +470,7 @@ class _Search:
             for cuts in met:
                 if cuts not in self._tried and branching.may_pay(cuts, worth):
                     self._tried.add(cuts)
-                    pipelines = cut_pipelines(self._t, cuts, self._num, self._check)
+                    pipelines = cut_pipelines(self._t, cuts, self._check)
                     least = fractional_seconds(pipelines, self._t.num_devices, self._num)
                     if least < worth:
                         self._build(pipelines, least)

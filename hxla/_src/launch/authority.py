@@ -344,7 +344,7 @@ def _late_forming(known: Membership, at: float) -> _Done:
     return _then((known, (Tell(words=words),)), lambda k: _collecting(k, at))
 
 
-def _late_never(known: Membership, at: float) -> _Done:
+def _late_never(known: Membership, _at: float) -> _Done:
     return known, ()
 
 

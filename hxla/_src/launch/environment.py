@@ -92,7 +92,7 @@ def elastic_environment(devices: Sequence[Device], mesh: str | None = None) -> E
     common = process_environment(0, devices[0], devices, mesh)
     os.environ |= {k: v for k, v in common.items() if k != "CUDA_VISIBLE_DEVICES"}
 
-    def environment(rank: int, device: Device, place: int, path: str) -> dict[str, str]:
+    def environment(_rank: int, device: Device, place: int, path: str) -> dict[str, str]:
         env = process_environment(place, device, devices, path)
         return env | ({WAITS_VARIABLE: "1"} if cards else {})
 

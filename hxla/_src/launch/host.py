@@ -165,7 +165,7 @@ class LocalHost:
         """Its ranks write into memory that is read directly."""
         return False
 
-    def carry(self, source: KeptFolder, target: KeptFolder) -> Carrying:
+    def carry(self, _source: KeptFolder, _target: KeptFolder) -> Carrying:
         """Never: there is no other host."""
         raise AssertionError("there is one host")
 

@@ -277,7 +277,7 @@ class RayRanks:
     def quieten(self, spared: int | None = None) -> None:
         self._host.tell("call", self.generation, "quieten", spared)
 
-    def change_shares(self, shares: Sequence[float | None]) -> None:
+    def change_shares(self, _shares: Sequence[float | None]) -> None:
         raise AssertionError("the share of a node is a label of it")
 
     def kill(self, ranks: Collection[int], number: int) -> None:

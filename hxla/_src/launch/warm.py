@@ -154,6 +154,6 @@ def _run(
     if member is not None and env.get(WAITS_VARIABLE):
         member.wait_before_devices()
     run_script(command)
-    atexit._run_exitfuncs()
+    atexit._run_exitfuncs()  # noqa: SLF001 (a forked process has no other way)
     sys.stdout.flush()
     os._exit(0)

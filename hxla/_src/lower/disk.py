@@ -250,11 +250,11 @@ class DiskBuffer(OffloadBuffer):
         self._to_read.put(buffer)
         return state
 
-    def coming(self, g: int) -> GroupState:
+    def coming(self, _g: int) -> GroupState:
         """See `OffloadBuffer`."""
         return []
 
-    def arrived(self, g: int, brought: GroupState) -> GroupState:
+    def arrived(self, g: int, _brought: GroupState) -> GroupState:
         """See `OffloadBuffer`."""
         state = self._lifts.get().result()
         if g + 1 < len(self.groups):  # while this one is updated

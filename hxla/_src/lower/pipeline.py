@@ -179,7 +179,7 @@ class Pipeline:
         self,
         params: Sequence[jax.Array],
         aux: Sequence[jax.Array],
-        sums: DeviceSums | None,
+        _sums: DeviceSums | None,
         exponents: jax.Array,
         step: int,
         ids: range,
@@ -424,7 +424,7 @@ class Pipeline:
         slots = self.groups[g].slots
         return sum(math.prod(slot.piece) * jnp.dtype(slot.dtype).itemsize for slot in slots)
 
-    def memory_bytes(self, sums_bytes: int) -> int:
+    def memory_bytes(self, _sums_bytes: int) -> int:
         """Bytes that one device needs beside the state and `kept_bytes` while a step runs.
 
         Args:

@@ -416,7 +416,7 @@ class PipelineProgram:
 
     def _input_grads(self, p: int, stage: StagePart) -> Any:
         def run(
-            carry: Carry, params: Any, given: Env, field: Any, index: jax.Array, exponents: Any
+            carry: Carry, params: Any, given: Env, field: Any, _index: jax.Array, _exponents: Any
         ) -> Carry:
             buffers = carry.buffers
             saved, grads = self._waiting(p, stage, buffers, field)
@@ -431,7 +431,7 @@ class PipelineProgram:
 
     def _weight_grads(self, p: int, stage: StagePart) -> Any:
         def run(
-            carry: Carry, params: Any, given: Env, field: Any, index: jax.Array, exponents: Any
+            carry: Carry, params: Any, given: Env, field: Any, _index: jax.Array, exponents: Any
         ) -> Carry:
             saved, grads = self._waiting(p, stage, carry.buffers, field)
             kept = self._late.get(carry.buffers.late, p, field["late"])

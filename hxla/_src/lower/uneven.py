@@ -219,10 +219,10 @@ class Uneven:
     """
 
     def __init__(self, sharded: Sharded, parts: Parts, place: int | None = None):
-        [(self.axis, self._assigned)] = sharded.axes.items()
+        [(self.axis, self.assigned)] = sharded.axes.items()
         self.graph: Graph = sharded.graph
         self.sharded, self.parts, self.place = sharded, parts, place
-        self._linked = parts.linked
+        self.linked = parts.linked
 
     def on(self, replica: Replica) -> "Uneven":
         """For the devices of a copy that are here.
@@ -234,7 +234,7 @@ class Uneven:
 
     def cut_of(self, v: int) -> Cut | None:
         """How a value is cut as its maker leaves it; None if it is whole."""
-        group, dim = self._linked.of_value(v), self._assigned.made.get(v)
+        group, dim = self.linked.of_value(v), self.assigned.made.get(v)
         if group is None or dim is None:
             return None
         return self._cut(group, dim, self.graph.values[v].shape[dim])
@@ -242,16 +242,16 @@ class Uneven:
     def _cut(self, group: int, dim: int, size: int) -> Cut:
         return Cut(dim, self.parts.sizes(group, size), self.axis, self.place)
 
-    def _cuts(self, op: Op) -> bool:
+    def cuts(self, op: Op) -> bool:
         """Whether devices do different things in an operation.
 
         What only reads a cut value whole, all do alike.
         """
-        made, wanted = self._assigned.made, self._assigned.wanted
+        made, wanted = self.assigned.made, self.assigned.wanted
         if any(made.get(v) is not None for v in op.outputs):
             return True
         if op.body and op.kind != "custom":
-            return any(map(self._cuts, op.body))
+            return any(map(self.cuts, op.body))
         if op.kind == "custom":
             return any(isinstance(v, int) and made.get(v) is not None for v in op.inputs)
         return any(dim is not None for own in op.outputs[:1] for dim in wanted.get(own, ()))
@@ -361,7 +361,7 @@ class _Level:
         self._on_cpu = on_cpu
         self._uneven, self._ops, self._env, self._prefix = uneven, ops, env, prefix
         self._values = uneven.graph.values
-        self._assigned, self._linked = uneven._assigned, uneven._linked
+        self._assigned, self._linked = uneven.assigned, uneven.linked
         self._pending: list[Op] = []
         self._made: set[int] = set()  # by those
         self._last = {v: i for i, op in enumerate(ops) for v in op.inputs if isinstance(v, int)}
@@ -373,7 +373,7 @@ class _Level:
         """All operations, what they make added to the arrays."""
         for i, op in enumerate(self._ops):
             inputs = [v for v in op.inputs if isinstance(v, int)]
-            if not self._uneven._cuts(op):
+            if not self._uneven.cuts(op):
                 self._before(i, inputs)
                 own = {v: self.whole(v) for v in inputs}
                 run_ops([op], own, prefix=self._prefix)
@@ -471,7 +471,7 @@ class _Level:
 
             for op in ops:
                 with self._named(op):
-                    found = self._run_own(op, env, made, part)
+                    found = self._run_own(op, env, part)
                 env.update(((v, self._made_dim(v) is not None), x) for v, x in found)
             return [env[v, self._made_dim(v) is not None] for v in results]
 
@@ -522,7 +522,7 @@ class _Level:
         return self._entered[v]
 
     def _run_own(
-        self, op: Op, env: dict[tuple[int, bool], Any], made: set[int], part: Any
+        self, op: Op, env: dict[tuple[int, bool], Any], part: Any
     ) -> list[tuple[int, Any]]:
         """An operation on this device's part."""
         states = self._wanted(op)

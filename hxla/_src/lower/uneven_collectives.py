@@ -18,12 +18,12 @@ import jax.numpy as jnp
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def entered(x: jax.Array, axis: str) -> jax.Array:
+def entered(x: jax.Array, _axis: str) -> jax.Array:
     """A whole value that each device reads for its own part: backward its cotangents are added."""
     return x
 
 
-def _enter(x: jax.Array, axis: str) -> tuple[jax.Array, None]:
+def _enter(x: jax.Array, _axis: str) -> tuple[jax.Array, None]:
     return x, None
 
 
@@ -44,7 +44,7 @@ def _add(x: jax.Array, axis: str) -> tuple[jax.Array, None]:
     return jax.lax.psum(x, axis), None
 
 
-def _added_back(axis: str, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+def _added_back(_axis: str, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
     return (cotangent,)
 
 
@@ -68,7 +68,7 @@ def _take_extreme(x: jax.Array, axis: str, largest: bool) -> tuple[jax.Array, ja
 
 
 def _extreme_back(
-    axis: str, largest: bool, is_own: jax.Array, cotangent: jax.Array
+    axis: str, _largest: bool, is_own: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array]:
     own = is_own.astype(cotangent.dtype)
     return (cotangent * own / jax.lax.psum(own, axis),)

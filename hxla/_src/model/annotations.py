@@ -10,9 +10,9 @@ References:
 """
 
 import functools
+import inspect
 import itertools
 import re
-import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Literal, NamedTuple
@@ -98,7 +98,8 @@ class Strategy:
         return jax.named_scope(Scope(self.kind, self.device_count, next(_entries)).name)
 
     def __enter__(self) -> "Strategy":
-        module = _module_being_built(sys._getframe(1))
+        frame = inspect.currentframe()
+        module = _module_being_built(None if frame is None else frame.f_back)
         before = {} if module is None else dict(vars(module))
         scope = self.scope()
         scope.__enter__()

@@ -42,7 +42,7 @@ def plan_script(
     job, wishes = job_of(command)
     plans = []
     for mesh in meshes:
-        found, _ = make_plan(job, mesh, wishes, SessionMeasure, profile=profile, search=search)
+        found = make_plan(job, mesh, wishes, SessionMeasure, profile=profile, search=search)
         plans.append(found.plan)
         print(f"{found.plan.cluster}: {found.plan.explain()}")
         print(f"  {determinism(job.graph(found.plan.microbatch_size), found.plan)}")

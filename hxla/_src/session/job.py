@@ -216,8 +216,8 @@ class Job(JobArguments):
             kept=chosen_before(job, checkpoint_dir),
         )
         capture.offer(job, wishes)
-        made, _ = make_plan(job, cluster, wishes, SessionMeasure, auto=auto, profile=profile)
-        return made.plan
+        found = make_plan(job, cluster, wishes, SessionMeasure, auto=auto, profile=profile)
+        return found.plan
 
     def open(
         self,

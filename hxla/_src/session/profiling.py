@@ -206,7 +206,7 @@ def _planned(
     job: JobContext, wishes: PlanRequest, cluster: Cluster, profile: Profile | None = None
 ) -> Plan:
     sums, measure = job.sums(wishes.reduction), SessionMeasure(job, job.all_devices())
-    plan, _ = plan_for(workloads(job), wishes, cluster, sums, measure, profile)
+    plan = plan_for(workloads(job), wishes, cluster, sums, measure, profile)
     return plan
 
 
