@@ -360,7 +360,7 @@ def _profile(args: argparse.Namespace, command: list[str]) -> int:
 def _plan(args: argparse.Namespace, command: list[str]) -> int:
     import jax
 
-    from ._src.choose.search_plan import SearchOptions
+    from ._src.choose.search_options import SearchOptions
     from ._src.session.commands import plan_script
 
     jax.config.update("jax_platforms", "cpu")  # planning needs no accelerator

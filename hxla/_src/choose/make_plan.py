@@ -18,7 +18,7 @@ from ..profile.segment_times import model_name
 from .measure import Measure
 from .microbatch_sizes import default_sizes
 from .planning import PlanRequest, plan_for, size_asked
-from .search_plan import FoundPlan, SearchOptions, auto_plan, search_plan
+from .search_options import FoundPlan, SearchOptions
 from .workload import Workload, Workloads
 
 MakeMeasure = Callable[[JobContext, tuple[jax.Device, ...]], Measure]
@@ -60,6 +60,8 @@ def make_plan(
         return FoundPlan(plan=plan_for(jobs, wishes, target, sums, here, profile))
     if fixed:
         raise ConfigError("a search chooses what mesh, rules and stages say: leave them out")
+    from .search_plan import auto_plan, search_plan  # most scripts search nothing
+
     target = described or job.cluster(job.all_devices())
     _check_dtypes(job.precision, target)
     if is_here and profile is None:

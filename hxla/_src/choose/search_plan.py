@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ..cluster.cluster import Cluster, Device, Node
 from ..core.errors import AnnotationError, ConfigError, PlanError
@@ -16,7 +16,6 @@ from ..plan.plan import Plan
 from ..plan.sharding import Sharded
 from ..profile.profile import LayerSize, Profile
 from ..profile.segment_times import kept_bytes, layer_sizes
-from ..schedule.replay import Timeline
 from .complete import complete
 from .measure import Measure
 from .mesh_axes import split_over
@@ -25,6 +24,7 @@ from .pipeline_request import PipelineRequest
 from .proposals import ChainWork, Proposal, propose
 from .reduction import with_sums_and_memory
 from .search import NothingFitsError
+from .search_options import FoundPlan, SearchOptions
 from .structures import ReplicaGroups, check_unannotated
 from .workload import Workloads
 from .zero_search import SharingCopies, least_seconds, sharing_copies
@@ -32,43 +32,6 @@ from .zero_search import SharingCopies, least_seconds, sharing_copies
 _MAX_TENSOR = 8  # a node of NVLinked cards
 _MEASURED_SEGMENTS = 8  # each takes a compilation
 _MOST_SEGMENTS = 96  # of estimated times; the search is measured up to so many
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SearchOptions:
-    """What is searched.
-
-    Attributes:
-        microbatch_sizes: To try; empty: those of the profile, or some that suit the cluster.
-        num_segments: Most segments of the chain, where no profile says; None: 8 if they are
-            measured, otherwise two for each device, from 8 to 96.
-        seconds: Time budget of the search.
-        most_seconds: Up to which it may take as long as half a step of the plan.
-        max_stages: Most stages of a plan; None: any number.
-        tensors: Sizes of tensor-parallel groups to try besides 1, also over links that are not
-            described; empty: powers of two that a node has like devices for.
-        recompute: Whether to try plans that run forwards again.
-    """
-
-    microbatch_sizes: tuple[int, ...] = ()
-    num_segments: int | None = None
-    seconds: float = 10.0
-    most_seconds: float = 40.0
-    max_stages: int | None = None
-    tensors: tuple[int, ...] = ()
-    recompute: bool = True
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FoundPlan:
-    """A plan, and what a search knows of it.
-
-    Attributes:
-        timelines: Its replayed step, of the first copy of the model of each sort.
-    """
-
-    plan: Plan
-    timelines: Mapping[int, Timeline] = dataclasses.field(default_factory=dict)
 
 
 def search_plan(

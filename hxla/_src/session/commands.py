@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from ..choose.make_plan import make_plan
-from ..choose.search_plan import SearchOptions
+from ..choose.search_options import SearchOptions
 from ..core.errors import ConfigError
 from ..core.files import local_path
 from ..lower.determinism import determinism
