@@ -171,8 +171,10 @@ def test_a_layer_of_a_gpt_is_counted_as_the_closed_formula_has_it():
 
 def test_equal_layers_are_looked_at_once(monkeypatch):
     looked = []
-    real = _kept_bytes._kept
-    monkeypatch.setattr(_kept_bytes, "_kept", lambda *own: looked.append(own[2]) or real(*own))
+    real = _kept_bytes._residual_bytes
+    monkeypatch.setattr(
+        _kept_bytes, "_residual_bytes", lambda *own: looked.append(own[2]) or real(*own)
+    )
     _, graph = traced_gpt()
     chain = segments_at(graph, cut_points(graph, 8))
     again = [real(ResidualEstimator(graph), graph, segment, None) for segment in chain]

@@ -54,7 +54,7 @@ def test_the_choice_is_that_of_exhaustive_enumeration():
         ranges = [range(len(node.choices)) for node in problem.nodes]
         best = min(cost(problem, c) for c in itertools.product(*ranges))
         assert cost(problem, solve(problem)) == pytest.approx(best, rel=1e-12), seed
-        by_programme = _assignment_problem._by_programme(problem)
+        by_programme = _assignment_problem._integer_solution(problem)
         assert cost(problem, by_programme) == pytest.approx(best), seed
 
 

@@ -193,7 +193,7 @@ ROOMS = [
 def test_no_counts_are_faster_in_the_form_they_get_than_the_bound(row):
     rooms, host, is_close = row
     seconds, own = (1e-3, 2e-3), job()
-    work = workloads(own._traced).at(SIZE)
+    work = workloads(JobContext(own)).at(SIZE)
     roomy = own.plan(cluster(1 << 30), microbatch_size=SIZE, mesh={"data": 2})
     here, found = cluster(*(int(room * 2**20) for room in rooms), **host), []
     for fast in (1, 4, 6, 7, 8, 9, 11)[:: examples(2, 1)]:

@@ -80,7 +80,7 @@ def table(change):
 PLAN = hxla.Plan.from_json(fuzz_kinds.plan_text())
 REFUSED = {
     "a negative count": (lambda: PLAN.with_counts((9, -1)), "num_microbatches: .*not -1"),
-    "too few counts": (lambda: PLAN.with_counts((8,)), "1 counts for 2 copies"),
+    "too few counts": (lambda: PLAN.with_counts((8,)), "1 counts for 2 replicas"),
     "a count in words": (lambda: PLAN.with_counts(("5", 3)), "valid integer, not '5'"),
     "a count that is a fraction": (lambda: PLAN.with_counts((5.5, 2.5)), "valid integer"),
     "a count that is a boolean": (lambda: PLAN.with_counts((True, 7)), "valid integer, not True"),
