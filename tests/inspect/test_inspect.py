@@ -388,7 +388,7 @@ def test_the_terminal_shows_parts_of_unlike_sizes_and_who_waits(tmp_path):
     rows = [line.split() for line in text.splitlines() if line.strip().startswith("up/kernel")]
     # 6 + 2 of 8 columns of 8 float32: 4 of them are padding.
     assert rows == [["up/kernel", "1", "6", "+", "2", "6", "on", "each", "50", "%", "128", "B"]]
-    assert "device 1 of a copy" in text
+    assert "device 1 of a replica" in text
 
     bars = [
         Bar(lane=lane, kind=kind, label="", start_seconds=start, end_seconds=end)
