@@ -341,7 +341,7 @@ KEY = jax.random.key(0)
 TOWERS = Towers()
 #: Each with what the error says.
 REFUSED = {
-    "an embedding that mixes": (shared, contrast, "mixes examples.*embed returns.*over_batch"),
+    "an embedding that mixes": (shared, contrast, "mixes examples.*result of embed.*over_batch"),
     "no row for each": (
         lambda model, batch: {"x": model.x1(batch["x"]).sum(0)},
         contrast,
