@@ -218,17 +218,6 @@ class Ownership:
         ]
         return self._shares(domains), tuple(domains)
 
-    def state_specs(self, tree: PyTree) -> PyTree:
-        """PartitionSpecs of the optimizer's state on the devices of a replica.
-
-        Args:
-            tree: The state's tree, with any leaves.
-        """
-        domains = self.update.domain_of[self.num_params : self.num_arrays]
-        specs = [P() if d is None else self.parts_spec for d in domains]
-        is_leaf = lambda x: isinstance(x, P)  # noqa: E731
-        return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_leaf), specs)
-
     @property
     def num_arrays(self) -> int:
         """Parameters and leaves of the optimizer's state."""
