@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from ..plan.plan import Plan
-from ..schedule.timeline import Timeline
+from ..schedule.replay import Timeline
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
