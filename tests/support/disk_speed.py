@@ -35,7 +35,7 @@ def groups(num_bytes):
     unit = Unit(
         domain=0, params=(0,), leaves=(0, 1), shapes=((size,),) * 2, dtypes=dtypes, stop=size
     )
-    return UpdateGroups(((unit,),) * _GROUPS, (), P(), waits=True)
+    return UpdateGroups(((unit,),) * _GROUPS, (), P(), is_offloaded=True)
 
 
 def streamed(shelf):

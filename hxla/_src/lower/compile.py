@@ -1,7 +1,7 @@
-"""Programs of several replicas, compiled once for all that are alike, with fixed options.
+"""Programs of replicas, compiled once for each kind of replica, with fixed options.
 
-Every device of a process needs its own program, but XLA makes the same one for devices of one kind.
-So the first replica of each kind compiles, and the others load what it has.
+Every device of a process needs an executable, but XLA makes the same one for devices of one kind.
+So the first replica of each kind compiles, and the others load its executables.
 """
 
 import re
@@ -19,18 +19,18 @@ def compiler_options(platform: str, sums: SumsForm) -> dict[str, Any]:
 
     Args:
         platform: `cpu`, `gpu` or another backend's name.
-        sums: Only exact sums ask for determinism.
+        sums: The form of the sums; only exact ones need determinism.
     """
     if sums.kind != "exact":
         return {}
-    # Else what is fused would decide which results are rounded to fewer bits; see `Plan.numerics`.
+    # Otherwise fusion decides which results are rounded to fewer bits; see `Plan.numerics`.
     options = {"xla_allow_excess_precision": False}
     if platform == "cpu":
-        # The number of threads may decide how a contraction is cut.
+        # The number of threads may change how a contraction is cut.
         return options | {"xla_cpu_multi_thread_eigen": False}
     if platform in ("gpu", "cuda", "rocm"):
-        # Kernels chosen by their times would be others in another process. Without times, products
-        # are left to cuBLAS, which goes by their shapes: XLA's own would all get the same tile.
+        # Autotuning may choose other kernels in another process. Without it, matrix products use
+        # cuBLAS, which chooses by shape: XLA's Triton kernels would all get the same tile.
         return options | {
             "xla_gpu_exclude_nondeterministic_ops": True,
             "xla_gpu_autotune_level": 0,
@@ -43,7 +43,7 @@ def extra_bytes(compiled: Any) -> int:
     """Bytes of one device that a compiled program needs beside its arguments.
 
     Args:
-        compiled: A `jax.stages.Compiled`; 0 if its backend does not tell.
+        compiled: A `jax.stages.Compiled`; 0 if its backend has no memory analysis.
     """
     stats = compiled.memory_analysis()
     if stats is None:
@@ -52,40 +52,40 @@ def extra_bytes(compiled: Any) -> int:
 
 
 def update_options(platform: str, sums: SumsForm) -> dict[str, Any]:
-    """Those of `compiler_options`, and an order in which few temporaries live at once."""
+    """Those of `compiler_options`, and a schedule with few live temporaries."""
     options = compiler_options(platform, sums)
     if platform == "cpu":
-        # Breadth first, as is usual there, the gradient of every tensor would wait for the last.
+        # The default, breadth first, would keep the gradients of all tensors until the last.
         options["xla_cpu_scheduler_type"] = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
     return options
 
 
 _KIND = r"(?:all-|reduce-scatter|collective-)[a-z-]*"
 _COLLECTIVE = re.compile(rf" = (\S.*? {_KIND})\(")
-_COLLECTIVE_OF_ANY_SIZE = re.compile(rf" ({_KIND})\(")
-#: From the number of a copy of the model to what else its programs depend on.
+_COLLECTIVE_WITHOUT_SHAPE = re.compile(rf" ({_KIND})\(")
+#: From the number of a replica to the key of its programs, besides its kind.
 Key = Callable[[int], Any]
 
 
 def firsts_alike(keys: Iterable[Hashable]) -> list[int]:
-    """For each key the place of the first that is equal to it."""
+    """For each key the place of the first equal one."""
     seen: dict[Hashable, int] = {}
     return [seen.setdefault(key, i) for i, key in enumerate(keys)]
 
 
 def first_of_kind(replicas: Sequence[Replica], more: Key | None = None) -> list[int]:
-    """For each replica the first one that is like it, perhaps itself.
+    """For each replica the first one of its kind, perhaps itself.
 
-    A replica of several processes is like no other: not all of them may have one to compare.
+    A replica of several processes is the only one of its kind: not every process may have another.
 
     Args:
-        more: What else must be equal.
+        more: A key that must be equal, too.
     """
     keys = []
     for i, replica in enumerate(replicas):
         kinds = tuple((d.platform, d.device_kind) for d in replica.devices)
-        own = None if more is None else more(replica.index)
-        keys.append((replica.axes, kinds, i if replica.spans_processes else None, own))
+        key = None if more is None else more(replica.index)
+        keys.append((replica.axes, kinds, i if replica.spans_processes else None, key))
     return firsts_alike(keys)
 
 
@@ -94,12 +94,12 @@ def compile_all(
     over: Callable[..., Any] = map,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Any]:
-    """Compile programs, and say which are not ready yet.
+    """Compile programs, and report those that are not ready yet.
 
     Args:
-        lowered: Their names and themselves, before compilation.
+        lowered: Names of programs, and the programs before compilation.
         over: Like `map`, perhaps on several threads.
-        tell: Called with what is being done.
+        tell: Called with a report.
     """
     left, lock = [name for name, _ in lowered], threading.Lock()
 
@@ -109,11 +109,11 @@ def compile_all(
 
     def compiled(task: tuple[str, Any]) -> Any:
         name, program = task
-        found = program.compile()
+        executable = program.compile()
         with lock:
             left.remove(name)
             say()
-        return found
+        return executable
 
     say()
     return list(over(compiled, lowered))
@@ -127,13 +127,13 @@ def for_others(
     over: Callable[..., Any] = map,
     more: Key | None = None,
 ) -> list[list[Any]]:
-    """Programs of all replicas, those of the first of each kind given.
+    """Programs of all replicas, from those of the first replica of each kind.
 
     Args:
-        lowered: Programs of the first replicas of each kind before compilation, by number.
-        compiled: The same, compiled.
-        lower: From the number of a replica to its programs before compilation: what is bound to its
-            devices is traced for each.
+        lowered: Programs of the first replica of each kind before compilation, by replica.
+        compiled: The same programs, compiled.
+        lower: From the number of a replica to its programs before compilation; for programs that
+            are bound to devices and must be traced for each replica.
         over: Like `map`, perhaps on several threads.
         more: See `first_of_kind`.
 
@@ -142,21 +142,21 @@ def for_others(
     """
     firsts = first_of_kind(replicas, more)
     others = [(k, i) for k, i in enumerate(firsts) if k != i]
-    found = {i: [portable(program) for program in compiled[i]] for _, i in others}
-    again: dict[int, list[Any]] = {}  # of what is not portable, before compilation
+    portables = {i: [portable(program) for program in compiled[i]] for _, i in others}
+    again: dict[int, list[Any]] = {}  # programs that are not portable, before compilation
     for k, i in others:
         again[k] = [
             None if ours is not None else lowered_for(program, replicas[k].devices)
-            for ours, program in zip(found[i], lowered[i], strict=True)
+            for ours, program in zip(portables[i], lowered[i], strict=True)
         ]
-        if any(a is None and b is None for a, b in zip(found[i], again[k], strict=True)):
+        if any(a is None and b is None for a, b in zip(portables[i], again[k], strict=True)):
             again[k] = list(lower(k))
 
     def made(task: tuple[int, int]) -> Any:
         k, n = task
         if k in compiled:
             return compiled[k][n]
-        ours = found[firsts[k]][n]
+        ours = portables[firsts[k]][n]
         return ours.on(replicas[k].devices) if ours is not None else again[k][n].compile()
 
     nums = [len(compiled[i]) for i in firsts]
@@ -175,40 +175,41 @@ def for_each(
     """
     firsts = sorted(set(first_of_kind(replicas, more)))
     lowered = {i: [lower(i)] for i in firsts}
-    compiled = {i: [own.compile()] for i, [own] in lowered.items()}
-    found = for_others(replicas, lowered, compiled, lambda i: [lower(i)], more=more)
-    return [own for [own] in found]
+    compiled = {i: [program.compile()] for i, [program] in lowered.items()}
+    programs = for_others(replicas, lowered, compiled, lambda i: [lower(i)], more=more)
+    return [program for [program] in programs]
 
 
 def named_texts(
     lowered: Sequence[Sequence[Any]], num: int, microbatch: str = "", update: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """The texts of the programs of some replicas, which processes compare.
+    """The texts of the programs of replicas, which processes compare.
 
     Args:
-        lowered: Programs of each replica: those of microbatches, and of the update.
-        microbatch: What stands for those, if devices have unlike ones.
-        update: What stands for the update, if replicas have unlike programs of it.
+        lowered: Programs of each replica: those of microbatches, then those of the update.
+        num: Number of programs of microbatches.
+        microbatch: A text in place of these, if devices have unlike ones.
+        update: A text in place of the update, if replicas have unlike ones.
     """
     for i, programs in enumerate(lowered):
-        of = f" of replica {i}" if i else ""
-        yield f"update program{of}", update or text_of(programs[num:])
-        yield f"microbatch program{of}", microbatch or text_of(programs[:num])
+        suffix = f" of replica {i}" if i else ""
+        yield f"update program{suffix}", update or text_of(programs[num:])
+        yield f"microbatch program{suffix}", microbatch or text_of(programs[:num])
 
 
 def orders_of(programs: Sequence[Any], sums: Sequence[Any] = ()) -> dict[str, str]:
     """The order in which XLA runs the collectives of compiled programs, which processes compare.
 
-    Where each process compiles its own, it is not the same by itself, and Gloo and NCCL go by the
-    order of their calls.
+    Gloo and NCCL match collectives by the order of calls, and processes that compile for
+    themselves may order them differently.
 
     Args:
-        programs: Of a copy, whose devices send arrays of one size.
-        sums: Over copies: between unlike devices arrays are of unlike sizes.
+        programs: Programs of a replica, whose devices send arrays of one size.
+        sums: Programs over replicas; unlike devices send arrays of unlike sizes.
     """
-    found = ["\n".join(_COLLECTIVE.findall(program.as_text())) for program in programs]
-    found += ["\n".join(_COLLECTIVE_OF_ANY_SIZE.findall(p.as_text())) for p in sums]
-    return {"the order in which XLA runs collectives": "\n".join(found)}
+    orders = ["\n".join(_COLLECTIVE.findall(program.as_text())) for program in programs]
+    orders += ["\n".join(_COLLECTIVE_WITHOUT_SHAPE.findall(p.as_text())) for p in sums]
+    return {"the order in which XLA runs collectives": "\n".join(orders)}
 
 
 def text_of(programs: Sequence[Any]) -> str:

@@ -1,4 +1,4 @@
-"""What is promised of bits on a plan's devices, and why: the determinism levels of EasyScale.
+"""The determinism level of a plan's devices, and its reasons: the levels of EasyScale.
 
 References:
     Li et al., "EasyScale", SC 2023, section 3.3 (levels D0, D1 and D2, and the scan of a model for
@@ -40,7 +40,7 @@ _SUMS = frozenset(
 _MULTIPLIES = frozenset({"mul", "square"})
 _ADDS = frozenset({"add", "add_any", "sub"})
 _MOVES = members("view") | members("gathers") | members("joins") | {"neg", "select_n"}
-# IEEE 754 leaves no choice in these, and kinds of devices take none.
+# IEEE 754 defines these exactly, and all kinds of devices follow it.
 _EXACT = frozenset(
     [
         "abs",
@@ -71,13 +71,13 @@ _MOST_NAMED = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Determinism:
-    """What is promised of bits, as `hxla.determinism` returns it.
+    """The determinism level of a plan, as `hxla.determinism` returns it.
 
     Attributes:
         level: `D0`: the same devices with the same counts give the same bits. `D1`: so does any
-            number of copies of the model on devices of this kind, however fast, whatever their
-            counts. `D2`: so do devices of other kinds.
-        reasons: Why it is so, and why it is no more, in words.
+            number of replicas on devices of this kind, whatever their speeds and counts. `D2`: so
+            do devices of other kinds.
+        reasons: The reasons for the level, and against a higher one, in words.
     """
 
     level: Literal["D0", "D1", "D2"]
@@ -90,15 +90,15 @@ class Determinism:
 def determinism(graph: Graph, plan: Plan) -> Determinism:
     """Say which level of determinism a plan's devices keep, and why.
 
-    The equations of the traced loss, and of its gradient where that decides, are looked through for
-    ones whose rounding depends on the kind of a device. What is not known counts as such.
+    The equations of the traced loss, and of its gradient where that decides, are searched for
+    equations whose rounding depends on the kind of a device. Unknown equations count as such.
 
     Args:
         graph: The traced loss, `Job.graph`.
         plan: The plan: its devices, its sums and its axes.
 
     Returns:
-        The level; `print` tells it in one line.
+        The level; `print` shows it in one line.
 
     Example:
         >>> import hxla, jax
@@ -116,20 +116,21 @@ def determinism(graph: Graph, plan: Plan) -> Determinism:
     kinds = sorted({device.arithmetic for device in plan.devices})
     if plan.sums.kind == "float":
         why = (
-            "float sums depend on which copy adds what: reduction='exact' gives D1 on like devices"
+            "float sums depend on which replica adds what: "
+            "reduction='exact' gives D1 on like devices"
         )
         return Determinism(level="D0", reasons=(why,))
-    found = _found(graph)
+    classes = _device_dependent(graph)
     reasons = []
     if plan.axes:
         axes = ", ".join(axis.name for axis in plan.axes)
-        reasons.append(f"for copies of this form: what {axes} cut is cut so again")
-    if not found:
+        reasons.append(f"only for replicas that are sharded over {axes} in the same way")
+    if not classes:
         reasons.insert(0, "no operation of the gradient rounds as its device likes")
         if len(kinds) > 1:
             reasons.append("the update is made on one device for all, whose kind is to stay")
         return Determinism(level="D2", reasons=tuple(reasons))
-    listed = "; ".join(f"{_WORDS[c]} ({_named(places)})" for c, places in found.items())
+    listed = "; ".join(f"{_WORDS[c]} ({_named(places)})" for c, places in classes.items())
     if len(kinds) > 1:
         why = (
             f"{' and '.join(kinds)} round unlike: which of them runs which microbatch decides, so "
@@ -146,45 +147,45 @@ def _named(places: Sequence[str]) -> str:
     return ", ".join(each[:_MOST_NAMED]) + more
 
 
-def _found(graph: Graph) -> dict[str, list[str]]:
-    """The classes of equations that depend on the device, each with names and lines.
+def _device_dependent(graph: Graph) -> dict[str, list[str]]:
+    """The classes of equations whose rounding depends on the device, with names and lines.
 
-    The backward pass is traced only where the forward pass says nothing.
+    The backward pass is traced only if the forward pass has none.
     """
     forward = dependent(op.eqn for op in leaves(graph.ops))
     return forward or dependent(_equations(_gradient(graph).jaxpr))
 
 
 def dependent(equations: Iterable[Any]) -> dict[str, list[str]]:
-    """Those of equations without programs inside whose rounding depends on the device.
+    """The equations whose rounding depends on the device.
 
     Args:
-        equations: In order.
+        equations: Equations in order, without inner programs.
 
     Returns:
         For each class, in a fixed order, the name and line of every equation.
     """
-    found: dict[str, list[str]] = {}
-    products: set[Any] = set()  # variables that hold a product, or what was made by moving one
+    by_class: dict[str, list[str]] = {}
+    products: set[Any] = set()  # variables with a product, perhaps moved
     for eqn in equations:
         operands = [v for v in eqn.invars if not isinstance(v, Constant)]
         is_product = not products.isdisjoint(operands)
-        own = _class_of(eqn, of_product=is_product)
+        kind = _class_of(eqn, of_product=is_product)
         name = eqn.primitive.name
         if (name in _MULTIPLIES and not _is_by_power_of_two(eqn)) or (
             is_product and (name in _MOVES or name in _MULTIPLIES)
         ):
             products.update(eqn.outvars)
-        if own is not None:
+        if kind is not None:
             file, _, line = source_of(eqn).rpartition("/")[2].rpartition(":")
-            found.setdefault(own, []).append(f"{name} {file}:{line}" if file else name)
-    return {c: found[c] for c in _WORDS if c in found}
+            by_class.setdefault(kind, []).append(f"{name} {file}:{line}" if file else name)
+    return {c: by_class[c] for c in _WORDS if c in by_class}
 
 
 def _class_of(eqn: Any, *, of_product: bool) -> str | None:
     name = eqn.primitive.name
     if not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):
-        # Of floats a choice or a comparison; a sum of whole numbers has no rounding.
+        # Integer arithmetic and comparisons do not round.
         return None
     if name in _PRODUCTS:
         return "products"
@@ -211,7 +212,7 @@ def _is_by_power_of_two(eqn: Any) -> bool:
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations that hold no program that is known, those inside included."""
+    """All equations without known inner programs, including those of inner programs."""
     for eqn in jaxpr.eqns:
         inner = inner_jaxpr(eqn)
         if inner is not None and kind_of(eqn) not in ("leaf", None):

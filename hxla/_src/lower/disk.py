@@ -1,7 +1,7 @@
 """State in a file, read and written past the page cache, a group ahead of and behind the update.
 
-The file has no name: it is the working state of a process and goes with it, however it ends. What
-outlives a process are checkpoints.
+The file has no name, so it is gone when the process ends, however it ends. Only checkpoints outlive
+a process.
 
 References:
     Rajbhandari et al., "ZeRO-Infinity: breaking the GPU memory wall for extreme scale deep
@@ -30,14 +30,14 @@ from .offload import DEVICE, GroupState, HostBuffer, OffloadBuffer, check_host_m
 from .replica import Replica
 from .units import Group, UpdateGroups
 
-_BLOCK = 4096  # bytes: what direct I/O is aligned to
-_AHEAD = 3  # groups that are read while one is updated, and that wait to be written
-_IO_BYTES = 1 << 23  # that one call reads or writes
-_THREADS = 4  # that read, and that write
+_BLOCK = 4096  # bytes: the alignment of direct I/O
+_AHEAD = 3  # groups that are read ahead, and groups that are queued for writing
+_IO_BYTES = 1 << 23  # of one read or write call
+_THREADS = 4  # for reads, and for writes
 
 
 class DirectFile:
-    """A file without a name, of a fixed size, whose reads and writes pass the page cache.
+    """An unnamed file of a fixed size, read and written with direct I/O.
 
     Raises:
         ConfigError: If the folder cannot be used, has too little room, or is on a file system
@@ -73,7 +73,7 @@ class DirectFile:
         try:
             room = f"{_free_bytes(self.directory):,} are free"
         except OSError:
-            room = "it is not there"
+            room = "it does not exist"
         return ConfigError(
             f"memory.offload.directory {self.directory} {what}; the optimizer's state of a process "
             f"needs {num_bytes:,} bytes there, {room}: name a folder on a larger disk of this "
@@ -89,13 +89,13 @@ class DirectFile:
         self._all(os.pwritev, buffer, offset)
 
     def _all(self, run: Any, buffer: memoryview, offset: int) -> None:
-        """Several calls at a time: a disk wants more than one to be fast."""
+        """Run several calls at a time, which a disk needs to be fast."""
         starts = range(0, len(buffer), _IO_BYTES)
         calls = [
             self._pools[run].submit(self._block, run, buffer[k : k + _IO_BYTES], offset + k)
             for k in starts
         ]
-        concurrent.futures.wait(calls)  # whatever fails, nobody uses the buffer any more
+        concurrent.futures.wait(calls)  # if one fails, no call uses the buffer any more
         for call in calls:
             call.result()
 
@@ -111,15 +111,15 @@ class DirectFile:
             done += moved
 
     def close(self) -> None:
-        """Let go of the file, which is then no more."""
+        """Close the file, which deletes it."""
         for pool in self._pools.values():
             pool.shutdown()
         os.close(self._descriptor)
 
 
 def _free_bytes(directory: str) -> int:
-    found = os.statvfs(directory)
-    return found.f_bavail * found.f_frsize
+    stats = os.statvfs(directory)
+    return stats.f_bavail * stats.f_frsize
 
 
 def _opened(directory: str) -> int:
@@ -128,7 +128,7 @@ def _opened(directory: str) -> int:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
             raise
-    # A file system that knows no files without names.
+    # The file system has no unnamed files.
     made, path = tempfile.mkstemp(dir=directory, prefix="hxla-offload-")
     os.close(made)
     try:
@@ -142,7 +142,7 @@ def _rounded_up(num_bytes: int) -> int:
 
 
 class _Layout:
-    """Where the arrays of each group are in the file, each at a block of its own."""
+    """Offsets of the arrays of each group in the file, aligned to blocks."""
 
     def __init__(self, groups: Sequence[Group]):
         self.starts: list[int] = []
@@ -151,13 +151,13 @@ class _Layout:
         start = 0
         for group in groups:
             at = 0
-            own: list[list[int]] = []
+            offsets: list[list[int]] = []
             for unit in group:
-                own.append([])
+                offsets.append([])
                 for shape, dtype in zip(unit.shapes, unit.dtypes, strict=True):
-                    own[-1].append(at)
+                    offsets[-1].append(at)
                     at += _rounded_up(math.prod(shape) * dtype.itemsize)
-            self._offsets.append(own)
+            self._offsets.append(offsets)
             self.starts.append(start)
             self.sizes.append(at)
             start += at
@@ -165,21 +165,21 @@ class _Layout:
 
     def place(self, g: int, unit: int, k: int) -> tuple[int, int]:
         """Offset of an array in its group, and its bytes."""
-        own = self.groups[g][unit]
-        return self._offsets[g][unit][k], math.prod(own.shapes[k]) * own.dtypes[k].itemsize
+        arrays = self.groups[g][unit]
+        return self._offsets[g][unit][k], math.prod(arrays.shapes[k]) * arrays.dtypes[k].itemsize
 
     def view(self, buffer: memoryview, g: int, unit: int, k: int) -> np.ndarray:
-        """An array of a group in a buffer that has all of it."""
-        own, (start, size) = self.groups[g][unit], self.place(g, unit, k)
-        found = np.frombuffer(buffer[start : start + size], own.dtypes[k])
-        return found.reshape(own.shapes[k])
+        """An array of a group, as a view of a buffer with the whole group."""
+        arrays, (start, size) = self.groups[g][unit], self.place(g, unit, k)
+        flat = np.frombuffer(buffer[start : start + size], arrays.dtypes[k])
+        return flat.reshape(arrays.shapes[k])
 
 
 class DiskBuffer(OffloadBuffer):
-    """State in a file without a name.
+    """State in an unnamed file.
 
     Args:
-        directory: Where the file is; None: where the system puts temporary files.
+        directory: Folder of the file; None: the system's folder for temporary files.
 
     Raises:
         ConfigError: See `DirectFile`.
@@ -196,7 +196,7 @@ class DiskBuffer(OffloadBuffer):
         self._writer = concurrent.futures.ThreadPoolExecutor(_AHEAD)
         self._to_read, self._to_write = (_buffers(_AHEAD + 1, largest) for _ in range(2))
         self._reads: dict[int, concurrent.futures.Future[memoryview]] = {}
-        #: The next group on its way to the device.
+        #: The transfer of the next group to the device.
         self._lifts: queue.SimpleQueue[concurrent.futures.Future[GroupState]] = queue.SimpleQueue()
         self._writes: list[concurrent.futures.Future[None]] = []
 
@@ -215,12 +215,12 @@ class DiskBuffer(OffloadBuffer):
     def get(self, g: int, unit: int, k: int) -> jax.Array:
         """See `OffloadBuffer`."""
         start, size = self._layout.place(g, unit, k)
-        own = self.groups[g][unit]
+        arrays = self.groups[g][unit]
         buffer = self._to_read.get()
         try:
             self._file.read(buffer[: _rounded_up(size)], self._layout.starts[g] + start)
-            found = np.frombuffer(buffer[:size], own.dtypes[k]).reshape(own.shapes[k])
-            return jax.block_until_ready(self._on_device(found))
+            x = np.frombuffer(buffer[:size], arrays.dtypes[k]).reshape(arrays.shapes[k])
+            return jax.block_until_ready(self._on_device(x))
         finally:
             self._to_read.put(buffer)
 
@@ -238,7 +238,7 @@ class DiskBuffer(OffloadBuffer):
         return buffer
 
     def _lifted(self, g: int) -> GroupState:
-        """A group's state on the device, once it is read; another one's read begins."""
+        """A group's state on the device, once it is read; starts the read of a later group."""
         if g + _AHEAD < len(self.groups):
             self._reads[g + _AHEAD] = self._reader.submit(self._read, g + _AHEAD)
         buffer = self._reads.pop(g).result()
@@ -257,12 +257,12 @@ class DiskBuffer(OffloadBuffer):
     def arrived(self, g: int, _brought: GroupState) -> GroupState:
         """See `OffloadBuffer`."""
         state = self._lifts.get().result()
-        if g + 1 < len(self.groups):  # while this one is updated
+        if g + 1 < len(self.groups):  # during the update of this group
             self._lifts.put(self._lifter.submit(self._lifted, g + 1))
         return state
 
     def _on_device(self, x: np.ndarray) -> jax.Array:
-        # On a CPU an array may be where it was read to, which the next read overwrites.
+        # On a CPU an array may share the read buffer, which the next read overwrites.
         return jax.device_put(x.copy() if self._is_cpu else x, self._device)
 
     def going(self, g: int, state: GroupState) -> GroupState:
@@ -275,7 +275,7 @@ class DiskBuffer(OffloadBuffer):
     def _write(self, g: int, waiting: list[GroupState]) -> None:
         buffer = self._to_write.get()
         try:
-            self._fill(buffer, g, waiting.pop())  # then it is on the device no more
+            self._fill(buffer, g, waiting.pop())  # frees it on the device
             self._file.write(buffer[: self._layout.sizes[g]], self._layout.starts[g])
         finally:
             self._to_write.put(buffer)
@@ -304,20 +304,20 @@ class DiskBuffer(OffloadBuffer):
 
 
 def _buffers(num: int, num_bytes: int) -> "queue.SimpleQueue[memoryview]":
-    """Memory of whole pages, as direct I/O needs it."""
-    found: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+    """Page-aligned buffers, as direct I/O needs them."""
+    buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
     for _ in range(num):
-        found.put(memoryview(mmap.mmap(-1, _rounded_up(num_bytes))))
-    return found
+        buffers.put(memoryview(mmap.mmap(-1, _rounded_up(num_bytes))))
+    return buffers
 
 
-def shelf_maker(
+def buffer_maker(
     tier: Tier, directory: str | None
 ) -> Callable[[Replica, UpdateGroups], OffloadBuffer] | None:
-    """What makes the shelf of a copy from the groups of its update; None: state is on the device.
+    """A function from a replica's update groups to its buffer; None: state is on the device.
 
     Args:
-        directory: On a disk, the folder of its file.
+        directory: Folder of the file, if state is on a disk.
     """
     if tier == "device":
         return None

@@ -1,8 +1,7 @@
 """Sums over all elements of an array in an update, such as the squares of a global norm.
 
-Whoever owns which part of an array, and however a compiler would add, the sum is the same: elements
-are cut into integers relative to the largest of them, integers are added, and the host makes one
-number of what all copies of the model have.
+The sum does not depend on the sharding or on the compiler: elements are cut into integers relative
+to the largest one, integers are added, and the host converts the total of all replicas to a float.
 
 References:
     Demmel and Nguyen, "Parallel Reproducible Summation", IEEE Trans. Computers 2015, section 3
@@ -25,15 +24,15 @@ from .units import ShardedUpdate, UnitsPart
 from .update import UpdateInputs
 
 _LIMB_BITS, _NUM_LIMBS = 15, 4
-_ROW = 1 << 12  # so many limbs add up below 2**27
-_DIGIT = 16  # bits; rows and devices add up 2**15 of these
+_ROW = 1 << 12  # limbs whose sum stays below 2**27
+_DIGIT = 16  # bits; rows and devices add 2**15 digits
 
-#: From an update's arrays and inputs to arguments of its traced program, and what they have.
+#: From an update's arrays and inputs to arguments of its traced program, and their part.
 Arguments = Callable[[Any, UpdateInputs], tuple[list[Any], UnitsPart]]
 
 
 def digits_of(x: jax.Array, exponent: jax.Array) -> jax.Array:
-    """The sum of an array's part, as digits that may be added to those of other parts.
+    """The sum of a shard, as digits that may be added to those of other shards.
 
     Args:
         x: float32, any shape, at most 2**27 elements.
@@ -45,7 +44,7 @@ def digits_of(x: jax.Array, exponent: jax.Array) -> jax.Array:
     rest = times_power_of_two(x.reshape(-1), exponent)
     rest = jnp.pad(rest, (0, -rest.size % _ROW)).reshape(-1, _ROW)
     digits = []
-    for _ in range(_NUM_LIMBS // 2):  # two at once: a float32 has fewer bits
+    for _ in range(_NUM_LIMBS // 2):  # two limbs at a time: a float32 has fewer bits
         rest = rest * np.float32(1 << 2 * _LIMB_BITS)
         whole = jnp.floor(rest)
         rest, pair = rest - whole, whole.astype(jnp.int32)
@@ -66,8 +65,8 @@ def value_of(digits: np.ndarray, exponent: int) -> np.float32:
     """The sum as a float, correctly rounded.
 
     Args:
-        digits: int32[4, 4], added over all parts.
-        exponent: That of `digits_of`.
+        digits: int32[4, 4], added over all shards.
+        exponent: The exponent of `digits_of`.
     """
     value = Fraction(0)
     for k, (low_low, low_high, high_low, high_high) in enumerate(digits.tolist()):
@@ -82,50 +81,55 @@ def sum_programs(
     update: SeparableUpdate,
     arguments: Arguments,
     options: Mapping[str, Any],
-    on: ShardedUpdate | None,
+    sharded: ShardedUpdate | None,
     specs: tuple[Any, UpdateInputs],
 ) -> list[tuple[Any, Any]]:
-    """For each level of an update's sums the programs of their largest terms, and of their digits.
+    """Two programs for each level of an update's sums: of the largest terms, and of the digits.
 
     `(arrays, given) -> float32[K]`, and `(arrays, given, exponents) -> int32[K, 4, 4]`, for the K
     sums of the level; `UpdateInputs.sums` are those of earlier levels.
 
     Args:
-        arguments: From the first two.
-        on: The devices of a replica of several; None: it is of one.
-        specs: PartitionSpecs of the first two.
+        sharded: The update over a replica's devices; None: there is one device.
+        specs: PartitionSpecs of `arrays` and `given`.
     """
 
     def programs(level: int) -> tuple[Any, Any]:
         num = len(update.levels[level])
 
         def of_terms(
-            made: Callable[[int, jax.Array], jax.Array], arrays: Any, given: UpdateInputs
+            made: Callable[[int, jax.Array], jax.Array], arrays: Any, inputs: UpdateInputs
         ) -> list[jax.Array]:
-            """What is made of the terms of each sum, from its number and them."""
+            """Apply a function of a sum's number and its terms to each sum."""
 
-            def run(own: Sequence[Any], part: UnitsPart) -> dict[int, jax.Array]:
-                found = update.summed(level, own, part, given.where[1], given.sums)
-                return {k: made(k, x) for k, x in enumerate(found) if x is not MISSING}
+            def run(shards: Sequence[Any], part: UnitsPart) -> dict[int, jax.Array]:
+                terms = update.summed(level, shards, part, inputs.where[1], inputs.sums)
+                return {k: made(k, x) for k, x in enumerate(terms) if x is not MISSING}
 
-            own, part = arguments(arrays, given)
-            found = run(own, part) if on is None else on.each(run, own, part, given.where[1])
-            return [found[k] if k in found else made(k, jnp.zeros(0)) for k in range(num)]
+            shards, part = arguments(arrays, inputs)
+            if sharded is None:
+                results = run(shards, part)
+            else:
+                results = sharded.each(run, shards, part, inputs.where[1])
+            return [results[k] if k in results else made(k, jnp.zeros(0)) for k in range(num)]
 
         def hxla_largest(arrays: Any, given: UpdateInputs) -> jax.Array:
-            here = jnp.stack(of_terms(lambda _, x: largest(x), arrays, given))
-            return here if on is None else on.largest(here)
+            terms = jnp.stack(of_terms(lambda _, x: largest(x), arrays, given))
+            return terms if sharded is None else sharded.largest(terms)
 
         def hxla_digits(arrays: Any, given: UpdateInputs, exponents: jax.Array) -> jax.Array:
             digits = of_terms(lambda k, x: digits_of(x, exponents[k]), arrays, given)
-            if on is not None:
-                digits = list(map(on.added, digits, update.summed_domains(level)))
+            if sharded is not None:
+                digits = list(map(sharded.added, digits, update.summed_domains(level)))
             return jnp.stack(digits)
 
         runs: list[Callable[..., jax.Array]] = [hxla_largest, hxla_digits]
-        if on is not None:
-            each = [specs, (*specs, P())]
-            runs = [on.mapped(run, own, P()) for run, own in zip(runs, each, strict=True)]
+        if sharded is not None:
+            specs_each = [specs, (*specs, P())]
+            runs = [
+                sharded.mapped(run, in_specs, P())
+                for run, in_specs in zip(runs, specs_each, strict=True)
+            ]
         first, second = (jax.jit(run, compiler_options=dict(options)) for run in runs)
         return first, second
 
@@ -133,24 +137,20 @@ def sum_programs(
 
 
 def lowered_sums(
-    update: SeparableUpdate, programs: Sequence[tuple[Any, Any]], given: Sequence[Any]
+    update: SeparableUpdate, programs: Sequence[tuple[Any, Any]], arguments: Sequence[Any]
 ) -> list[Any]:
-    """The programs before compilation, in order.
-
-    Args:
-        programs: From `sum_programs`.
-    """
+    """The programs of `sum_programs` before compilation, in order."""
     out = []
     for level, (first, second) in zip(update.levels, programs, strict=True):
-        out.append(first.lower(*given))
-        out.append(second.lower(*given, np.zeros(len(level), np.int32)))
+        out.append(first.lower(*arguments))
+        out.append(second.lower(*arguments, np.zeros(len(level), np.int32)))
     return out
 
 
 def summed(
     update: SeparableUpdate,
     compiled: Sequence[Sequence[Any]],
-    given: Sequence[tuple[Any, UpdateInputs]],
+    arguments: Sequence[tuple[Any, UpdateInputs]],
     counted: Sequence[bool],
     exchange: Callable[[np.ndarray], np.ndarray],
     rank: tuple[int, int],
@@ -158,11 +158,11 @@ def summed(
     """The results of an update's sums.
 
     Args:
-        compiled: For each local copy the programs of `lowered_sums`.
-        given: For each local copy the arguments of these, but for the sums.
-        counted: For each local copy whether its terms are none that another process or copy adds.
-        exchange: Adds the bits of numbers over all processes.
-        rank: Number of this process, and of all.
+        compiled: For each local replica the programs of `lowered_sums`.
+        arguments: For each local replica the arguments of these, without the sums.
+        counted: For each local replica whether no other process or replica adds the same terms.
+        exchange: Sums bits over all processes.
+        rank: Number of this process, and number of processes.
 
     Returns:
         float32[S].
@@ -170,18 +170,18 @@ def summed(
     sums = np.zeros(len(update.sums), np.float32)
     start = 0
     for k, level in enumerate(update.levels):
-        here = range(len(given))
-        read = [(arrays, own._replace(sums=sums)) for arrays, own in given]
+        local = range(len(arguments))
+        read = [(arrays, inputs._replace(sums=sums)) for arrays, inputs in arguments]
         rows = np.zeros((rank[1], len(level)), np.float32)
-        for i in here:
-            found = np.abs(np.asarray(compiled[i][2 * k](*read[i])))
-            rows[rank[0]] = np.maximum(rows[rank[0]], found)
+        for i in local:
+            terms = np.abs(np.asarray(compiled[i][2 * k](*read[i])))
+            rows[rank[0]] = np.maximum(rows[rank[0]], terms)
         most = exchange(rows).max(axis=0)
         exponents = exponents_for(np.where(np.isfinite(most), most, 0))
         digits = np.zeros((len(level), _NUM_LIMBS, 4), np.int32)
-        for i in here:
-            own = np.asarray(compiled[i][2 * k + 1](*read[i], exponents))
-            digits += own * counted[i]
+        for i in local:
+            replica_digits = np.asarray(compiled[i][2 * k + 1](*read[i], exponents))
+            digits += replica_digits * counted[i]
         digits = exchange(digits)
         for n in range(len(level)):
             whole = value_of(digits[n], exponents[n])

@@ -1,4 +1,4 @@
-"""The all-gather of parameters after an update, where each replica has updated its own part.
+"""The all-gather of parameters after an update, where each replica has updated a shard.
 
 References:
     Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models",
@@ -20,17 +20,17 @@ from .sum import Reducer
 
 
 def gathered_dtype(params: Sequence[Any]) -> Any:
-    """Dtype in which parameters travel: their own, or one that holds all of theirs."""
+    """Dtype in which parameters are sent: the least that represents all of their dtypes."""
     return functools.reduce(jnp.promote_types, (x.dtype for x in params))
 
 
 class Gather:
-    """Hands the parameters that each copy updated to all copies.
+    """Gathers the updated shards of parameters on all replicas.
 
     Args:
-        reducer: Knows all copies, and how the sums are shared out.
+        reducer: The reduction, whose chunks the parameters have too.
         params: Shapes of the trained parameters.
-        specs: How they lie on the axes inside a copy.
+        specs: Their PartitionSpecs over the axes inside a replica.
     """
 
     def __init__(self, reducer: Reducer, params: Sequence[Any], specs: Sequence[P], form: Any):
@@ -46,7 +46,7 @@ class Gather:
         return [self._build(chunks) for chunks in self._buckets]
 
     def adopt(self, compiled: Sequence[Any]) -> None:
-        """Take over the programs of `lower`, compiled."""
+        """Use the compiled programs of `lower`."""
         self._programs = list(compiled)
         if self._arrays.over_hosts:
             self._unflat = [
@@ -55,8 +55,8 @@ class Gather:
             ]
 
     def memory_bytes(self) -> int:
-        """Bytes that one device needs beside the state while it gathers."""
-        programs = [own[0] for own in self._unflat] or self._programs
+        """Bytes that one device needs beside the state during the gather."""
+        programs = [compiled[0] for compiled in self._unflat] or self._programs
         stats = [program.memory_analysis() for program in programs]
         return max((int(s.temp_size_in_bytes) for s in stats if s is not None), default=0)
 
@@ -90,7 +90,7 @@ class Gather:
         ).lower(sent, *old)
 
     def _build_unflat(self, chunks: Chunks, i: int) -> Any:
-        """From what the hosts gathered to the parameters on a local copy."""
+        """The program that cuts the hosts' gathered array into parameters on a local replica."""
         replica = self._arrays.local[i]
 
         def hxla_unflat(flat: jax.Array, old: list[jax.Array]) -> list[jax.Array]:
@@ -107,58 +107,54 @@ class Gather:
             self._old(chunks, [replica.sharding(P())] * len(chunks.tensors)),
         )
 
-    def _old(self, chunks: Chunks, where: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-        own = [self._params[i] for i in chunks.tensors]
+    def _old(self, chunks: Chunks, shardings: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        params = [self._params[i] for i in chunks.tensors]
         return [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-            for x, sharding in zip(own, where, strict=True)
+            for x, sharding in zip(params, shardings, strict=True)
         ]
 
     def run(
         self, sent: Sequence[Sequence[jax.Array]], params: Sequence[Sequence[jax.Array]]
     ) -> list[list[jax.Array]]:
-        """The new parameters on each local copy.
+        """The new parameters on each local replica.
 
         Args:
-            sent: For each local copy the chunks of its update.
-            params: For each local copy the trained parameters as they were, which are given up.
+            sent: For each local replica the chunks of its update.
+            params: For each local replica the old trained parameters, which are donated.
         """
         arrays = self._arrays
-        new = [list(own) for own in params]
+        new = [list(tensors) for tensors in params]
         for k, (chunks, program) in enumerate(zip(self._buckets, self._programs, strict=True)):
-            chunk = arrays.join([own[k] for own in sent], chunks.lengths)
-            old = [[own[i] for i in chunks.tensors] for own in params]
+            chunk = arrays.join([tensors[k] for tensors in sent], chunks.lengths)
+            old = [[tensors[i] for i in chunks.tensors] for tensors in params]
             if arrays.over_hosts:
                 self._under_way = [program(chunk)]
                 flats = arrays.local_parts(self._under_way[0], P())
-                found = [
-                    unflat(flat, own)
-                    for unflat, flat, own in zip(self._unflat[k], flats, old, strict=True)
+                gathered = [
+                    unflat(flat, tensors)
+                    for unflat, flat, tensors in zip(self._unflat[k], flats, old, strict=True)
                 ]
             else:
                 specs = [self._specs[i] for i in chunks.tensors]
                 over_all = list(map(arrays.over_all, zip(*old, strict=True), specs))
                 self._under_way = program(chunk, over_all)
                 each = map(arrays.local_parts, self._under_way, specs)
-                found = [list(parts) for parts in zip(*each, strict=True)]
-            for own_new, parts in zip(new, found, strict=True):
+                gathered = [list(parts) for parts in zip(*each, strict=True)]
+            for replica_params, parts in zip(new, gathered, strict=True):
                 for i, part in zip(chunks.tensors, parts, strict=True):
-                    own_new[i] = part
+                    replica_params[i] = part
             if arrays.is_ring and k + 1 < len(self._programs):
                 self.wait()
         return new
 
     def wait(self) -> None:
-        """Until the parameters are there: Gloo mixes up collectives that wait for nothing."""
+        """Block until parameters are gathered: Gloo mixes up collectives that are independent."""
         jax.block_until_ready(self._under_way)
         self._under_way = []
 
 
 def unflat(chunks: Chunks, flat: jax.Array, like: Sequence[Any]) -> list[jax.Array]:
-    """The parameters of a bucket, whole.
-
-    Args:
-        flat: All of them one after another.
-    """
+    """The whole parameters of a bucket, from their concatenated chunks."""
     new = chunks.unflat(flat, [x.shape for x in like])
-    return [x.astype(own.dtype) for x, own in zip(new, like, strict=True)]
+    return [x.astype(old.dtype) for x, old in zip(new, like, strict=True)]

@@ -1,8 +1,8 @@
 """Arrays of all replicas as one array: over their devices, or over their hosts.
 
-Over the hosts each process has one place, the first device of JAX's CPU backend. What the copies of
-a process have is added there before any process tells another, and what comes back is put on each
-of them. So the devices that train take part in no collective.
+Over the hosts each process has one place, the first device of JAX's CPU backend. The replicas of a
+process are added there before processes communicate, and each gets the result back from there. So
+the devices that train take part in no collective.
 """
 
 import functools
@@ -25,19 +25,19 @@ from .replica import Replica
 
 
 class GlobalArrays:
-    """Makes one array of what the local copies have, and the other way.
+    """Joins arrays of the local replicas to global arrays, and splits them again.
 
     Attributes:
-        replicas: All copies, those of other processes included.
-        axes: Names and sizes of the mesh axes inside a copy.
-        places: For each place the numbers of the copies whose arrays are there.
-        num_members: The places of a group, which are those along `data`.
-        names: The mesh axes over the places: `data`, behind `shard_group` if there are several.
-        mesh: Of all places and the axes.
+        replicas: Replicas of all processes.
+        axes: Names and sizes of the mesh axes inside a replica.
+        places: For each place the numbers of the replicas whose arrays are there.
+        num_members: Places of a shard group, along `data`.
+        names: The mesh axes over the places: `data`, after `shard_group` if there are several.
+        mesh: The mesh of all places and axes.
 
     Args:
         over: See `SumsForm.over`.
-        shard_groups: See `Placement`; over the hosts there is one.
+        shard_groups: See `Placement`; 1 over the hosts.
 
     Raises:
         MeshError: If JAX has no CPU backend, over the hosts.
@@ -52,7 +52,7 @@ class GlobalArrays:
         self.over_hosts = over == "host"
         if self.over_hosts:
             self.places = _by_process(replicas)
-            self.devices = _hosts([replicas[own[0]].process for own in self.places])
+            self.devices = _hosts([replicas[numbers[0]].process for numbers in self.places])
         else:
             self.places = tuple((r.index,) for r in replicas)
             self.devices = tuple(d for r in replicas for d in r.devices)
@@ -66,12 +66,12 @@ class GlobalArrays:
         self.mesh = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
         here = jax.process_index()
         self._host = next(d for d in self.devices if d.process_index == here)
-        #: Whether arrays wait in the memory in which they are computed.
+        #: Whether collectives read arrays in the memory in which they are computed.
         self.is_in_place = self.local[0].devices[0].platform == self._host.platform
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one place, which is one device: its arrays are used as they are."""
+        """Whether there is one place of one device, whose arrays are used as they are."""
         return len(self.places) == 1 and not self.axes
 
     @property
@@ -81,54 +81,50 @@ class GlobalArrays:
 
     @property
     def inner_spec(self) -> P:
-        """Of what each device of a place has of its own, one after another."""
+        """PartitionSpec of an array with a shard for each device of a place, in order."""
         return to_spec([[name for name, _ in self.axes]])
 
     @property
     def own_spec(self) -> P:
-        """Of what each device of each place of a group has of its own, one after another."""
+        """PartitionSpec of an array with a shard for each device of each place of a group."""
         return to_spec([[DATA_AXIS, *(name for name, _ in self.axes)]])
 
     @property
     def is_ring(self) -> bool:
         """Whether a reduce-scatter is a ring of permutes.
 
-        XLA's over Gloo was seen to add up what had not yet come, between processes on a slow link.
+        XLA's over Gloo was seen to add data before it arrived, between processes on a slow link.
         """
         return self.devices[0].platform == "cpu"
 
     def sharding(self, spec: P) -> Sharding:
-        """Of an array that lies so over the places and axes."""
+        """The sharding of a PartitionSpec over the places and axes."""
         if self.is_single:
             return SingleDeviceSharding(self._host)
         return NamedSharding(self.mesh, spec)
 
     def stacked(self, spec: P) -> P:
-        """The spec of the arrays of all places, one after another in the first dimension.
+        """PartitionSpec of the arrays of all places, concatenated in the first dimension.
 
         Args:
-            spec: How each of them lies on the axes.
+            spec: PartitionSpec of each array over the axes.
         """
         return P((*self.names, *names_of(spec[0] if len(spec) else None)), *spec[1:])
 
-    def lengths(self, of_copies: Sequence[int]) -> tuple[int, ...]:
-        """Elements at each place of a group.
-
-        Args:
-            of_copies: Elements of each copy of it.
-        """
-        return tuple(sum(of_copies[c] for c in own) for own in self.places[: self.num_members])
+    def lengths(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Elements at each place of a group, from the elements of each of its replicas."""
+        return tuple(sum(lengths[i] for i in place) for place in self.places[: self.num_members])
 
     def check_in_order(self) -> None:
-        """Refuse places whose copies do not follow each other: they have one piece together.
+        """Refuse places whose replicas are not consecutive, for a place has one chunk of them all.
 
         Raises:
             PlanError: If there are any.
         """
-        if [c for own in self.places for c in own] != [*range(len(self.replicas))]:
+        if [i for place in self.places for i in place] != [*range(len(self.replicas))]:
             raise PlanError(
-                "replicas: with sums.over='host' and placement.zero the copies of a process must "
-                "follow each other: put the devices of each process together"
+                "replicas: with sums.over='host' and placement.zero the replicas of a process must "
+                "be consecutive: put the devices of each process together"
             )
 
     # -- to one array ----------------------------------------------------------------------------
@@ -139,10 +135,10 @@ class GlobalArrays:
         per_replica: Sequence[PyTree],
         join: Callable[[Any, Any], Any] = operator.add,
     ) -> Callable[[], PyTree]:
-        """What gives `stack`, whose work is done, or from an accelerator on its way, by then."""
+        """A function with the result of `stack`; transfers from an accelerator begin now."""
         if self.is_in_place:
-            found = self.stack(specs, per_replica, join)
-            return lambda: found
+            stacked = self.stack(specs, per_replica, join)
+            return lambda: stacked
         for x in jax.tree.leaves(per_replica):
             x.copy_to_host_async()
         return functools.partial(self.stack, specs, per_replica, join)
@@ -153,12 +149,12 @@ class GlobalArrays:
         per_replica: Sequence[PyTree],
         join: Callable[[Any, Any], Any] = operator.add,
     ) -> PyTree:
-        """One tree for all places, whose arrays follow each other in the first dimension.
+        """One tree for all places, whose arrays are concatenated in the first dimension.
 
         Args:
-            specs: How each leaf lies on the axes.
-            per_replica: For each local copy its tree, arrays at least 1-D.
-            join: Makes one array of those of two copies at one place.
+            specs: PartitionSpec of each leaf over the axes.
+            per_replica: For each local replica its tree, arrays at least 1-D.
+            join: Combines the arrays of two replicas at one place.
         """
         if self.is_single and not self.over_hosts:
             return per_replica[0]
@@ -166,19 +162,19 @@ class GlobalArrays:
         flat = [jax.tree.flatten(tree) for tree in per_replica]
         stacked = []
         for i, spec in enumerate(leaves):
-            arrays = [own[i] for own, _ in flat]
+            arrays = [tree_leaves[i] for tree_leaves, _ in flat]
             if self.over_hosts:
                 arrays = [functools.reduce(join, map(self._on_host, arrays))]
             stacked.append(self._one(arrays, self.stacked(spec)))
         return jax.tree.unflatten(flat[0][1], stacked)
 
     def join(self, pieces: Sequence[jax.Array], lengths: Sequence[int]) -> jax.Array:
-        """Flat pieces of the local copies, each place's filled up to the longest.
+        """One array of the local replicas' flat pieces, each place padded to the longest.
 
         Args:
-            pieces: The first `lengths[copy]` elements of each count.
-            lengths: Of all copies of a group, in others it is the same; of copies of several
-                devices, what each device has.
+            pieces: Of each the first `lengths[replica]` elements count.
+            lengths: Elements of each replica of a group, the same in all groups; elements of each
+                device, where replicas have several.
         """
         longest = max(self.lengths(lengths))
         if self.axes:
@@ -186,17 +182,19 @@ class GlobalArrays:
             return self._one([self._of_size(r, x, longest) for r, x in pairs], self.own_spec)
         if not self.over_hosts:
             return self._one([widened(x, longest) for x in pieces], P(DATA_AXIS))
-        own = [self._on_host(x) for x in pieces]
-        if len(own) > 1:
+        on_host = [self._on_host(x) for x in pieces]
+        if len(on_host) > 1:
             sizes = [lengths[r.index] for r in self.local]
-            own = [jnp.concatenate([widened(x, n) for x, n in zip(own, sizes, strict=True)])]
-        return self._one([widened(own[0], longest)], P(DATA_AXIS))
+            on_host = [
+                jnp.concatenate([widened(x, n) for x, n in zip(on_host, sizes, strict=True)])
+            ]
+        return self._one([widened(on_host[0], longest)], P(DATA_AXIS))
 
     def over_all(self, per_replica: Sequence[jax.Array], spec: P) -> jax.Array:
-        """An array that all copies have alike as one; moves nothing but to a host.
+        """A replicated array as one global array; moves data only to a host.
 
         Args:
-            spec: How it lies on the axes.
+            spec: PartitionSpec over the axes.
         """
         arrays = [self._on_host(per_replica[0])] if self.over_hosts else per_replica
         if self.is_single:
@@ -222,7 +220,7 @@ class GlobalArrays:
         return jax.device_put(x if self.is_in_place else np.asarray(x), self._host)
 
     def _of_size(self, replica: Replica, x: jax.Array, size: int) -> jax.Array:
-        """A flat piece of each device of a copy, cut or filled up with zeros to a size."""
+        """A flat piece of each device of a replica, cut or padded with zeros to a size."""
         if x.shape == (size * self.num_inner,):
             return x
         return _widened_each(replica, self.inner_spec, size)(x)  # type: ignore[no-any-return]
@@ -232,13 +230,13 @@ class GlobalArrays:
     def local_parts(
         self, x: jax.Array, spec: P, shape: tuple[int, ...] | None = None
     ) -> list[jax.Array]:
-        """An array that all places have alike, or a place's own part of it, on each local copy.
+        """A replicated array, or a place's shard of one, on each local replica.
 
-        Moves nothing but from a host.
+        Moves data only from a host.
 
         Args:
-            spec: How it lies on the axes inside a copy, or what each copy has of it does.
-            shape: Of what each copy of several devices has of it; None: all of it.
+            spec: PartitionSpec of the array, or of a replica's shard, over the axes in a replica.
+            shape: Shape on each replica of several devices; None: that of the whole array.
         """
         if self.over_hosts:
             [shard] = x.addressable_shards
@@ -256,16 +254,17 @@ class GlobalArrays:
         ]
 
     def part(self, x: jax.Array, lengths: Sequence[int]) -> list[jax.Array]:
-        """From what `join` made to the piece of each local copy, filled up to the longest; of a
-        copy of several devices the pieces without that.
+        """The inverse of `join`: the piece of each local replica.
+
+        It is padded to the longest, but on a replica of several devices it is not.
 
         Args:
-            lengths: Of all copies of a group.
+            lengths: Elements of each replica of a group.
         """
         if self.axes:
             parts = self.local_parts(x, self.inner_spec, (max(lengths) * self.num_inner,))
-            own = [max(lengths[r.index % len(lengths)], 1) for r in self.local]
-            return list(map(self._of_size, self.local, parts, own))
+            sizes = [max(lengths[r.index % len(lengths)], 1) for r in self.local]
+            return list(map(self._of_size, self.local, parts, sizes))
         if len(self.places) == len(self.replicas):
             return self.local_parts(x, P(DATA_AXIS))
         [shard] = x.addressable_shards
@@ -277,19 +276,19 @@ class GlobalArrays:
 
 
 def widened(x: jax.Array, size: int) -> jax.Array:
-    """An array, flat, cut or filled up with zeros to a size."""
+    """A flattened array, cut or padded with zeros to a size."""
     return x if x.shape == (size,) else _widened(x, size)
 
 
 @functools.cache
-def _widened_each(replica: Replica, lie: P, size: int) -> Any:
-    """`widened` on each device of a copy."""
+def _widened_each(replica: Replica, spec: P, size: int) -> Any:
+    """`widened` on each device of a replica."""
     return jax.jit(
         jax.shard_map(
             functools.partial(_widened, size=size),
             mesh=replica.mesh,
-            in_specs=lie,
-            out_specs=lie,
+            in_specs=spec,
+            out_specs=spec,
             check_vma=False,
         )
     )
@@ -302,10 +301,10 @@ def _widened(x: jax.Array, size: int) -> jax.Array:
 
 
 def _by_process(replicas: Sequence[Replica]) -> tuple[tuple[int, ...], ...]:
-    found: dict[int, tuple[int, ...]] = {}
+    numbers: dict[int, tuple[int, ...]] = {}
     for r in replicas:
-        found[r.process] = (*found.get(r.process, ()), r.index)
-    return tuple(found.values())
+        numbers[r.process] = (*numbers.get(r.process, ()), r.index)
+    return tuple(numbers.values())
 
 
 def _hosts(processes: Sequence[int]) -> tuple[jax.Device, ...]:
@@ -325,11 +324,7 @@ _MESSAGE_BYTES = 1 << 24
 
 
 class HostSums:
-    """Sums over all processes.
-
-    Args:
-        replicas: All copies of the model.
-    """
+    """Sums of host arrays over all processes."""
 
     def __init__(self, devices: Sequence[jax.Device], replicas: Sequence[Replica]):
         self._devices, self._replicas = tuple(devices), tuple(replicas)
@@ -348,7 +343,7 @@ class HostSums:
         """Sum a host array over all processes, bit for bit where the others hold zeros.
 
         Args:
-            rows: Any 32-bit dtype, any shape, of this process.
+            rows: Any shape, any 32-bit dtype.
 
         Returns:
             The sum of the bit patterns, of the same dtype and shape.
@@ -365,14 +360,14 @@ class HostSums:
         return np.asarray(total).view(rows.dtype).reshape(rows.shape)
 
     def exchange_bits(self, host: np.ndarray) -> np.ndarray:
-        """`exchange` of an array of any dtype and size, in place, in messages of bounded size."""
+        """`exchange` in place for any dtype and size, in messages of bounded size."""
         if jax.process_count() == 1 or not host.size:
             return host
         data = host.reshape(-1).view(np.uint8)
         size = min(_MESSAGE_BYTES, -(-data.size // 4) * 4)
         for start in range(0, data.size, size):
             piece = data[start : start + size]
-            message = np.zeros(size, np.uint8)  # of one size: one program
+            message = np.zeros(size, np.uint8)  # one size, so one program
             message[: piece.size] = piece
             piece[:] = self.exchange(message.view(np.int32)).view(np.uint8)[: piece.size]
         return host
@@ -381,7 +376,7 @@ class HostSums:
         """An array of the first local replica, whole in host memory; all processes call this.
 
         Args:
-            x: As that replica holds it, or over all replicas.
+            x: The array on that replica, or over all replicas.
         """
         is_over_all = isinstance(x, jax.Array) and not x.is_fully_addressable
         if not is_over_all and not any(r.spans_processes for r in self._replicas):
@@ -392,7 +387,7 @@ class HostSums:
         """An array of the first replica of all, whole in host memory; all processes call this.
 
         Args:
-            x: As the first local replica holds it, or over all replicas.
+            x: The array on the first local replica, or over all replicas.
         """
         host = np.zeros(x.shape, x.dtype)
         if self._replicas[0].is_local or x.sharding.device_set == set(self._devices):
@@ -402,17 +397,13 @@ class HostSums:
         return self.exchange_bits(host)
 
 
-def told_bits(
-    numbers: Sequence[np.ndarray], replicas: Sequence[Replica], num: int
+def stat_rows(
+    per_replica: Sequence[np.ndarray], replicas: Sequence[Replica], num: int
 ) -> list[list[jax.Array]]:
-    """The bits of what each local replica tells, in its row; zeros in those of others.
-
-    Args:
-        numbers: float32 of each.
-    """
-    told = []
-    for row, replica in zip(numbers, replicas, strict=True):
-        bits_DN = np.zeros((num, row.size), np.int32)
-        bits_DN[replica.index] = row.view(np.int32)
-        told.append([replica.put(bits_DN)])
-    return told
+    """int32[D, N] for each local replica: the bits of its float32 statistics in its row, else 0."""
+    rows = []
+    for stats, replica in zip(per_replica, replicas, strict=True):
+        bits_DN = np.zeros((num, stats.size), np.int32)
+        bits_DN[replica.index] = stats.view(np.int32)
+        rows.append([replica.put(bits_DN)])
+    return rows

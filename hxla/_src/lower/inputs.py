@@ -1,4 +1,4 @@
-"""What lowering reads besides the graph: the user's words, and what a plan says of copies."""
+"""Inputs of lowering besides the graph: the user's settings, and a plan's sharding."""
 
 import dataclasses
 import functools
@@ -18,7 +18,8 @@ from ..model.over_batch import OverBatch, TracedOverBatch
 from ..plan.axis_assignment import shard_graph
 from ..plan.layout import to_spec
 from ..plan.linked_dims import LinkedDims, planned_parts
-from ..plan.ownership import SUMMED_STATE, Ownership, TracedUpdate, ownership, traced_update
+from ..plan.ownership import SUMMED_STATE, Ownership, TracedUpdate, traced_update
+from ..plan.ownership import ownership as make_ownership
 from ..plan.plan import Plan
 from ..plan.sharding import Sharded
 from .padding import Padding
@@ -27,18 +28,17 @@ from .uneven import Uneven
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
-    """What is trained, and what a step means: the user's words, which no plan changes.
+    """What is trained, and the meaning of a step: the user's settings, which no plan changes.
 
     Attributes:
         seed: Root of all random keys.
-        mean: Whether the update sees the gradient of the batch's mean loss, or of its sum.
-        microbatch_clip_norm: Global norm to which each microbatch's own gradient is clipped; None:
-            not at all.
-        update_clip_norm: That to which the gradient of a step is; None: likewise.
-        num_groups: Parts in which parameters are updated one after another.
-        offload_directory: Folder for state that waits on a disk; None: the system's own.
-        over_batch: The loss, where it is one over the whole batch; None: it is not.
-        eval_over_batch: The same of the loss for evaluation.
+        mean: Whether the update reads the gradient of the batch's mean loss; else of its sum.
+        microbatch_clip_norm: Global norm to which microbatch gradients are clipped; None: no clip.
+        update_clip_norm: Global norm to which the gradient of a step is clipped; None: no clip.
+        num_groups: Groups of parameters, updated one after another.
+        offload_directory: Folder for state offloaded to a disk; None: the system's.
+        over_batch: The loss, if it is one over the whole batch; else None.
+        eval_over_batch: The loss for evaluation, if it is one over the whole batch; else None.
     """
 
     model: Functional
@@ -54,87 +54,88 @@ class Training:
 
     @functools.cached_property
     def traced_update(self) -> TracedUpdate:
-        """The optimizer's, of what it trains, with the clip of a step's gradient before it."""
-        return self._traced(self.update_clip_norm)
+        """The optimizer's update, after the clip of a step's gradient."""
+        return self._trace_update(self.update_clip_norm)
 
     @property
     def written_update(self) -> ClosedJaxpr:
-        """The same without the clip."""
+        """The optimizer's update without the clip."""
         is_same = self.update_clip_norm is None
-        return (self.traced_update if is_same else self._traced(None)).update.closed
+        return (self.traced_update if is_same else self._trace_update(None)).update.closed
 
-    def _traced(self, clip_norm: float | None) -> TracedUpdate:
+    def _trace_update(self, clip_norm: float | None) -> TracedUpdate:
         params = jax.eval_shape(lambda tree: tree, self.model.trained)
         return traced_update(self.optimizer, params, clip_norm)
 
 
 def ownership_of(training: Training, plan: Plan) -> Ownership | None:
-    """Which copy updates what, if not each everything."""
+    """The units that each replica updates; None: each updates everything."""
     if not plan.placement.zero:
         return None
-    own = ownership(training.traced_update, plan.granules)
-    own = dataclasses.replace(own, cuts_params=plan.placement.zero > 2)
+    ownership = make_ownership(training.traced_update, plan.granules)
+    ownership = dataclasses.replace(ownership, cuts_params=plan.placement.zero > 2)
     if plan.axes:
-        own = _on_axes(own, training, plan)
-    if plan.placement.optimizer != "device" and own.summed_state:
+        ownership = _with_axes(ownership, training, plan)
+    if plan.placement.optimizer != "device" and ownership.summed_state:
         raise PlanError(f"placement.optimizer: {SUMMED_STATE}: use 'device'")
     names = leaf_names(training.model.trained)
-    whole = tuple(n for n, o in zip(names, own.shares.owners, strict=True) if o is not None)
+    whole = tuple(n for n, o in zip(names, ownership.shares.owners, strict=True) if o is not None)
     if whole != plan.placement.whole:
         raise PlanError(
             f"placement.whole: the optimizer treats {', '.join(whole) or 'no parameter'} as a "
             f"whole, the plan says {', '.join(plan.placement.whole) or 'none'}"
         )
-    return own
+    return ownership
 
 
-def _on_axes(own: Ownership, training: Training, plan: Plan) -> Ownership:
-    """Who updates what, where several devices hold each copy."""
+def _with_axes(ownership: Ownership, training: Training, plan: Plan) -> Ownership:
+    """The ownership with the axes and PartitionSpecs inside replicas."""
     trained = itertools.compress(plan.parameters, training.model.is_trained)
-    specs = [P()] * len(own.owners)
-    parts: list[Any] = [()] * len(own.owners)
-    for layout, domain in zip(trained, own.update.domain_of, strict=False):
+    specs = [P()] * len(ownership.owners)
+    parts: list[Any] = [()] * len(ownership.owners)
+    for layout, domain in zip(trained, ownership.update.domain_of, strict=False):
         if domain is not None:
             specs[domain], parts[domain] = to_spec(layout.spec), layout.sizes
     axes = tuple((axis.name, axis.size) for axis in plan.axes)
     is_uneven = any(map(any, parts))
     return dataclasses.replace(
-        own, axes=axes, specs=tuple(specs), parts=tuple(parts) if is_uneven else ()
+        ownership, axes=axes, specs=tuple(specs), parts=tuple(parts) if is_uneven else ()
     )
 
 
 def whole_ownership_of(
     training: Training, plan: Plan, leaves: Sequence[tuple[P, Padding]]
 ) -> Ownership | None:
-    """What each replica updates where each updates everything, by the arithmetic of shared state.
+    """The ownership where each replica updates everything, with the arithmetic of ZeRO.
 
-    None where sums are of floats, and where the optimizer treats parameters as a whole or keeps
-    state in another shape than the sharded parameter of it: there one program decides the bits.
+    None for float sums, and for optimizers that treat parameters as a whole or whose state is
+    sharded unlike its parameter: there one program decides the bits.
 
     Args:
-        leaves: How each leaf of the optimizer's state is sharded and padded.
+        leaves: PartitionSpec and padding of each leaf of the optimizer's state.
     """
     if plan.placement.zero or (plan.sums.kind != "exact" and not plan.is_uneven):
         return None
     traced = training.traced_update
-    own = dataclasses.replace(ownership(traced, (1,)), is_whole=True)
-    domains = own.update.domain_of
-    if any(d is not None and not own.update.slices[d] for d in domains[: own.num_params]):
+    ownership = dataclasses.replace(make_ownership(traced, (1,)), is_whole=True)
+    domains = ownership.update.domain_of
+    param_domains = domains[: ownership.num_params]
+    if any(d is not None and not ownership.update.slices[d] for d in param_domains):
         return None
     if not plan.axes:
-        return own
-    own = _on_axes(own, training, plan)
-    state = zip(domains[own.num_params :], leaves, strict=False)
+        return ownership
+    ownership = _with_axes(ownership, training, plan)
+    state = zip(domains[ownership.num_params :], leaves, strict=False)
     alike = [
-        (spec, padding) == (own.spec(d), Padding(own.parts_of(d)))
+        (spec, padding) == (ownership.spec(d), Padding(ownership.parts_of(d)))
         for d, (spec, padding) in state
         if d is not None
     ]
-    return own if all(alike) else None
+    return ownership if all(alike) else None
 
 
 def sharded_of(graph: Graph, plan: Plan) -> Sharded | None:
-    """What the axes inside a replica, or inside its stages, cut."""
+    """The graph sharded over the axes inside a replica or its stages; None: no such axes."""
     axes = plan.inner_axes
     if not axes:
         return None
@@ -147,7 +148,7 @@ def sharded_of(graph: Graph, plan: Plan) -> Sharded | None:
 
 
 def uneven_of(sharded: Sharded | None, plan: Plan) -> Uneven | None:
-    """The same, where the parts of devices may be unlike."""
+    """The sharded graph with unlike shards; None: shards are alike."""
     if sharded is None or not plan.is_uneven:
         return None
     [axis] = plan.axes

@@ -30,7 +30,7 @@ from .compile import (
     text_of,
 )
 from .contribution import pack_sizes, packs_of, tensors_of
-from .disk import shelf_maker
+from .disk import buffer_maker
 from .evaluation import Evaluation
 from .first_pass import OverBatchPasses
 from .forward import Forward
@@ -42,7 +42,7 @@ from .pipeline import Pipeline
 from .replica import Replica, StateSpecs, device_bytes
 from .runners import Runner, chains, param_groups, pipeline_spec
 from .sharded_params import ShardedParams
-from .state import of_opt_state
+from .state import opt_state_values
 from .store import Store
 from .sum import Reducer
 from .uneven import Uneven
@@ -54,22 +54,23 @@ from .zero_state import ZeroState
 
 
 class Programs:
-    """What the local devices run; it holds no state of training.
+    """The programs of the local devices, without training state.
 
     Attributes:
-        plan: That it was lowered by.
-        reducer: The sums over all replicas.
-        runners: For each local replica what runs its microbatches.
+        plan: The plan of the programs.
+        reducer: The all-reduce over all replicas.
+        runners: The runner of each local replica's microbatches.
         over_batch: The first passes of losses over the whole batch.
-        trained: Places of the parameters that are trained.
-        contribution: How they join the sums.
-        sharded: What the axes inside a copy cut; None: there are none.
-        own: Which copy updates what; None: each updates everything.
-        gather: Hands what each copy updated to all; None likewise, and where they keep it.
-        sharded_params: Gathers the parameters of which each copy keeps its share; None: all have
-            them.
-        layered: Runs the microbatches of all local replicas segment by segment, or what of stages
-            is shared out before and after them; None: each runner runs those of its own.
+        trained: Places of the trained parameters.
+        contribution: How gradients are added to the sums.
+        sharded: The graph sharded over the axes inside a replica; None: there are no axes.
+        ownership: The units that each replica updates; None: each updates everything.
+        gather: All-gather of updated parameters (ZeRO 1 and 2); None: every replica updates
+            everything, or parameters stay sharded (ZeRO 3).
+        sharded_params: Gathers sharded parameters for microbatches (ZeRO 3); None: replicas have
+            whole parameters.
+        layered: Runs the microbatches of all local replicas segment by segment, or the collectives
+            of pipeline stages before and after them; None: each runner runs its microbatches.
     """
 
     def __init__(self, training: Training, graph: Graph, plan: Plan, devices: Devices):
@@ -91,18 +92,18 @@ class Programs:
             if sharded is not None and plan.pipeline is None
             else ([P()] * len(self.tensors.aux))
         )
-        of_state = functools.partial(of_opt_state, training.optimizer, model.trained)
+        for_opt_state = functools.partial(opt_state_values, training.optimizer, model.trained)
         params = [Padding(layout.sizes) for layout in plan.parameters]
         padding = StatePadding(
             params=params,
             aux=[Padding()] * len(aux) if uneven is None else uneven.aux_paddings(),
-            opt_state=of_state(self._of_trained(params), Padding()),
+            opt_state=for_opt_state(self._of_trained(params), Padding()),
             trained=self.trained,
         )
         self._specs = StateSpecs(
             params=specs,
             aux=aux,
-            opt_state=of_state(self._of_trained(specs), P()),
+            opt_state=for_opt_state(self._of_trained(specs), P()),
             padding=padding,
         )
         self.tensors = dataclasses.replace(
@@ -113,28 +114,28 @@ class Programs:
             aux=tuple(p.like(x) for p, x in zip(padding.aux, self.tensors.aux, strict=True)),
         )
         rows = {names.index(s.name): s.most_rows for s in plan.sums.sparse if s.name in names}
-        lie = [
+        tensor_specs = [
             *self._of_trained(specs),
             *itertools.compress(aux, self.tensors.is_summed),
         ]
-        is_whole = plan.pipeline is None and not plan.axes  # on each device of its own
-        # Whether rows travel alone must not move a bit.
+        is_whole = plan.pipeline is None and not plan.axes  # one device has a whole replica
+        # Whether only nonzero rows are sent must not change a bit.
         by_rows = rows_read(graph)
         could_be_rows = [i for i, p in enumerate(self.trained) if p in by_rows]
-        self.own = ownership_of(training, plan)
-        #: Whether the same program gives unlike bits on some of the devices.
+        self.ownership = ownership_of(training, plan)
+        #: Whether devices of unlike kinds give unlike bits with the same program.
         self.is_of_unlike_devices = are_unlike(device.kind for device in plan.devices)
         groups: list[tuple[int, tuple[int, ...]]] = []
         sums_of: Sequence[Sequence[int]] | None = None
         runner: Callable[[Replica], Runner]
         if plan.pipeline is None:
-            alone = could_be_rows if is_whole else range(len(lie))
-            given = training, graph, plan, self.tensors, self.trained
-            chain = chain_spec(*given, alone, lie, uneven or sharded)
+            alone = could_be_rows if is_whole else range(len(tensor_specs))
+            inputs = training, graph, plan, self.tensors, self.trained
+            chain = chain_spec(*inputs, alone, tensor_specs, uneven or sharded)
             self.packs = chain.packs
             self.contribution, runner = chain.contribution, chains(plan, chain)
             if plan.placement.zero > 1:
-                elements = pack_sizes(self.tensors, self.packs, lie, plan.axis_sizes)
+                elements = pack_sizes(self.tensors, self.packs, tensor_specs, plan.axis_sizes)
                 groups = sum_groups(last_packs(chain), elements)
                 sums_of = [packs for _, packs in groups]
         else:
@@ -142,27 +143,27 @@ class Programs:
             stages = pipeline_spec(training, graph, plan, self.tensors, self.trained, sharded)
             self.contribution, runner = stages.contribution, functools.partial(Pipeline, stages)
             if plan.placement.zero > 1:
-                of_slots = [group.trained for group in stages.slot_groups]
-                sums_of = stage_groups(of_slots, self.trained, len(lie))
+                slot_tensors = [group.trained for group in stages.slot_groups]
+                sums_of = stage_groups(slot_tensors, self.trained, len(tensor_specs))
         self.reducer = Reducer(
             replicas,
             self.contribution,
             self.tensors,
-            lie,
+            tensor_specs,
             row_shape=(plan.num_microbatches, num_columns(graph.metrics)),
             packs=self.packs,
             rows=rows,
-            # Those of a pipeline are made from what its stages keep.
+            # A pipeline makes its sums anew from the accumulators of its stages.
             release=plan.placement.sums == "released"
             or plan.pipeline is not None
             or sums_of is not None,
-            own=self.own,
+            ownership=self.ownership,
             shard_groups=plan.placement.shard_groups,
             cuts=self._cuts_of_sums(uneven, replicas),
             groups=sums_of,
             has_waves=plan.placement.waves > 1,
         )
-        keeps = self.own is None or not self.own.sends_params
+        keeps = self.ownership is None or not self.ownership.sends_params
         self.gather = (
             None
             if keeps
@@ -182,13 +183,13 @@ class Programs:
             contribution=self.contribution,
             num_microbatches=plan.num_microbatches,
             num_groups=training.num_groups,
-            of_totals=self.reducer.of_totals,
+            total_tensors=self.reducer.total_tensors,
             chunks=self.reducer.chunks,
             padding=padding,
         )
-        #: Of tables of totals; none where the devices of a replica have parts of them.
+        #: Rows of the largest table of totals; 0 if a replica's devices have shards.
         self.num_rows = 0 if local[0].axes else num_rows(update)
-        self._updates = self._updates_of(update, aux)
+        self._updates = self._make_updates(update, aux)
         self.update = self._updates.run
         forward = functools.partial(
             Forward,
@@ -201,19 +202,21 @@ class Programs:
         self.evaluation = Evaluation(model, training.seed, plan.microbatch_size, forward)
         self.over_batch = OverBatchPasses(training, plan, self.reducer.host, local[0], forward)
 
-    def _updates_of(self, spec: UpdateSpec, aux: Sequence[P]) -> Updates:
-        """What runs the updates of the local replicas."""
+    def _make_updates(self, spec: UpdateSpec, aux: Sequence[P]) -> Updates:
+        """The updates of the local replicas."""
         training, plan, is_spec = self.training, self.plan, lambda s: isinstance(s, P)
         params, opt_state = self._of_trained(self._specs.params), self._specs.opt_state
         leaves = jax.tree.leaves(opt_state, is_leaf=is_spec)
-        own = self.own
+        ownership = self.ownership
         words_are_whole = not any(map(any, itertools.compress(aux, self.tensors.is_decided)))
-        if own is None and words_are_whole:
+        if ownership is None and words_are_whole:
             paddings = spec.padding.of_opt_state
-            own = whole_ownership_of(training, plan, [*zip(leaves, paddings, strict=True)])
-        if own is not None:
+            ownership = whole_ownership_of(training, plan, [*zip(leaves, paddings, strict=True)])
+        if ownership is not None:
             specs, tier = (params, leaves, aux), plan.placement.optimizer
-            return updates_of(spec, self.reducer, own, specs, tier, lambda i: self._shapes(i)[2])
+            return updates_of(
+                spec, self.reducer, ownership, specs, tier, lambda i: self._shapes(i)[2]
+            )
         closed, norm = training.written_update, training.update_clip_norm
         programs = [
             traced_program(spec, closed, norm, replica, params, opt_state, aux)
@@ -224,7 +227,7 @@ class Programs:
     def _cuts_of_sums(
         self, uneven: Uneven | None, replicas: Sequence[Replica]
     ) -> list[Cut | None] | None:
-        """How the sums are cut into unlike parts, where the devices here have one place alike."""
+        """Cuts of the sums into unlike shards, if local devices are at one place of replicas."""
         local = [replica for replica in replicas if replica.is_local]
         places = {replica.only_place for replica in local}
         if uneven is None or None in places or len(places) > 1:
@@ -233,15 +236,15 @@ class Programs:
 
     @property
     def pipelines(self) -> dict[int, Pipeline]:
-        """Those with a device here, by replica."""
+        """The pipelines with a local device, by replica."""
         pairs = zip(self.reducer.local, self.runners, strict=True)
-        return {r.index: own for r, own in pairs if isinstance(own, Pipeline)}
+        return {r.index: runner for r, runner in pairs if isinstance(runner, Pipeline)}
 
     def _of_trained(self, each: Sequence[Any]) -> list[Any]:
         return [each[i] for i in self.trained]
 
     def store(self) -> Store:
-        """A place for the state of a session."""
+        """A store for the state of a session."""
         training = self.training
         return Store(
             training.model,
@@ -249,34 +252,36 @@ class Programs:
             self.reducer,
             self._specs,
             self.plan.sums,
-            self._own_state,
-            shelf_maker(self.plan.placement.optimizer, training.offload_directory),
+            self._zero_state,
+            buffer_maker(self.plan.placement.optimizer, training.offload_directory),
             self.plan.placement.parameters == "host",
         )
 
     @functools.cached_property
-    def _own_state(self) -> ZeroState | None:
-        """Where what each copy has a part of is; None: all copies have everything."""
-        if self.own is None:
+    def _zero_state(self) -> ZeroState | None:
+        """The state that is sharded over replicas; None: every replica has all of it."""
+        if self.ownership is None:
             return None
         model, optimizer = self.training.model, self.training.optimizer
         state = jax.tree.leaves(optimizer.state_shapes(model.trained))
         params, aux = jax.tree.leaves(model.params), jax.tree.leaves(model.aux)
-        has = self.own.of_leaves(model.is_trained, len(aux))
+        shares_and_domains = self.ownership.of_leaves(model.is_trained, len(aux))
         leaves = [*params, *aux, *state]
-        return ZeroState(self.own, self.reducer, leaves, *has, self._specs.leaves())
+        return ZeroState(
+            self.ownership, self.reducer, leaves, *shares_and_domains, self._specs.leaves()
+        )
 
     def _sharded_params(self) -> ShardedParams:
-        own = self._own_state
-        assert own is not None
-        assert self.own is not None
+        zero = self._zero_state
+        assert zero is not None
+        assert self.ownership is not None
         groups, low = param_groups(self.runners[0], self.trained, self.contribution.is_exact)
         return ShardedParams(
             self.reducer,
-            self.own,
+            self.ownership,
             self.tensors.params,
             self._of_trained(self._specs.params),
-            lambda t, copy: own.like(self.trained[t], copy),
+            lambda t, copy: zero.like(self.trained[t], copy),
             groups,
             low,
             compiler_options(self.reducer.local[0].devices[0].platform, self.plan.sums),
@@ -284,13 +289,13 @@ class Programs:
 
     def _layered(self, groups: Sequence[tuple[int, Sequence[int]]]) -> LayerwiseStep:
         runners = [runner for runner in self.runners if isinstance(runner, ChainRunner)]
-        own = self.reducer, groups, self.trained, self.sharded_params, self.plan.placement
-        return LayerwiseStep(runners, *own)
+        shared = self.reducer, groups, self.trained, self.sharded_params, self.plan.placement
+        return LayerwiseStep(runners, *shared)
 
     @property
-    def _more(self) -> Any:
-        """What programs depend on besides the kinds of devices."""
-        return None if self.own is None else self.own.program_key
+    def _program_key(self) -> Any:
+        """The key of programs, besides the kinds of devices."""
+        return None if self.ownership is None else self.ownership.program_key
 
     def compile(
         self,
@@ -298,48 +303,55 @@ class Programs:
         tell: Callable[[str], None] = lambda _: None,
         check: Callable[[Mapping[str, str]], None] | None = None,
     ) -> None:
-        """Compile ahead all that a step runs, so that no step waits for a compiler.
+        """Compile all programs of a step, so that no step waits for a compiler.
 
         Args:
             over: Like `map`, perhaps on several threads.
-            tell: Called with what is being done.
-            check: Is given the text of each program by its name, before any is compiled; but for
-                the forwards of copies that are cut, which say how what they keep lies.
+            tell: Called with a report.
+            check: Called with the texts of programs by name before any is compiled, without the
+                forwards of sharded replicas, whose texts depend on how residuals are sharded; then
+                with the order of collectives.
         """
         if self._updates.each[0].compiled:
             return
         local = self.reducer.local
         tell("tracing and lowering the programs")
-        lowered = {i: self._lowered(i) for i in sorted(set(first_of_kind(local, self._more)))}
+        firsts = sorted(set(first_of_kind(local, self._program_key)))
+        lowered = {i: self._lowered(i) for i in firsts}
         sums = self.reducer.lower()
         gatherer = self.gather or self.sharded_params
         gathers = [] if gatherer is None else gatherer.lower()
         if check is not None:
-            # Of pipelines, processes must agree on every program.
+            # Processes of a pipeline must agree on every program.
             checked = list(lowered.values()) if self.pipelines else [lowered[0]]
             num, text = len(self.runners[0].names), self.runners[0].text
             if self.is_of_unlike_devices:
                 text = str(self.graph.program)
             texts = named_texts(checked, num, text, self._updates.text)
-            of_sums = self.reducer.text or text_of([*sums, *gathers])
-            check({"program of the sums": of_sums} | self.over_batch.texts() | dict(texts))
+            text_of_sums = self.reducer.text or text_of([*sums, *gathers])
+            check({"program of the sums": text_of_sums} | self.over_batch.texts() | dict(texts))
         named: list[tuple[str, Any]] = []
-        for i, own in lowered.items():  # the longest first
+        for i, replica_programs in lowered.items():  # the longest first
             names = (*self.runners[i].names, *self._updates.each[i].names)
-            named += zip(names, own, strict=True)
+            named += zip(names, replica_programs, strict=True)
         named += [("the sum of gradients", program) for program in sums]
         named += [("the gather of parameters", program) for program in gathers]
         flat = iter(compile_all(named, over, tell))
-        compiled = {i: list(itertools.islice(flat, len(own))) for i, own in lowered.items()}
+        compiled = {
+            i: list(itertools.islice(flat, len(replica_programs)))
+            for i, replica_programs in lowered.items()
+        }
         self.reducer.adopt(list(itertools.islice(flat, len(sums))))
         if gatherer is not None:
             gatherer.adopt(list(flat))
         if len(local) > len(compiled):
-            tell(f"loading the programs for all {len(local)} copies of the model")
-        programs = for_others(local, lowered, compiled, self._lowered, over, self._more)
-        for runner, update, own in zip(self.runners, self._updates.each, programs, strict=True):
-            runner.adopt(own[: len(runner.names)])
-            update.compiled = own[len(runner.names) :]
+            tell(f"loading the programs for all {len(local)} replicas")
+        programs = for_others(local, lowered, compiled, self._lowered, over, self._program_key)
+        for runner, update, replica_programs in zip(
+            self.runners, self._updates.each, programs, strict=True
+        ):
+            runner.adopt(replica_programs[: len(runner.names)])
+            update.compiled = replica_programs[len(runner.names) :]
         self.over_batch.compile(tell)
         if check is not None and self.runners[0].text:
             check(orders_of(programs[0], self.reducer.programs))
@@ -347,13 +359,13 @@ class Programs:
 
     @property
     def state_bytes(self) -> int:
-        """Of one device between steps, of the state that waits there."""
+        """Bytes of the state on one device between steps."""
         each = range(len(self.reducer.local))
         return max(sum(map(device_bytes, self._state_on_device(i))) for i in each)
 
     def _state_on_device(self, i: int) -> list[Any]:
-        """The shapes of a local replica's state that is not on a host or a disk."""
-        own, placement = self._own_state, self.plan.placement
+        """The shapes of a local replica's state that is not offloaded."""
+        zero, placement = self._zero_state, self.plan.placement
         params, aux, opt_state = self._shapes(i)
         state = jax.tree.leaves(opt_state)
         tiers: list[str] = [placement.parameters] * len(params)
@@ -361,42 +373,42 @@ class Programs:
         return [
             x
             for k, (x, tier) in enumerate(zip([*params, *aux, *state], tiers, strict=True))
-            if tier == "device" or own is None or own.is_common[k]
+            if tier == "device" or zero is None or zero.is_common[k]
         ]
 
     @property
     def most_inputs(self) -> int:
-        """Microbatches whose inputs a device has at once."""
+        """The most microbatches whose inputs are on a device at once."""
         runner = self.runners[0]
         return runner.spec.most if isinstance(runner, Pipeline) else 1
 
-    def memory_bytes(self, held_bytes: int) -> int:
+    def memory_bytes(self, state_bytes: int) -> int:
         """Bytes that one device needs for its state, its sums and the largest of its programs."""
         runner, releases = self.runners[0], self.reducer.releases
         first = self.over_batch.memory_bytes()
         totals = self._bytes_of_params()
         sums = totals * self.contribution.form.num_parts
-        update = max(own.extra_bytes() for own in self._updates.each)
-        most = 4 * self.reducer.num_held
+        update = max(one.extra_bytes() for one in self._updates.each)
+        most = 4 * self.reducer.num_chunk_elements
         if self.layered is not None:
             gathers = 0 if self.gather is None else self.gather.memory_bytes()
             microbatches = self.layered.memory_bytes(max(self.plan.counts))
             if self.plan.placement.parameters != "device":
                 each = map(device_bytes, self._of_trained(self._shapes(0)[0]))
                 update += self._updates.each[0].params_at_once(list(each))
-            kept = held_bytes + runner.kept_bytes
+            kept = state_bytes + runner.kept_bytes
             return kept + max(first, microbatches, most + update, most + gathers)
         microbatches = runner.memory_bytes(sums)
-        totals = totals if self.own is None else most
-        # Sums that are let go make room for the totals.
+        totals = totals if self.ownership is None else most
+        # Freed sums make room for the totals.
         summing = sums + self.reducer.memory_bytes() + (0 if releases else totals)
         gathers = 0 if self.gather is None else self.gather.memory_bytes()
         update = totals + max(update, gathers)
         update += 0 if releases else sums
-        return held_bytes + runner.kept_bytes + max(first, microbatches, summing, update)
+        return state_bytes + runner.kept_bytes + max(first, microbatches, summing, update)
 
     def _bytes_of_params(self) -> int:
-        """Bytes of one device's part of the trained parameters, as float32."""
+        """Bytes of one device's shards of the trained parameters, as float32."""
         replica = self.reducer.local[0]
         return 4 * sum(
             int(np.prod(replica.sharding(s).shard_shape(x.shape), dtype=np.int64))
@@ -405,11 +417,11 @@ class Programs:
 
     # -- lowering --------------------------------------------------------------------------------
 
-    def _like(self, i: int, x: Any, spec: P, own: Padding) -> jax.ShapeDtypeStruct:
-        return self.reducer.local[i].like(own.like(x), spec)
+    def _like(self, i: int, x: Any, spec: P, padding: Padding) -> jax.ShapeDtypeStruct:
+        return self.reducer.local[i].like(padding.like(x), spec)
 
     def _whole_shapes(self, i: int) -> tuple[list[Any], list[Any]]:
-        """Parameters and other variables of a local replica, as microbatches read them."""
+        """Shapes of a local replica's whole parameters and other variables, for microbatches."""
         model, padding = self.training.model, self._specs.padding
         like = functools.partial(self._like, i)
         return (
@@ -418,16 +430,16 @@ class Programs:
         )
 
     def _shapes(self, i: int) -> tuple[list[Any], list[Any], Any]:
-        """Parameters, other variables and optimizer state of a local replica, as they lie."""
+        """Shapes of a local replica's parameters, other variables and optimizer state."""
         replica, model = self.reducer.local[i], self.training.model
         opt_state = self.training.optimizer.state_shapes(model.trained)
-        own = self._own_state
-        if own is not None:
+        zero = self._zero_state
+        if zero is not None:
             num, num_aux = len(model.is_trained), len(jax.tree.leaves(model.aux))
             treedef = jax.tree.structure(opt_state)
             parts = [
-                replica.like(own.like(k, replica.index), spec)
-                for k, spec in enumerate(own.held_specs)
+                replica.like(zero.like(k, replica.index), spec)
+                for k, spec in enumerate(zero.shard_specs)
             ]
             return (
                 parts[:num],
@@ -439,18 +451,18 @@ class Programs:
         return *self._whole_shapes(i), state
 
     def _lowered(self, i: int) -> list[Any]:
-        """The programs of a local replica's microbatches and its update, not compiled."""
+        """The programs of a local replica's microbatches and update, before compilation."""
         params, aux, opt_state = self._shapes(i)
         scales = jax.ShapeDtypeStruct((len(self.tensors.floats),), np.int32)
         exponents = self.reducer.local[i].like(scales)
         totals, words = self.reducer.result_shapes(i)
         rows = (self.reducer.local[i].like(jax.ShapeDtypeStruct((), np.int32)),) * self.num_rows
         one = np.float32(1)
-        given = UpdateInputs(totals, words, exponents, weight=one, value=one, rows=rows)
-        own = self._of_trained(params), opt_state, aux, given
+        inputs = UpdateInputs(totals, words, exponents, weight=one, value=one, rows=rows)
+        arguments = self._of_trained(params), opt_state, aux, inputs
         return [
             *self.runners[i].lower(*self._whole_shapes(i), exponents),
-            *self._updates.each[i].lower(*own),
+            *self._updates.each[i].lower(*arguments),
         ]
 
 
@@ -458,9 +470,9 @@ def lower(training: Training, graph: Graph, plan: Plan, devices: Devices) -> Pro
     """The programs of a plan.
 
     Args:
-        graph: Of its loss, traced for the plan's microbatches.
-        plan: Of this loss; it decides everything else.
-        devices: By rank, those of other processes included.
+        graph: The loss, traced for the plan's microbatches.
+        plan: A plan of this loss; it decides everything else.
+        devices: Devices of all processes, by rank.
 
     Raises:
         AnnotationError: If a parameter cannot be cut as the plan says.

@@ -1,7 +1,7 @@
 """Offloaded state and residuals: pinned memory of the host, or a file.
 
-Copies begin when they are asked for and run beside programs. A queue of them would be a queue of
-memory: so before one is asked for, that before it in the same direction must be done.
+Transfers are asynchronous and run beside programs. Each one that is queued holds memory. So a
+transfer starts only when the previous one in the same direction is done.
 
 References:
     Rajbhandari et al., "ZeRO-Infinity: breaking the GPU memory wall for extreme scale deep
@@ -27,68 +27,68 @@ from .units import Group, UpdateGroups, streamed, units_of
 from .zero_state import ZeroState
 
 DEVICE, HOST = "device", "pinned_host"
-#: Of each unit of a group its arrays.
+#: The arrays of each unit of a group.
 GroupState = list[list[jax.Array]]
 
 
 def in_memory(sharding: Sharding, kind: str) -> Sharding:
-    """The same places in another kind of memory."""
+    """The same sharding in another kind of memory."""
     return sharding.with_memory_kind(kind)
 
 
 def check_host_memory(device: jax.Device, key: str) -> None:
-    """Refuse a device that cannot name its host's memory, in which state waits or passes.
+    """Refuse a device without pinned host memory, to which state is offloaded.
 
     Args:
-        key: The field of a plan that asks for it.
+        key: The field of the plan, for the message.
 
     Raises:
-        PlanError: With the kinds of memory that it knows.
+        PlanError: If the device has no such memory.
     """
     kinds = [memory.kind for memory in device.addressable_memories()]
     if HOST not in kinds:
         raise PlanError(
-            f"{key}: {device.device_kind} knows the memory {', '.join(kinds)} and no "
+            f"{key}: {device.device_kind} has the memory kinds {', '.join(kinds)} and no "
             f"{HOST}: use 'device'"
         )
 
 
 class OffloadBuffer(Protocol):
-    """The state of a copy that waits elsewhere, by groups of its update."""
+    """A replica's offloaded state, by groups of its update."""
 
     groups: tuple[Group, ...]
     spec: P
 
     def put(self, g: int, unit: int, k: int, x: jax.Array) -> None:
-        """Keep an array of a unit."""
+        """Store an array of a unit."""
 
     def get(self, g: int, unit: int, k: int) -> jax.Array:
-        """An array of a unit, on the device."""
+        """Fetch an array of a unit to the device."""
 
     def begin(self) -> None:
-        """An update begins with the first group."""
+        """Begin an update with the first group."""
 
     def coming(self, g: int) -> GroupState:
-        """What the program of the group before brings to the device by itself; perhaps nothing."""
+        """A group's state that the previous group's program is to fetch; perhaps nothing."""
 
     def arrived(self, g: int, brought: GroupState) -> GroupState:
-        """A group's state on the device, given what the program before brought."""
+        """A group's state on the device, perhaps as the previous program fetched it."""
 
     def going(self, g: int, state: GroupState) -> GroupState:
-        """Take a group's new state back; what is returned is taken by the next group's program."""
+        """Write back a group's new state; return what the next group's program is to write back."""
 
     def gone(self, g: int, state: GroupState) -> None:
-        """What that program took."""
+        """Store the state that a program wrote back."""
 
     def end(self) -> None:
-        """The update is done."""
+        """End the update."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Free all resources."""
 
 
 class HostBuffer(OffloadBuffer):
-    """State in pinned memory of the host: a group's program brings the next, takes the last."""
+    """Pinned host memory: a group's program fetches the next state and writes back the last."""
 
     def __init__(self, replica: Replica, groups: UpdateGroups):
         self.groups, self.spec = groups.groups, groups.spec
@@ -127,7 +127,7 @@ class HostBuffer(OffloadBuffer):
     def gone(self, g: int, state: GroupState) -> None:
         """See `OffloadBuffer`."""
         if state:
-            # Programs wait in a queue with their arguments: no more than some groups may be there.
+            # Queued programs hold their arguments: block, so that few groups are in the queue.
             jax.block_until_ready(state)
             self._state[g] = state
 
@@ -140,50 +140,50 @@ class HostBuffer(OffloadBuffer):
 
 
 class OffloadedLeaf:
-    """A leaf of the optimizer's state that waits elsewhere.
+    """An offloaded leaf of the optimizer's state.
 
     Args:
-        shape: As the copy has it.
-        places: Of its parts there, in order: group, unit and number among the unit's arrays.
+        shape: Shape of the replica's shard.
+        places: Of each slice, in order, its group, unit and number among the unit's arrays.
     """
 
     def __init__(
         self,
         shape: Sequence[int],
         dtype: Any,
-        shelf: OffloadBuffer,
+        buffer: OffloadBuffer,
         replica: Replica,
         places: Sequence[tuple[int, int, int]],
     ):
-        self.shape, self.dtype, self.shelf = tuple(shape), jnp.dtype(dtype), shelf
+        self.shape, self.dtype, self.buffer = tuple(shape), jnp.dtype(dtype), buffer
         self._replica, self._places = replica, tuple(places)
 
     @property
     def nbytes(self) -> int:
-        """Of the whole."""
+        """Bytes of the leaf."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def put(self, x: jax.Array) -> None:
-        """Keep other values of it."""
+        """Store new values."""
         if len(self._places) == 1:
-            self.shelf.put(*self._places[0], x)
+            self.buffer.put(*self._places[0], x)
             return
         for g, u, k in self._places:
-            unit = self.shelf.groups[g][u]
-            cut = functools.partial(_slice_of, start=unit.start, stop=unit.stop)
-            self.shelf.put(g, u, k, self._each(cut, [x]))
+            unit = self.buffer.groups[g][u]
+            slice_of = functools.partial(_slice_of, start=unit.start, stop=unit.stop)
+            self.buffer.put(g, u, k, self._each(slice_of, [x]))
 
     def get(self) -> jax.Array:
-        """It, whole on the device."""
-        parts = [self.shelf.get(*place) for place in self._places]
+        """The leaf, whole on the device."""
+        parts = [self.buffer.get(*place) for place in self._places]
         whole = parts[0] if len(parts) == 1 else self._each(_joined, parts)
         return whole.reshape(self.shape)
 
     def _each(self, run: Callable[..., jax.Array], arrays: Sequence[jax.Array]) -> jax.Array:
-        """A function of flat arrays, of what each device of the copy has of them."""
+        """Apply a function of flat arrays on each device of the replica."""
         if not self._replica.axes:
             return run(*arrays)
-        spec = self.shelf.spec
+        spec = self.buffer.spec
         mapped = jax.shard_map(
             run,
             mesh=self._replica.mesh,
@@ -191,8 +191,8 @@ class OffloadedLeaf:
             out_specs=spec,
             check_vma=False,
         )
-        found: jax.Array = jax.jit(mapped)(*arrays)
-        return found
+        result: jax.Array = jax.jit(mapped)(*arrays)
+        return result
 
 
 def _slice_of(x: jax.Array, start: int, stop: int | None) -> jax.Array:
@@ -203,143 +203,141 @@ def _joined(*parts: jax.Array) -> jax.Array:
     return jnp.concatenate(parts)
 
 
-def away_leaves(
-    shelf: OffloadBuffer, replica: Replica, state: Sequence[Any]
+def offloaded_leaves(
+    buffer: OffloadBuffer, replica: Replica, state: Sequence[Any]
 ) -> dict[int, OffloadedLeaf]:
-    """The leaves that a shelf holds, by their places in the optimizer's state.
+    """The leaves in a buffer, by their places in the optimizer's state.
 
     Args:
-        state: Shapes of the leaves as the copy has them.
+        state: Shapes of the replica's shards of the leaves.
     """
     places: dict[int, list[tuple[int, int, int]]] = {}
-    for g, group in enumerate(shelf.groups):
+    for g, group in enumerate(buffer.groups):
         for u, unit in enumerate(group):
             for n, k in enumerate(unit.leaves):
                 places.setdefault(k, []).append((g, u, n))
     return {
-        k: OffloadedLeaf(state[k].shape, state[k].dtype, shelf, replica, own)
-        for k, own in places.items()
+        k: OffloadedLeaf(state[k].shape, state[k].dtype, buffer, replica, slices)
+        for k, slices in places.items()
     }
 
 
 def on_device(x: Any) -> jax.Array:
-    """An array of a copy, wherever it waits."""
+    """An array on the device, fetched if it is offloaded."""
     if isinstance(x, OffloadedLeaf):
         return x.get()
     return jax.device_put(x, in_memory(x.sharding, DEVICE)) if is_on_host(x) else x
 
 
 def is_on_host(x: Any) -> bool:
-    """Whether an array of a copy waits in pinned memory of the host."""
+    """Whether an array is in pinned host memory."""
     return isinstance(x, jax.Array) and x.sharding.memory_kind == HOST
 
 
 def on_host(x: jax.Array) -> jax.Array:
-    """An array of a copy in pinned memory of the host; the copy is under way."""
+    """An array in pinned host memory; does not wait for the transfer."""
     return x if is_on_host(x) else jax.device_put(x, in_memory(x.sharding, HOST))
 
 
-MakeShelf = Callable[[Replica, UpdateGroups], OffloadBuffer]
+MakeBuffer = Callable[[Replica, UpdateGroups], OffloadBuffer]
 
 
 class OffloadedArrays:
-    """What of the local copies' `ReplicaArrays.leaves` waits elsewhere.
+    """The offloaded arrays among the local replicas' `ReplicaArrays.leaves`.
 
     Args:
-        own: Where what each copy has a part of is; None: all have everything, and nothing waits.
-        num_params: The first leaves, the parameters.
+        zero: The state that is sharded over replicas; None: there is none, and no array is
+            offloaded.
+        num_params: The number of parameters, the first leaves.
         state: Places of the leaves of the optimizer's state, the last ones.
-        make_shelf: Makes what holds the optimizer's state of a copy; None: devices do.
-        params_on_host: Whether the own part of parameters that each copy has waits on the host.
+        make_buffer: Makes a replica's buffer of optimizer state; None: devices keep it.
+        params_on_host: Whether each replica's shard of the parameters is offloaded to the host.
     """
 
     def __init__(
         self,
-        own: ZeroState | None,
+        zero: ZeroState | None,
         local: Sequence[Replica],
         num_params: int,
         state: range,
-        make_shelf: MakeShelf | None,
+        make_buffer: MakeBuffer | None,
         params_on_host: bool,
     ):
-        self._own, self._num_params, self._state = own, num_params, state
+        self._zero, self._num_params, self._state = zero, num_params, state
         self._params_on_host = params_on_host
         if params_on_host:
             check_host_memory(local[0].devices[0], "placement.parameters")
-        self.shelves: list[OffloadBuffer] = []
-        #: Of each local copy the leaves of the optimizer's state that are on its shelf.
-        self._away: list[dict[int, OffloadedLeaf]] = [{} for _ in local]
-        if make_shelf is not None and own is not None:
+        self.buffers: list[OffloadBuffer] = []
+        #: The offloaded leaves of the optimizer's state of each local replica.
+        self._offloaded: list[dict[int, OffloadedLeaf]] = [{} for _ in local]
+        if make_buffer is not None and zero is not None:
             for i, replica in enumerate(local):
-                leaves = [own.like(k, replica.index) for k in state]
-                units = units_of(own.own, own.own.member(replica.index), leaves)
-                shelf = make_shelf(replica, streamed(own.own, units))
-                self.shelves.append(shelf)
-                self._away[i] = away_leaves(shelf, replica, leaves)
+                leaves = [zero.like(k, replica.index) for k in state]
+                units = units_of(zero.ownership, zero.ownership.member(replica.index), leaves)
+                buffer = make_buffer(replica, streamed(zero.ownership, units))
+                self.buffers.append(buffer)
+                self._offloaded[i] = offloaded_leaves(buffer, replica, leaves)
 
-    def waits(self, k: int) -> bool:
-        """Whether copies have a leaf elsewhere than on the device."""
-        if self._own is None or self._own.is_common[k]:
+    def is_offloaded(self, k: int) -> bool:
+        """Whether a leaf is offloaded."""
+        if self._zero is None or self._zero.is_common[k]:
             return False
-        is_state = k in self._state and bool(self.shelves)
+        is_state = k in self._state and bool(self.buffers)
         return is_state or (k < self._num_params and self._params_on_host)
 
     def put(self, i: int, k: int, x: jax.Array) -> Any:
-        """What a local copy has of a leaf, where it waits.
+        """A local replica's shard of a leaf, offloaded if planned.
 
         Args:
-            i: Number of the local copy.
-            x: What it has, perhaps where it waits already.
+            i: Number of the local replica.
+            x: The shard, on the device or on the host already.
         """
         if k < self._num_params:
-            return on_host(x) if self.waits(k) else x
-        away = self._away[i].get(k - self._state.start)
-        if away is None:
+            return on_host(x) if self.is_offloaded(k) else x
+        leaf = self._offloaded[i].get(k - self._state.start)
+        if leaf is None:
             return x
-        away.put(x)
-        return away
+        leaf.put(x)
+        return leaf
 
     def close(self) -> None:
-        """Let go of what is not on devices."""
-        for shelf in self.shelves:
-            shelf.close()
+        """Free all buffers."""
+        for buffer in self.buffers:
+            buffer.close()
 
 
-#: Of a value of a microbatch its copy, as long as anybody needs it.
+#: The transferred array of a value of a microbatch, as long as it is referenced.
 Known = MutableMapping[int, jax.Array]
 
 
 class Stash:
-    """Copies of one device to and from its host.
-
-    Args:
-        replica: The copy of the model.
+    """Transfers of residuals between a device and its host.
 
     Raises:
-        PlanError: If its device cannot name its host's memory.
+        PlanError: If the device has no pinned host memory.
     """
 
     def __init__(self, replica: Replica):
         check_host_memory(replica.devices[0], "placement.stash")
-        #: In each direction one of the arrays that were asked for last.
+        #: An array of the latest transfer in each direction.
         self._latest: dict[bool, jax.Array] = {}
 
     def offload(
         self, values: Sequence[int | None], arrays: Sequence[jax.Array], known: Known
     ) -> list[jax.Array]:
-        """Copies in host memory.
+        """The arrays in host memory.
 
         Args:
-            values: Numbers of the arrays in the graph, None for what has none.
-            arrays: Of one microbatch.
-            known: Of its values what is in host memory, which is not copied again.
+            values: Numbers of the arrays in the graph; None: not a value of the graph.
+            arrays: Arrays of one microbatch.
+            known: Arrays of values that are in host memory already.
         """
         return self._copied(values, arrays, known, to_host=True)
 
     def fetch(
         self, values: Sequence[int | None], arrays: Sequence[jax.Array], known: Known
     ) -> list[jax.Array]:
-        """Copies on the device; see `offload`."""
+        """The arrays on the device; see `offload`."""
         return self._copied(values, arrays, known, to_host=False)
 
     def _copied(
@@ -350,26 +348,28 @@ class Stash:
         *,
         to_host: bool,
     ) -> list[jax.Array]:
-        found: list[Any] = [None if v is None else known.get(v) for v in values]
-        new = [k for k, x in enumerate(found) if x is None]
+        result: list[Any] = [None if v is None else known.get(v) for v in values]
+        new = [k for k, x in enumerate(result) if x is None]
         jax.block_until_ready(self._latest.pop(to_host, None))
         kind, moved = HOST if to_host else DEVICE, [arrays[k] for k in new]
-        made = jax.device_put(moved, [in_memory(x.sharding, kind) for x in moved])
-        for k, x in zip(new, made, strict=True):
-            found[k] = x
-        for v, x in zip(values, found, strict=True):
+        transferred = jax.device_put(moved, [in_memory(x.sharding, kind) for x in moved])
+        for k, x in zip(new, transferred, strict=True):
+            result[k] = x
+        for v, x in zip(values, result, strict=True):
             if v is not None:
                 known[v] = x
-        if made:  # copies in one direction end in order, and a small array holds little
-            self._latest[to_host] = min(reversed(made), key=lambda x: x.nbytes)
-        return found
+        if (
+            transferred
+        ):  # transfers in one direction end in order; a small array holds little memory
+            self._latest[to_host] = min(reversed(transferred), key=lambda x: x.nbytes)
+        return result
 
     def wait(self) -> None:
-        """Until nothing is under way."""
+        """Block until all transfers are done."""
         jax.block_until_ready(list(self._latest.values()))
         self._latest = {}
 
 
 def nothing_known() -> Known:
-    """Of a microbatch that begins."""
+    """No transferred values, for a new microbatch."""
     return weakref.WeakValueDictionary()

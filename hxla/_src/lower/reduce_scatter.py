@@ -1,6 +1,6 @@
-"""From the sums of all places to totals, inside the programs with collectives between copies.
+"""Reduce-scatter and all-gather of exact sums, inside the programs of `sum`.
 
-Chunks of integers are added, and then combined to floats; a chunk may wait as integers for more.
+Chunks of integers are added, then combined to floats; between waves a chunk stays integers.
 """
 
 import dataclasses
@@ -21,15 +21,15 @@ from .global_arrays import GlobalArrays
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reduced:
-    """What all processes know after a sum.
+    """The result of a reduction; the first three are the same in all processes.
 
     Attributes:
-        numbers_DN: float32, what each replica told.
+        numbers_DN: float32, the statistics of each replica.
         rows_MS: float32, the sums of every microbatch.
         maxima_T: float32, the largest magnitude of each tensor in any microbatch.
-        totals: For each local replica the bits of the sums of its tensors: the vectors of
-            `buckets`, or each tensor where replicas have several devices.
-        words: For each local replica those of other variables, see `_state_sums`.
+        totals: For each local replica the bits of its totals: a vector for each bucket, or an array
+            for each tensor where replicas have several devices.
+        words: For each local replica the words of other variables, see `state_sums`.
     """
 
     numbers_DN: np.ndarray
@@ -40,13 +40,13 @@ class Reduced:
 
 
 class GroupBytes(NamedTuple):
-    """What a group of sums takes of one device.
+    """Bytes of a group of sums on one device.
 
     Attributes:
-        sums: The bytes of its sums.
-        adding: The bytes beside them while they are added up over all places.
-        totals: The bytes of its totals.
-        waiting: The bytes of its chunks between waves.
+        sums: Bytes of the local sums.
+        adding: Bytes beside them while they are reduced over all places.
+        totals: Bytes of the totals.
+        waiting: Bytes of the chunks between waves.
     """
 
     sums: int
@@ -56,11 +56,7 @@ class GroupBytes(NamedTuple):
 
 
 class ReduceScatter:
-    """Adds up arrays of all places, each of which is several parts.
-
-    Args:
-        contribution: How tensors joined the sums.
-    """
+    """Collectives on the sums of all places; each sum is several arrays, its limbs."""
 
     def __init__(self, arrays: GlobalArrays, contribution: Contribution):
         self._arrays, self._contribution = arrays, contribution
@@ -68,32 +64,32 @@ class ReduceScatter:
         self._num_groups = len(arrays.places) // arrays.num_members
 
     def travels_as(self, x: jax.Array) -> Any:
-        """Integers are never rounded."""
+        """Dtype in which an array is sent; integers are never rounded."""
         return x.dtype if jnp.issubdtype(x.dtype, jnp.integer) else self._dtype
 
     def all_reduce(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """The whole of a flat sum, combined, on every place."""
+        """The all-reduced total of a flat sum, as floats."""
         if len(self._arrays.places) == 1:
             return self._contribution.combine(*parts)
         return self.gathered(self.even_chunk(parts), parts[0].size)
 
     def even_chunk(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
-        """This place's part of a flat sum of which all have as much."""
+        """This place's chunk of a flat sum that is cut evenly."""
         num = self._arrays.num_members
         chunk = self.even_length(parts[0].size)
         padded = [jnp.pad(x, (0, chunk * num - x.size)) for x in parts]
         return self._scattered(padded, [chunk] * num)
 
     def even_length(self, size: int) -> int:
-        """Elements of the chunk of each place of a group, of which it has what `part_of` says."""
+        """Elements of a chunk of an even cut, of which a place has `part_of`."""
         return math.ceil(size / self._arrays.num_members)
 
     def part_of(self, length: int) -> int:
-        """Elements that each place has of a chunk, of which every group has one."""
+        """Elements of a place's part of a chunk, which is cut over the shard groups."""
         return math.ceil(length / self._num_groups)
 
     def gathered(self, parts: Sequence[jax.Array], size: int) -> jax.Array:
-        """The whole of a sum, combined, from the parts of `even_chunk`."""
+        """The whole total, as floats, from the chunks of `even_chunk`."""
         total = self._contribution.combine(*parts)
         if len(self._arrays.places) == 1:
             return total
@@ -101,7 +97,7 @@ class ReduceScatter:
         return self._gathered(total, DATA_AXIS, size)
 
     def _of_groups(self, total: jax.Array, length: int) -> jax.Array:
-        """A chunk of so many elements from the parts that the groups have of it, combined."""
+        """A chunk of totals, gathered from its parts on the shard groups."""
         if self._num_groups == 1:
             return total
         return self._gathered(total, SHARD_GROUP_AXIS, length)
@@ -110,28 +106,27 @@ class ReduceScatter:
         gather = functools.partial(jax.lax.all_gather, axis_name=axis, tiled=True)
         if self._dtype != jnp.float32:
             return moved(gather, total, self._dtype)[:size]
-        # Its bits are wanted, and cost a copy of the whole.
+        # Gather bits: callers want them, and a conversion afterwards would copy the whole array.
         return jax.lax.bitcast_convert_type(gather(as_bits(total))[:size], jnp.float32)
 
-    def own_chunk(self, chunks: Chunks, parts: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
-        """This place's part of the sum of tensors: of the chunk of its group, if there are several.
+    def place_chunk(self, chunks: Chunks, parts: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+        """This place's chunk of the tensors' sums, or its part of its group's chunk.
 
         Args:
-            chunks: How they are shared out.
-            parts: For each part those of the tensors.
+            parts: For each limb the tensors.
         """
         lengths = self._arrays.lengths(chunks.lengths)
         is_each = len(lengths) == len(chunks.lengths) > 1
         if not (self._arrays.is_ring and is_each and chunks.is_even):
-            return self._scattered([chunks.flat(own) for own in parts], lengths)
+            return self._scattered([chunks.flat(tensors) for tensors in parts], lengths)
         return self._over_groups(
             ring_sum(
-                functools.partial(chunks.of_copy, own),
+                functools.partial(chunks.even_chunk_of, tensors),
                 len(lengths),
                 DATA_AXIS,
-                self.travels_as(own[0]),
+                self.travels_as(tensors[0]),
             )
-            for own in parts
+            for tensors in parts
         )
 
     def _scattered(self, parts: Sequence[jax.Array], lengths: Sequence[int]) -> list[jax.Array]:
@@ -143,57 +138,56 @@ class ReduceScatter:
         )
 
     def _over_groups(self, chunks: Iterable[jax.Array]) -> list[jax.Array]:
-        """This place's part of chunks of sums, added up over all groups."""
-        num, ring, found = self._num_groups, self._arrays.is_ring, []
+        """This place's part of chunks, reduced over all shard groups."""
+        num, ring, out = self._num_groups, self._arrays.is_ring, []
         if num == 1:
             return list(chunks)
         for x in chunks:
             lengths = [self.part_of(x.size)] * num
             padded = jnp.pad(x, (0, sum(lengths) - x.size))
             sent = self.travels_as(x)
-            found.append(reduce_scatter(padded, lengths, SHARD_GROUP_AXIS, sent, ring))
-        return found
+            out.append(reduce_scatter(padded, lengths, SHARD_GROUP_AXIS, sent, ring))
+        return out
 
-    def shared_out(
+    def reduce_chunks(
         self,
         chunks: Chunks,
         others: Sequence[int],
         parts: Sequence[Mapping[int, jax.Array]],
         before: Sequence[Sequence[jax.Array]],
     ) -> list[tuple[jax.Array, ...]]:
-        """This place's part of the sums of parameters, and of the others', if there are any.
+        """This place's chunk of the parameters' sums, and of the other tensors', if any.
 
         Args:
-            chunks: How parameters are shared out.
-            others: Numbers of the tensors that are none.
-            parts: Of the sums of each tensor.
-            before: What this gave of other terms; none: there are none.
+            others: Numbers of the tensors that are not parameters.
+            parts: For each limb the tensors, by number.
+            before: The chunks of earlier waves, which are added; empty: none.
         """
-        found: list[list[jax.Array]] = []
+        reduced: list[list[jax.Array]] = []
         if chunks.tensors:
-            found.append(
-                self.own_chunk(chunks, [[part[i] for i in chunks.tensors] for part in parts])
+            reduced.append(
+                self.place_chunk(chunks, [[part[i] for i in chunks.tensors] for part in parts])
             )
         if others:
-            found.append(self.even_chunk([concatenated([p[i] for i in others]) for p in parts]))
+            reduced.append(self.even_chunk([concatenated([p[i] for i in others]) for p in parts]))
         if not before:
-            return [tuple(own) for own in found]
-        pairs = zip(found, before, strict=True)
+            return [tuple(limbs) for limbs in reduced]
+        pairs = zip(reduced, before, strict=True)
         return [tuple(a + b for a, b in zip(*pair, strict=True)) for pair in pairs]
 
     def whole(
-        self, found: Sequence[Sequence[jax.Array]], longest: int, num_others: int
+        self, chunks: Sequence[Sequence[jax.Array]], longest: int, num_others: int
     ) -> list[jax.Array]:
-        """The totals of what `shared_out` gave.
+        """The totals from the chunks of `reduce_chunks`.
 
         Args:
             longest: Elements of the largest chunk of parameters.
-            num_others: Elements of the tensors that are no parameters, which all places get.
+            num_others: Elements of the tensors that are not parameters, which all places get.
         """
-        own = found[: len(found) - bool(num_others)]
+        param_chunks = chunks[: len(chunks) - bool(num_others)]
         combine = self._contribution.combine
-        totals = [self._of_groups(combine(*parts), longest) for parts in own]
-        return totals + ([self.gathered(found[-1], num_others)] if num_others else [])
+        totals = [self._of_groups(combine(*parts), longest) for parts in param_chunks]
+        return totals + ([self.gathered(chunks[-1], num_others)] if num_others else [])
 
 
 def concatenated(arrays: Sequence[jax.Array]) -> jax.Array:
@@ -202,25 +196,25 @@ def concatenated(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def as_bits(x: jax.Array) -> jax.Array:
-    """Of floats."""
+    """The bits of floats as int32."""
     return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
 def flatly(collective: Callable[[jax.Array], jax.Array], arrays: list[jax.Array]) -> Any:
-    """One collective over small arrays, as if it were one for each."""
+    """One collective for several small arrays."""
     return cut(collective(concatenated(arrays)), arrays)
 
 
 def cut(flat: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
-    """Arrays from all of them one after another."""
+    """The inverse of `concatenated`."""
     ends = np.cumsum([x.size for x in like])
     parts = jnp.split(flat, ends[:-1], axis=-1)
     return [p.reshape(flat.shape[:-1] + x.shape) for p, x in zip(parts, like, strict=True)]
 
 
 def zeros_like(like: Any) -> Any:
-    """What makes arrays of zeros of such shapes and shardings."""
-    where = jax.tree.map(lambda x: x.sharding, like)
+    """A function that makes zeros of the same shapes and shardings."""
+    shardings = jax.tree.map(lambda x: x.sharding, like)
     return jax.jit(
-        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like), out_shardings=where
+        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like), out_shardings=shardings
     )

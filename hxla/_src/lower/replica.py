@@ -17,19 +17,19 @@ from .padding import StatePadding
 
 
 def device_bytes(x: jax.ShapeDtypeStruct) -> int:
-    """Bytes of the part of an array that a device has of it, as it is said to lie."""
+    """Bytes of a device's shard of an array, by its sharding."""
     assert x.sharding is not None
     return bytes_of(x.sharding.shard_shape(x.shape), x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Replica:
-    """One copy of the model: a single device, or several that a `split` cuts it over.
+    """The devices of one replica: a single one, or several over which the model is sharded.
 
     Attributes:
-        index: Its place in `counts`.
-        devices: In the order of `axes`, the last one running fastest.
-        axes: Names and sizes of the mesh axes inside it; none for a single device.
+        index: The replica's place in `counts`.
+        devices: Devices in the order of `axes`, the last axis fastest.
+        axes: Names and sizes of the mesh axes inside the replica; empty for a single device.
     """
 
     index: int
@@ -41,7 +41,7 @@ class Replica:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """Its own mesh; empty axes for a single device."""
+        """The mesh of the replica; without axes for a single device."""
         names = tuple(name for name, _ in self.axes)
         shape = tuple(size for _, size in self.axes)
         devices = np.array(self.devices).reshape(shape)
@@ -49,52 +49,52 @@ class Replica:
 
     @property
     def rows(self) -> tuple[tuple[jax.Device, ...], ...]:
-        """Devices at each place of the first axis: those of each stage of a pipeline."""
+        """Devices at each place of the first axis, such as those of each stage of a pipeline."""
         num = len(self.devices) // (self.axes[0][1] if self.axes else 1)
         return tuple(self.devices[i : i + num] for i in range(0, len(self.devices), num))
 
     @property
     def process(self) -> int:
-        """Number of the process that has its first device."""
+        """Number of the process of the first device."""
         return process_of(self.devices[0])
 
     @property
     def is_local(self) -> bool:
-        """Whether this process has a device of it."""
+        """Whether this process has a device of the replica."""
         return any(map(is_here, self.devices))
 
     @property
     def spans_processes(self) -> bool:
-        """Whether several processes share it."""
+        """Whether the devices are in several processes."""
         return len({process_of(d) for d in self.devices}) > 1
 
     @property
     def is_led_here(self) -> bool:
-        """Whether this process has its first device, and so speaks for it."""
+        """Whether this process has the first device, and so reports for the replica."""
         return self.process == jax.process_index()
 
     @property
     def only_place(self) -> int | None:
-        """The place of the one device of it that is here, all others elsewhere; None: no such.
+        """The place of the only device in this process, if others are in other processes; or None.
 
-        TPUs are none, for they want one program of all processes.
+        None for TPUs, too, which need one program in all processes.
         """
         places = [k for k, d in enumerate(self.devices) if is_here(d)]
         is_alone = len(places) == 1 and self.spans_processes
         return places[0] if is_alone and self.devices[0].platform != "tpu" else None
 
     def sharding(self, spec: P) -> Sharding:
-        """Of an array with this spec over `axes`."""
+        """The sharding of a PartitionSpec over `axes`."""
         if not self.axes:
             return SingleDeviceSharding(self.devices[0])
         return NamedSharding(self.mesh, spec)
 
     def like(self, x: Any, spec: P | None = None) -> jax.ShapeDtypeStruct:
-        """The shape of an array as it lies here; whole on every device without a spec."""
+        """The shape of an array with its sharding on the replica; replicated without a spec."""
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding(spec or P()))
 
     def put(self, x: Any, spec: P | None = None) -> jax.Array:
-        """A host array on this replica, whole on every device if no spec says otherwise."""
+        """A host array on the replica's devices; replicated without a spec."""
         if not self.axes:
             return jax.device_put(x, self.devices[0])
         sharding = NamedSharding(self.mesh, spec or P())
@@ -115,7 +115,7 @@ class Replica:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateSpecs:
-    """PartitionSpecs of a state over the devices of a copy of the model.
+    """PartitionSpecs of a state over the devices of a replica.
 
     Attributes:
         opt_state: Tree like the optimizer's state.
@@ -127,19 +127,19 @@ class StateSpecs:
     padding: StatePadding
 
     def leaves(self) -> list[P]:
-        """In the order of `ReplicaArrays.leaves`."""
+        """PartitionSpecs in the order of `ReplicaArrays.leaves`."""
         opt_state = jax.tree.leaves(self.opt_state, is_leaf=lambda s: isinstance(s, P))
         return [*self.params, *self.aux, *opt_state]
 
 
 @dataclasses.dataclass
 class ReplicaArrays:
-    """The arrays of one local copy of the model; the next step replaces them."""
+    """The arrays of one local replica; the next step replaces them."""
 
     params: list[jax.Array]
     aux: list[jax.Array]
     opt_state: PyTree
 
     def leaves(self) -> list[jax.Array]:
-        """All of them."""
+        """All arrays: parameters, other variables, optimizer state."""
         return [*self.params, *self.aux, *jax.tree.leaves(self.opt_state)]

@@ -1,4 +1,4 @@
-"""The state of training as a value, and how the optimizer's part of it begins."""
+"""The state of training as a value, and the optimizer's initial state."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,22 +17,21 @@ from .units import most_at_once
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-    """All that a step of training reads and writes, as it lies.
+    """The state that a training step reads and writes, as it is sharded.
 
-    The arrays live on the devices of the first copy of the model that this process has a part of,
-    and the next step overwrites them: copy what you keep. Where several processes share a copy (a
-    pipeline, rules), each has a part only: `Session.gather` gives the whole. Where the devices of a
-    copy have parts of unlike sizes, the arrays are made without their padding for whoever asks for
-    the state: then every process must ask. State that waits in host memory or on a disk is given in
-    host memory.
+    The arrays are on the devices of this process's first replica, and the next step overwrites
+    them: copy those that you keep. Where a replica spans several processes (a pipeline, rules),
+    each process has its shards only; `Session.gather` gives whole arrays. Where shards have unlike
+    sizes, padding is removed when the state is read: then every process must read it. State that is
+    offloaded to the host or a disk is returned in host memory.
 
     Attributes:
-        step: The updates done.
+        step: The number of updates done.
         params: The parameters in the user's own tree.
         aux: The other variables (BatchNorm statistics) in the user's own tree.
         opt_state: The state of the optimizer, as optax makes it. Random keys, here and in `aux`,
-            are their data.
-        loss_scale: The loss scale and how many good steps it has had; None: the loss is not scaled.
+            are given by their key data.
+        loss_scale: The loss scale and its number of good steps; None: the loss is not scaled.
         exponents: int32[T], the scales of the exact sums of T tensors, as powers of two.
     """
 
@@ -45,7 +44,7 @@ class State:
 
 
 class InitialOptState:
-    """Makes the state that training begins with.
+    """Makes the optimizer's initial state.
 
     Args:
         tree: Structure of the trained parameters.
@@ -68,7 +67,7 @@ class InitialOptState:
         """All leaves of the state.
 
         Args:
-            arrays: The parameters; None for those of which it needs only the shapes.
+            arrays: The parameters; None where only a shape is needed.
         """
         filled = [
             jax.numpy.zeros(s.shape, s.dtype) if x is None else x
@@ -78,43 +77,44 @@ class InitialOptState:
         return jax.tree.leaves(padded(self._optimizer.init(tree), self._padding.of_opt_state))
 
     def together(self, in_groups: bool) -> list[list[int]]:
-        """Numbers of the leaves that one program makes.
+        """Groups of leaves, each of which one program makes.
 
         Args:
-            in_groups: Whether few are to be on a device at once, for they wait elsewhere.
+            in_groups: Whether leaves are offloaded, so that few may be on a device at once.
         """
         if not self._sizes:
             return []
         if not in_groups:
             return [[*range(len(self._sizes))]]
-        found: list[list[int]] = [[]]
+        groups: list[list[int]] = [[]]
         room = most = most_at_once(sum(self._sizes))
         for k, size in enumerate(self._sizes):
-            if size > room and found[-1]:
-                found.append([])
+            if size > room and groups[-1]:
+                groups.append([])
                 room = most
-            found[-1].append(k)
+            groups[-1].append(k)
             room -= size
-        return found
+        return groups
 
 
-def of_opt_state(optimizer: Optimizer, params: PyTree, each: Sequence[Any], other: Any) -> PyTree:
-    """Leaves of the optimizer's state lie as the parameter of their shape that they belong to.
+def opt_state_values(
+    optimizer: Optimizer, params: PyTree, each: Sequence[Any], other: Any
+) -> PyTree:
+    """A value for each leaf of the optimizer's state, from the parameter of its path and shape.
 
-    A leaf belongs to the parameter with whose path its own path ends; of several, to the one with
-    the longest path.
+    The path of a leaf ends with the path of its parameter; of several, the longest one counts.
 
     Args:
         params: Arrays or shapes.
-        each: What is said of each parameter: its PartitionSpec, its padding.
-        other: What is said of a leaf that belongs to none.
+        each: The value of each parameter, such as its PartitionSpec or its padding.
+        other: The value of a leaf without a parameter.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    own = {path: (x.shape, said) for (path, x), said in zip(leaves, each, strict=True)}
+    by_path = {path: (x.shape, value) for (path, x), value in zip(leaves, each, strict=True)}
 
-    def said_of(path: tuple[Any, ...], x: Any) -> Any:
+    def value_of(path: tuple[Any, ...], x: Any) -> Any:
         ends = (path[i:] for i in range(len(path) + 1))
-        shape, said = next((own[end] for end in ends if end in own), (None, other))
-        return said if x.shape == shape else other
+        shape, value = next((by_path[end] for end in ends if end in by_path), (None, other))
+        return value if x.shape == shape else other
 
-    return jax.tree_util.tree_map_with_path(said_of, optimizer.state_shapes(params))
+    return jax.tree_util.tree_map_with_path(value_of, optimizer.state_shapes(params))

@@ -1,7 +1,7 @@
-"""What a microbatch did to the variables that are no parameters, and what they are after a step.
+"""Changes of the variables that are not parameters, and their values after a step.
 
-Averages and sums of floats are float tensors beside the gradients. Anything else travels as 32-bit
-words, bit for bit, that integer additions and maxima put together: zeros are of no microbatch.
+Averages and sums of floats are float tensors beside the gradients. Other variables are 32-bit
+words, which integer sums and maxima combine bit for bit; zeros are neutral.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,12 +12,12 @@ import jax.numpy as jnp
 
 from ..model.plain_arrays import from_real_parts, is_complex, real_parts
 
-_LIMB_BITS = 16  # of a sum of 64-bit integers: 2^15 terms fit
+_LIMB_BITS = 16  # of a 64-bit integer, so that sums of 2^15 terms fit
 _ORDERED = ("max", "min")
 
 
 def is_summed(rule: str, dtype: Any) -> bool:
-    """Whether changes of a variable are a float tensor of the sums."""
+    """Whether changes of a variable are summed as a float tensor."""
     return rule in ("mean", "sum") and bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
@@ -30,19 +30,19 @@ def is_decided(rule: str, dtype: Any) -> bool:
 
 
 def as_real(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The shape of a float variable's changes: of a complex one two real parts."""
+    """The shape of a float variable's changes; complex ones have two real parts."""
     return jax.eval_shape(_real, x)
 
 
 def change(old: jax.Array, new: jax.Array) -> jax.Array:
-    """float32: what a microbatch added to a variable; 0 where it is as it was, infinite or not."""
+    """float32: what a microbatch added to a variable; 0 where it is unchanged, even if infinite."""
     a, b = _real(old), _real(new)
     is_same = (a == b) | (jnp.isnan(a) & jnp.isnan(b))
     return jnp.where(is_same, 0, b - a).astype(jnp.float32)
 
 
 def changed(old: jax.Array, by: jax.Array) -> jax.Array:
-    """A variable with what was added to it."""
+    """A variable after its summed changes."""
     real = _real(old)
     by = by.reshape(real.shape).astype(real.dtype)
     real = jnp.where(by == 0, real, real + by)
@@ -50,7 +50,7 @@ def changed(old: jax.Array, by: jax.Array) -> jax.Array:
 
 
 def _real(x: jax.Array) -> jax.Array:
-    """float32, or float64, of a complex array with a last dimension of two."""
+    """float32 or float64; complex numbers as a last dimension of two."""
     if is_complex(x):
         return real_parts(x)
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
@@ -65,7 +65,7 @@ def words_like(rule: str, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def own_words(rule: str, old: jax.Array, new: jax.Array, index: jax.Array, num: int) -> jax.Array:
-    """int32: what a microbatch has to say of a variable.
+    """int32: the words of a microbatch for a variable.
 
     Args:
         rule: See `Graph.merges`.
@@ -78,7 +78,7 @@ def own_words(rule: str, old: jax.Array, new: jax.Array, index: jax.Array, num: 
 
 
 def joined(rule: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """The words of two sets of microbatches as those of both."""
+    """The words of two sets of microbatches, combined."""
     if rule in _ORDERED:
         return _unsigned_order(jnp.maximum(_unsigned_order(a), _unsigned_order(b)))
     return a + b
@@ -87,7 +87,7 @@ def joined(rule: str, a: jax.Array, b: jax.Array) -> jax.Array:
 def joined_over(
     names: Any, rules: Sequence[str], words: Sequence[jax.Array], flatly: Callable[..., Any]
 ) -> list[jax.Array]:
-    """The words of all devices of some mesh axes as those of all, by one collective for each kind.
+    """The words of all devices along mesh axes, combined by one collective for each kind of rule.
 
     Args:
         flatly: Runs a function of one array on several.
@@ -97,16 +97,16 @@ def joined_over(
         places = [i for i, rule in enumerate(rules) if (rule in _ORDERED) is is_ordered]
         if not places:
             continue
-        own = [_unsigned_order(out[i]) if is_ordered else out[i] for i in places]
+        arrays = [_unsigned_order(out[i]) if is_ordered else out[i] for i in places]
         over = jax.lax.pmax if is_ordered else jax.lax.psum
-        found = flatly(lambda x, over=over: over(x, names), own)
-        for i, x in zip(places, found, strict=True):
+        combined = flatly(lambda x, over=over: over(x, names), arrays)
+        for i, x in zip(places, combined, strict=True):
             out[i] = _unsigned_order(x) if is_ordered else x
     return out
 
 
 def decided(rule: str, old: jax.Array, words: jax.Array) -> jax.Array:
-    """A variable from its words of all microbatches."""
+    """A variable from the combined words of all microbatches."""
     words = words.reshape(words_like(rule, jax.ShapeDtypeStruct(old.shape, old.dtype)).shape)
     if rule in _ORDERED:
         return _of_order(words if rule == "max" else ~words, old.dtype)
@@ -118,14 +118,14 @@ def decided(rule: str, old: jax.Array, words: jax.Array) -> jax.Array:
 def _words(rule: str, old: jax.Array, new: jax.Array) -> jax.Array:
     if rule in _ORDERED:
         order = _order(new)
-        if jnp.issubdtype(new.dtype, jnp.floating):  # what is not a number wins, as in jnp.max
+        if jnp.issubdtype(new.dtype, jnp.floating):  # NaN wins, as in jnp.max
             order = jnp.where(jnp.isnan(new), -1 if rule == "max" else 0, order)
         return order if rule == "max" else ~order
     return _limbs(new - old) if rule == "sum" else _bits(new)
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """The bits of an array as int32, those of 64 and of complex numbers in a last dimension."""
+    """The bits of an array as int32; 64-bit and complex numbers get a last dimension of two."""
     if is_complex(x):
         return _bits(real_parts(x))
     size = _num_bits(x.dtype)
@@ -160,7 +160,7 @@ def _num_bits(dtype: Any) -> int:
 
 
 def _limbs(x: jax.Array) -> jax.Array:
-    """Of 64-bit integers four pieces of 16 bits, whose sums stay in 32."""
+    """Integers as int32; 64-bit ones as four limbs of 16 bits, whose sums fit 32 bits."""
     if _num_bits(x.dtype) < 64:
         return x.astype(jnp.int32)
     each = [(x >> (_LIMB_BITS * i)) & (1 << _LIMB_BITS) - 1 for i in range(4)]
@@ -175,7 +175,7 @@ def _of_limbs(words: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _order(x: jax.Array) -> jax.Array:
-    """int32 whose bits, as whole numbers without a sign, are ordered as the array's elements."""
+    """int32 whose bits, read as unsigned integers, are ordered as the array's elements."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
         return jnp.where(bits < 0, ~bits, _unsigned_order(bits))
@@ -194,5 +194,5 @@ def _of_order(words: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _unsigned_order(words: jax.Array) -> jax.Array:
-    """Between numbers that are ordered with a sign and bits that are ordered without one."""
+    """Convert between signed order and unsigned order of bits; its own inverse."""
     return words ^ jnp.int32(-(2**31))

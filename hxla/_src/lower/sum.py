@@ -1,11 +1,11 @@
-"""The one program with collectives between replicas: sums over all of them.
+"""The all-reduce of gradients: the one program with collectives between replicas.
 
-It is for the devices of the replicas, or for one device of each host (see `GlobalArrays`).
-Everything else a step runs is compiled for a single replica, so a microbatch's arithmetic cannot
-depend on how many there are. Here integers are added, which no compiler pass, collective
-algorithm or device order can change; each device then turns its share of the sums into floats,
-element by element, and the shares are gathered. Sending floats back makes an exact all-reduce 1.5
-times the bytes of a float one, not twice.
+It runs on the devices of the replicas, or on one device of each host (see `GlobalArrays`).
+Everything else in a step is compiled for a single replica, so a microbatch's arithmetic cannot
+depend on the number of replicas. Integers are added, which no compiler pass, collective algorithm
+or device order can change. Each device then turns its share of the sums into floats, element by
+element, and the shares are gathered. Sending floats back makes an exact all-reduce 1.5 times the
+bytes of a float one, not twice.
 
 References:
     Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
@@ -39,7 +39,7 @@ from .contribution import (
     pack_specs,
     peaks_to_maxima,
 )
-from .global_arrays import GlobalArrays, HostSums, told_bits
+from .global_arrays import GlobalArrays, HostSums, stat_rows
 from .reduce_scatter import (
     GroupBytes,
     Reduced,
@@ -54,7 +54,7 @@ from .replica import Replica
 from .state_sums import joined_over
 from .uneven_collectives import Cut
 
-NUM_TOLD = 3  # numbers that each replica tells all others with a sum
+NUM_TOLD = 3  # statistics that each replica sends to all others with a sum
 
 
 class Reducer:
@@ -64,20 +64,17 @@ class Reducer:
     microbatches of a step, S sums per microbatch, T float tensors.
 
     Args:
-        replicas: All of them, those of other processes included, in the order of `counts`.
-        contribution: How tensors joined the sums.
-        specs: How each of them lies on the inner axes of a replica.
-        row_shape: Of the sums of all microbatches of a step.
-        packs: Tensors whose sums are one array, the rows of which they are; None: each is its own.
-        rows: Tensors of which only rows that are not zero are sent, with the most that a replica
-            has.
-        release: Whether what was added up is let go as soon as it is summed.
-        own: Which part of each parameter's sum a copy gets; None: all get the whole.
-        shard_groups: Groups of copies that each share the sums out; see `Placement`.
-        cuts: How tensors are cut, where this process is to send its own parts without padding.
-        groups: Packs that are summed apart from the others, by `sum_group`; None: there are no
-            groups, `reduce` sums everything.
-        has_waves: Whether `sum_group` may be given a group several times in a step.
+        replicas: Replicas of all processes, in the order of `counts`.
+        specs: PartitionSpec of each tensor over the axes inside a replica.
+        row_shape: Shape of the sums per microbatch, of all microbatches of a step.
+        packs: Tensors whose sums are the rows of one array; None: each tensor has its own array.
+        rows: Most nonzero rows in a replica, by tensor; of these tensors only such rows are sent.
+        release: Whether the local sums are freed as soon as they are reduced.
+        ownership: The shard of each parameter's sum that a replica gets; None: all get the whole.
+        shard_groups: Groups of replicas that each shard the sums; see `Placement`.
+        cuts: How tensors are cut, where this process sends its shards without padding.
+        groups: Packs that `sum_group` reduces apart from the others; None: `reduce` reduces all.
+        has_waves: Whether a step may reduce each group in several waves.
     """
 
     def __init__(
@@ -91,7 +88,7 @@ class Reducer:
         packs: Sequence[Sequence[int]] | None = None,
         rows: Mapping[int, int] | None = None,
         release: bool = False,
-        own: Ownership | None = None,
+        ownership: Ownership | None = None,
         shard_groups: int = 1,
         cuts: Sequence[Cut | None] | None = None,
         groups: Sequence[Sequence[int]] | None = None,
@@ -100,13 +97,13 @@ class Reducer:
         self._contribution, self._has_waves = contribution, has_waves
         self.releases = release
         self.arrays = GlobalArrays(replicas, contribution.form.over, shard_groups)
-        self._own = own
-        if own is not None:
+        self._ownership = ownership
+        if ownership is not None:
             self.arrays.check_in_order()
         self._totals = ReduceScatter(self.arrays, contribution)
         self.replicas, self.local = self.arrays.replicas, self.arrays.local
         self._inner = self.arrays.axes
-        #: What processes tell each other besides.
+        #: Sums of host arrays over all processes.
         self.host = HostSums(self.arrays.devices, self.replicas)
         packs = packs or [[i] for i in range(len(tensors.floats))]
         self._packs = packs
@@ -116,8 +113,8 @@ class Reducer:
         places = {pack[0]: p for p, pack in enumerate(packs)}
         num_here = max(map(len, self.arrays.places))
         self._rows = {places[i]: most * num_here for i, most in (rows or {}).items()}
-        told = len(self.replicas), NUM_TOLD
-        self._small_shapes = [told, row_shape, *(x.shape for x in tensors.words)]
+        stats_shape = len(self.replicas), NUM_TOLD
+        self._small_shapes = [stats_shape, row_shape, *(x.shape for x in tensors.words)]
         self._merges = ("sum", "sum", *tensors.word_merges)
         axes = dict(self._inner)
         self._sizes = pack_sizes(tensors, packs, specs, axes)
@@ -126,58 +123,60 @@ class Reducer:
         else:
             self._buckets = [[], *map(list, groups)]  # the first has the small arrays
         self._at_once = range(len(self._buckets) if groups is None else 1)
-        #: Tensors that are summed by one program, in the order of their vector.
+        #: Tensors of each program, in the order of its vector.
         self.buckets = [[i for p in bucket for i in packs[p]] for bucket in self._buckets]
         self._params = len(tensors.params)
-        #: Of each on a device.
+        #: Elements of each tensor on a device.
         self._tensor_sizes = [
             math.prod(piece_shape(x.shape, spec, axes))
             for x, spec in zip(tensors.floats, specs, strict=True)
         ]
-        #: For each bucket how the sums of its parameters are shared out; none if they are not.
-        self.chunks = [] if own is None else [self._chunks(k, own.shares) for k in self.buckets]
+        #: How each bucket shards the sums of its parameters; empty if it does not.
+        self.chunks = (
+            [] if ownership is None else [self._chunks(k, ownership.shares) for k in self.buckets]
+        )
         self._cuts = cuts or [None] * len(packs)
-        #: Compiled, one for each bucket.
+        #: A compiled program for each bucket.
         self.programs: list[Any] = []
-        #: Likewise, of groups that more is to be added to, and zeros for what was added before.
+        #: The programs of waves before the last, by group, and of zeros for the first wave.
         self._early: dict[int, Any] = {}
         self._nothing: dict[int, Any] = {}
 
     @property
-    def of_totals(self) -> list[list[int]]:
-        """Tensors of each array of the totals, in order; of each bucket where they are chunks."""
+    def total_tensors(self) -> list[list[int]]:
+        """Tensors of each array of totals, in order; of each bucket, where totals are chunks."""
         packs = itertools.chain(*self._buckets)
         return self.buckets if self.chunks else [list(self._packs[p]) for p in packs]
 
     @property
     def total_specs(self) -> list[P]:
-        """How each array of the totals is sharded over the inner axes, where they are whole."""
+        """PartitionSpec of each array of totals over the inner axes, where they are whole."""
         return [self._specs[p] for p in itertools.chain(*self._buckets)]
 
     @property
-    def num_held(self) -> int:
-        """Elements of its own chunks that the first local replica keeps."""
-        if self._own is None:
+    def num_chunk_elements(self) -> int:
+        """Elements of the first local replica's chunks."""
+        if self._ownership is None:
             return 0
-        member = self._own.member(self.local[0].index)
-        return sum(chunks.held(member) for chunks in self.chunks)
+        member = self._ownership.member(self.local[0].index)
+        return sum(chunks.buffer_size(member) for chunks in self.chunks)
 
     def _chunks(self, bucket: Sequence[int], shares: Shares) -> Chunks:
-        own = tuple(i for i in bucket if i < self._params)
-        return Chunks(shares, own, tuple(self._tensor_sizes[i] for i in own))
+        params = tuple(i for i in bucket if i < self._params)
+        return Chunks(shares, params, tuple(self._tensor_sizes[i] for i in params))
 
     def _small(self, k: int) -> tuple[list[P], list[P]]:
-        """PartitionSpecs of the small arrays that travel with a bucket: with the first all."""
+        """PartitionSpecs of the small arrays that travel with a bucket: all go with the first."""
         return ([P()], [P()] * len(self._small_shapes)) if k == 0 else ([], [])
 
     def _build(self, k: int, is_last: bool = True) -> Any:
         """The program `(own, ints, values, before) -> (own, ints, totals)` of a bucket.
 
-        `own` are small integer arrays that are gathered, `ints` small ones that are summed,
-        `values` the parts of each tensor's sum, `before` those chunks of sums that were added up
-        before. Totals are combined, an array for each pack in every spread, so that the update is
-        one program in all of them. As int32, their bits may take the place of a sum that is let go.
-        Where they are shared out they are chunks, and before the last wave such as `before`.
+        `own` are small integer arrays to gather, `ints` small ones to sum, `values` the limbs of
+        each tensor's sum, and `before` chunks of sums from earlier waves. Totals are floats, one
+        array for each pack however replicas are spread, so that the update is one program. Their
+        bits are int32, so that a donated sum's buffer can hold them. With sharded sums they are
+        chunks, and before the last wave integers like `before`.
         """
         num, bucket, names = len(self.arrays.places), self._buckets[k], self.arrays.names
         rows = self._rows.get(bucket[0]) if bucket else None
@@ -188,7 +187,9 @@ class Reducer:
             if rows is not None:
                 summed = sum_of_rows(values[0], rows, self._totals.travels_as)
                 return [self._contribution.combine(*summed).reshape(values[0][0].shape)]
-            flat = self._totals.all_reduce([concatenated(own) for own in zip(*values, strict=True)])
+            flat = self._totals.all_reduce(
+                [concatenated(limb) for limb in zip(*values, strict=True)]
+            )
             return cut(flat, [parts[0] for parts in values])
 
         def padded_totals(values: list[tuple[jax.Array, ...]]) -> list[jax.Array]:
@@ -196,11 +197,11 @@ class Reducer:
             if not any(cuts):
                 return totals(values)
             parts = [
-                own if cut is None else tuple(map(cut.narrowed, own))
-                for own, cut in zip(values, cuts, strict=True)
+                limbs if cut is None else tuple(map(cut.narrowed, limbs))
+                for limbs, cut in zip(values, cuts, strict=True)
             ]
-            found = zip(totals(parts), cuts, strict=True)
-            return [x if cut is None else cut.widened(x) for x, cut in found]
+            pairs = zip(totals(parts), cuts, strict=True)
+            return [x if cut is None else cut.widened(x) for x, cut in pairs]
 
         def hxla_sum(
             own: list[jax.Array],
@@ -209,7 +210,7 @@ class Reducer:
             before: list[tuple[jax.Array, ...]],
         ) -> tuple[list[jax.Array], list[jax.Array], list[Any]]:
             if ints and self._inner:
-                # Each process of a copy tells its own numbers, none below zero: the largest count.
+                # Each process of a replica has statistics, none negative: take the largest.
                 ints = [jax.lax.pmax(ints[0], tuple(name for name, _ in self._inner)), *ints[1:]]
             if num == 1:
                 gathered, summed = [x[None] for x in own], ints
@@ -219,21 +220,25 @@ class Reducer:
             else:
                 gathered, summed = [], []
             if self.chunks:
-                found = self._sum_chunks(k, values, before, is_last)
+                chunk_sums = self._sum_chunks(k, values, before, is_last)
                 if is_last:
-                    return gathered, summed, [as_bits(x) for x in found]
-                return [found[0][0][:1]], summed, found  # one to wait for, that no one gives up
+                    return gathered, summed, [as_bits(x) for x in chunk_sums]
+                return (
+                    [chunk_sums[0][0][:1]],
+                    summed,
+                    chunk_sums,
+                )  # an array that is not donated, to block on
             return gathered, summed, [as_bits(x) for x in padded_totals(values)]
 
-        # Of one device without a mesh: it would mark the outputs as sharded, and what uses them
-        # would be compiled in another form.
+        # One device needs no mesh: a mesh would mark the outputs as sharded, and the update would
+        # be compiled in another form.
         run: Any = hxla_sum
         if self._inner or num > 1:
-            own, ints = self._small(k)
+            small_specs, ints = self._small(k)
             arguments = self._arguments(k)
             every = self.arrays.stacked(self.arrays.inner_spec)
             specs: Any = self._total_specs(k) if is_last else every
-            made = own if is_last else [every]
+            gathered_specs = small_specs if is_last else [every]
             run = jax.shard_map(
                 hxla_sum,
                 mesh=self.arrays.mesh,
@@ -243,31 +248,31 @@ class Reducer:
                     ),
                     every,
                 ),
-                out_specs=(made, ints, specs),
+                out_specs=(gathered_specs, ints, specs),
                 check_vma=False,
             )
         return jax.jit(run, donate_argnums=(2, 3) if self.releases else ())
 
     def _others(self, k: int) -> list[int]:
-        """The tensors of a bucket that are no parameters."""
+        """The tensors of a bucket that are not parameters."""
         return [i for i in self.buckets[k] if i >= self._params]
 
     def _total_specs(self, k: int) -> list[P]:
-        """Of what `_build` returns as totals."""
+        """PartitionSpecs of the totals that the program of `_build` returns."""
         if self.chunks:
-            own = [self.arrays.own_spec] if self.chunks[k].tensors else []
-            return own + ([self.arrays.inner_spec] if self._others(k) else [])
+            params = [self.arrays.own_spec] if self.chunks[k].tensors else []
+            return params + ([self.arrays.inner_spec] if self._others(k) else [])
         return [self._specs[i] for i in self._buckets[k]]
 
     def _total_sizes(self, k: int, i: int = 0) -> list[int]:
-        """Elements of each on each device of a local replica."""
+        """Elements of each array of totals on each device of a local replica."""
         if not self.chunks:
             return [sum(math.prod(self._shapes[p]) for p in self._buckets[k])]
         others = sum(self._tensor_sizes[j] for j in self._others(k))
-        own = []
-        if self._own is not None and self.chunks[k].tensors:
-            own = [self.chunks[k].held(self._own.member(self.local[i].index))]
-        return own + ([others] if others else [])
+        params = []
+        if self._ownership is not None and self.chunks[k].tensors:
+            params = [self.chunks[k].buffer_size(self._ownership.member(self.local[i].index))]
+        return params + ([others] if others else [])
 
     def _sum_chunks(
         self,
@@ -276,18 +281,18 @@ class Reducer:
         before: list[tuple[jax.Array, ...]],
         is_last: bool,
     ) -> list[Any]:
-        """This place's totals of the sums of parameters, and the whole of the others'."""
-        parts = []
-        for own in zip(*values, strict=True):
-            rows = [list(x.reshape(n, -1)) for x, n in zip(own, self._pack_sizes(k), strict=True)]
-            parts.append(dict(zip(self.buckets[k], itertools.chain(*rows), strict=True)))
+        """This place's chunk of the parameters' totals, and all totals of the other tensors."""
+        limbs = []
+        for limb in zip(*values, strict=True):
+            rows = [list(x.reshape(n, -1)) for x, n in zip(limb, self._pack_sizes(k), strict=True)]
+            limbs.append(dict(zip(self.buckets[k], itertools.chain(*rows), strict=True)))
         size = sum(self._tensor_sizes[i] for i in self._others(k))
-        found = self._totals.shared_out(self.chunks[k], self._others(k), parts, before)
+        chunks = self._totals.reduce_chunks(self.chunks[k], self._others(k), limbs, before)
         longest = max(self.arrays.lengths(self.chunks[k].lengths))
-        return self._totals.whole(found, longest, size) if is_last else found
+        return self._totals.whole(chunks, longest, size) if is_last else chunks
 
     def _pack_sizes(self, k: int) -> list[int]:
-        """Tensors of each pack of a bucket."""
+        """Number of tensors in each pack of a bucket."""
         return [len(self._packs[p]) for p in self._buckets[k]]
 
     def _arguments(self, k: int) -> Any:
@@ -301,40 +306,44 @@ class Reducer:
         return firsts_alike(self._form(k) for k in range(len(self._buckets)))
 
     def _form(self, k: int) -> Any:
-        """What two buckets share only if they have the same program."""
+        """A key that two buckets share only if they have the same program."""
         if not k or not self.chunks or k in self._at_once:
             return k
         owners = self.chunks[k].shares.owners
         packs = [
-            ([owners[i] for i in own if i < self._params], len(own), own[0] < self._params)
-            for own in (self._packs[p] for p in self._buckets[k])
+            (
+                [owners[i] for i in pack_tensors if i < self._params],
+                len(pack_tensors),
+                pack_tensors[0] < self._params,
+            )
+            for pack_tensors in (self._packs[p] for p in self._buckets[k])
         ]
         return str((packs, [(self._shapes[p], self._specs[p]) for p in self._buckets[k]]))
 
     def lower(self) -> list[Any]:
-        """The programs of all buckets before compilation; of like groups there is one."""
+        """The programs of all buckets before compilation, one for groups of one form."""
         lowered = []
         for k in sorted(set(self._same)):
-            own = [self._shape((self.num_tensors,), P())] if k == 0 else []
+            small = [self._shape((self.num_tensors,), P())] if k == 0 else []
             ints = [self._shape(x, P()) for x in self._small_shapes] if k == 0 else []
             dtype, num = self._contribution.dtype, self._contribution.form.num_parts
             values = [
                 (self._shape(self._shapes[i], self._specs[i], dtype),) * num
                 for i in self._buckets[k]
             ]
-            before = self._waiting(k)
+            before = self._wave_shapes(k)
             with warnings.catch_warnings():
-                # What is released is donated to be freed, though no result can take it over.
+                # Sums are donated to free them, though no result has the size of their buffers.
                 warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-                lowered.append(self._build(k).lower(own, ints, values, before))
+                lowered.append(self._build(k).lower(small, ints, values, before))
                 if before:
                     early = self._build(k, is_last=False)
-                    lowered.append(early.lower(own, ints, values, before))
+                    lowered.append(early.lower(small, ints, values, before))
                     lowered.append(zeros_like(before).lower())
         return lowered
 
-    def _waiting(self, k: int) -> list[Any]:
-        """Shapes of the chunks of sums that a group has between waves."""
+    def _wave_shapes(self, k: int) -> list[Any]:
+        """Shapes of the chunks of sums that a group keeps between waves."""
         if not self._has_waves or k in self._at_once:
             return []
         dtype, num = self._contribution.dtype, self._contribution.form.num_parts
@@ -348,17 +357,17 @@ class Reducer:
 
     @property
     def text(self) -> str:
-        """What stands for the programs where processes have unlike ones; else nothing."""
+        """A text in place of the programs, where processes have unlike ones; else empty."""
         return "of parts without padding" if any(self._cuts) else ""
 
     def adopt(self, compiled: Sequence[Any]) -> None:
-        """Take over the programs of `lower`, compiled."""
-        flat, found = iter(compiled), {}
+        """Use the compiled programs of `lower`."""
+        flat, programs = iter(compiled), {}
         for k in sorted(set(self._same)):
-            found[k] = next(flat)
-            if self._waiting(k):
+            programs[k] = next(flat)
+            if self._wave_shapes(k):
                 self._early[k], self._nothing[k] = next(flat), next(flat)
-        self.programs = [found[k] for k in self._same]
+        self.programs = [programs[k] for k in self._same]
 
     def memory_bytes(self) -> int:
         """Bytes that one device needs beside the sums and the totals while it sums."""
@@ -368,18 +377,18 @@ class Reducer:
         return max((int(s.temp_size_in_bytes) for s in stats if s is not None), default=0)
 
     def _shape(self, shape: Sequence[int], spec: P, dtype: Any = jnp.int32) -> Any:
-        """Of an array of all places whose parts have a shape."""
+        """The global shape of an array, from the shape at each place."""
         arrays = self.arrays
         whole = (len(arrays.places) * shape[0], *shape[1:])
         return jax.ShapeDtypeStruct(whole, dtype, sharding=arrays.sharding(arrays.stacked(spec)))
 
     def hold(self, sums: Sequence[DeviceSums]) -> Any:
-        """What the local replicas added up, as `reduce` takes it; waits for nothing.
+        """The sums of the local replicas as global arrays, for `reduce`; does not block.
 
-        Some hundred arrays take milliseconds, which pass while the devices still compute.
+        To assemble hundreds of arrays takes milliseconds, in which the devices still compute.
         """
         stacking = self.arrays.stacking
-        own = stacking([P()], [[s.peaks_T] for s in sums], jnp.maximum)
+        peaks = stacking([P()], [[s.peaks_T] for s in sums], jnp.maximum)
         ints = stacking(
             [P()] * (len(self._small_shapes) - 1), [[s.small_MS, *s.words] for s in sums]
         )
@@ -388,23 +397,23 @@ class Reducer:
             for k, bucket in enumerate(self._buckets)
             if k in self._at_once
         ]
-        return own, ints, values
+        return peaks, ints, values
 
     def add_group(self, k: int, values: Sequence[Sequence[Any]], before: Any) -> tuple[Any, Any]:
-        """The sums of a group with those of a wave.
+        """Add a wave to the sums of a group.
 
         Args:
-            values: For each local replica the parts of the group's packs, which are given up.
-            before: What this gave in the wave before, which is given up; None: it is the first.
+            values: For each local replica the limbs of the group's packs, which are donated.
+            before: The chunks after the previous wave, which are donated; None: this is the first.
 
         Returns:
-            Chunks of the sums as integers, and what is there when they are.
+            Chunks of the sums as integers, and a small array to block on until they are ready.
         """
         same = self._same[k + 1]
-        stacked = self.arrays.stack(self._arguments(k + 1)[2], [list(own) for own in values])
+        stacked = self.arrays.stack(self._arguments(k + 1)[2], [list(limbs) for limbs in values])
         before = before or self._nothing[same]()
-        [mark], _, found = self._early[same]([], [], stacked, before)
-        return found, mark
+        [mark], _, chunks = self._early[same]([], [], stacked, before)
+        return chunks, mark
 
     def sum_group(
         self, k: int, values: Sequence[Sequence[Any]], before: Any = None
@@ -412,16 +421,16 @@ class Reducer:
         """The totals of a group on each local replica.
 
         Args:
-            values: For each local replica the parts of the group's packs, which are given up.
-            before: What `add_group` gave in the wave before, which is given up; None: nothing.
+            values: For each local replica the limbs of the group's packs, which are donated.
+            before: The chunks of `add_group` after earlier waves, which are donated; None: none.
         """
-        stacked = self.arrays.stack(self._arguments(k + 1)[2], [list(own) for own in values])
+        stacked = self.arrays.stack(self._arguments(k + 1)[2], [list(limbs) for limbs in values])
         return self._totals_of(k + 1, self.programs[k + 1]([], [], stacked, before or [])[2])
 
     def group_bytes(self, k: int) -> GroupBytes:
-        """What a group takes, once it is compiled; `k` is its number."""
+        """Memory of group `k`, once its programs are compiled."""
         sums = sum(self._sizes[i] for i in self._buckets[k + 1])
-        waiting = sum(4 * x.size for own in self._waiting(k + 1) for x in own)
+        waiting = sum(4 * x.size for limbs in self._wave_shapes(k + 1) for x in limbs)
         programs = [self.programs[k + 1], self._early.get(self._same[k + 1])]
         here = [p for p in programs if p is not None and self.arrays.is_in_place]
         return GroupBytes(
@@ -431,51 +440,53 @@ class Reducer:
             waiting=waiting // len(self.arrays.devices),
         )
 
-    def _totals_of(self, k: int, found: Sequence[jax.Array]) -> list[list[jax.Array]]:
-        """What a bucket's program returns, on each local replica."""
+    def _totals_of(self, k: int, totals: Sequence[jax.Array]) -> list[list[jax.Array]]:
+        """The totals of a bucket on each local replica."""
         arrays, cut = self.arrays, self.chunks and self.chunks[k].lengths
         each = [
             arrays.part(x, cut) if cut and spec == arrays.own_spec else arrays.local_parts(x, spec)
-            for x, spec in zip(found, self._total_specs(k), strict=True)
+            for x, spec in zip(totals, self._total_specs(k), strict=True)
         ]
         every = [[parts[i] for parts in each] for i in range(len(self.local))]
         if not self.chunks or self._inner:
             return every
-        # Without what fills a smaller chunk up to the longest.
+        # Without the padding of shorter chunks.
         pairs = zip(every, (self._total_sizes(k, i) for i in range(len(every))), strict=True)
-        return [[x[:n] for x, n in zip(*own, strict=True)] for own in pairs]
+        return [[x[:n] for x, n in zip(*pair, strict=True)] for pair in pairs]
 
     def reduce(
-        self, numbers: Sequence[np.ndarray], held: Any, totals: Sequence[Any] = ()
+        self, numbers: Sequence[np.ndarray], local_sums: Any, totals: Sequence[Any] = ()
     ) -> Reduced:
-        """Add up what all replicas hold; the totals stay on the devices.
+        """Sum over all replicas; the totals stay on the devices.
 
         Args:
-            numbers: float32[NUM_TOLD] of each local replica, for all others.
-            held: From `hold`.
-            totals: On each local replica those of the groups, one after another.
+            numbers: float32[NUM_TOLD] of each local replica, its statistics for all others.
+            local_sums: The result of `hold`.
+            totals: On each local replica the totals of the groups, in order.
         """
-        arrays, (own, ints, values) = self.arrays, held
-        told = arrays.stack([P()], told_bits(numbers, self.local, len(self.replicas)))
-        small: Any = own(), [*told, *ints()]
+        arrays, (peaks, ints, values) = self.arrays, local_sums
+        stats = arrays.stack([P()], stat_rows(numbers, self.local, len(self.replicas)))
+        small: Any = peaks(), [*stats, *ints()]
         every: list[list[Any]] = [[] for _ in self.local]
-        given = values[0]()
+        next_values = values[0]()
         for i, k in enumerate(self._at_once):
             program, is_last = self.programs[k], i + 1 == len(self._at_once)
             values[k] = None
-            gathered, summed, found = program(*(small if k == 0 else ([], [])), given, [])
-            given = values[k + 1]() if k + 1 < len(values) else None
+            gathered, summed, bucket_totals = program(
+                *(small if k == 0 else ([], [])), next_values, []
+            )
+            next_values = values[k + 1]() if k + 1 < len(values) else None
             if k == 0:
                 small = gathered, summed
-            for own_totals, new in zip(every, self._totals_of(k, found), strict=True):
-                own_totals += new
+            for replica_totals, new in zip(every, self._totals_of(k, bucket_totals), strict=True):
+                replica_totals += new
             if arrays.is_ring and not is_last:
-                # Gloo mixes up collectives that wait for nothing of each other.
-                jax.block_until_ready(found)
-        [peaks_DT], (told_DN, small_MS, *others) = small
+                # Gloo mixes up collectives that do not depend on each other.
+                jax.block_until_ready(bucket_totals)
+        [peaks_DT], (stats_DN, small_MS, *others) = small
         each = [arrays.local_parts(x, P()) for x in others]
         return Reduced(
-            numbers_DN=np.asarray(told_DN).view(np.float32),
+            numbers_DN=np.asarray(stats_DN).view(np.float32),
             rows_MS=np.asarray(small_MS).view(np.float32),
             maxima_T=peaks_to_maxima(np.asarray(peaks_DT)),
             totals=tuple([*a, *b] for a, b in zip(every, totals or [()] * len(every), strict=True)),
@@ -484,7 +495,7 @@ class Reducer:
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """For each replica the processes that hold it."""
+        """For each replica the processes of its devices."""
         return tuple(tuple(sorted({process_of(d) for d in r.devices})) for r in self.replicas)
 
     def result_shapes(self, i: int) -> tuple[Any, Any]:

@@ -1,10 +1,10 @@
 """Units of an update: the arrays that belong together, whole or a slice of each, on one replica.
 
-Every update is a list of groups of units, and the groups run one after another. A replica that has
-all of the state has a unit for each parameter and its moments; one that shares it out has its
-granules of them, or the whole of what it alone owns; state that waits elsewhere comes a group at a
-time. Each product is rounded by itself and sums over whole arrays are made before, so no bit
-depends on how units are cut, grouped or placed.
+Every update is a list of groups of units, and the groups run one after another. A replica with all
+of the state has a unit for each parameter and its moments. With a shard of the state it has
+granules of them, or arrays that it alone owns. Offloaded state is fetched a group at a time. Each
+product is rounded by itself and sums over whole arrays are made before. So no bit depends on how
+units are cut, grouped or placed.
 """
 
 import dataclasses
@@ -30,18 +30,18 @@ from .uneven_collectives import replaced
 
 _NUM_GROUPS = 24  # three of them are on a device: an eighth of the state
 _LEAST_BYTES = 1 << 20  # of a group
-_ALIGNED = 8  # elements: what is fewer is compiled in another way
+_ALIGNED = 8  # elements: XLA compiles shorter arrays in another way
 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """What of a domain is updated at once, on one device.
+    """A domain, or a slice of it, that a device updates at once.
 
     Attributes:
-        leaves: Places of its arrays in the optimizer's state.
-        shapes: Of these, as they wait: flat slices where the domain is cut.
-        start: The first element of the replica's flat piece.
-        stop: The one behind its last; None: its arrays are updated in their own shapes.
+        leaves: Places of the unit's arrays in the optimizer's state.
+        shapes: Shapes of these arrays where they are stored: flat slices if the domain is cut.
+        start: The first element in the replica's flat piece.
+        stop: One past the last element; None: arrays are updated in their own shapes.
     """
 
     domain: int
@@ -54,7 +54,7 @@ class Unit:
 
     @property
     def num_bytes(self) -> int:
-        """Of its state."""
+        """Bytes of the unit's state."""
         pairs = zip(self.shapes, self.dtypes, strict=True)
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in pairs)
 
@@ -68,26 +68,26 @@ class UpdateGroups:
 
     Attributes:
         groups: All but the last.
-        last: With it the other variables change.
-        spec: How what waits elsewhere is sharded over the devices of the replica.
-        waits: Whether the state of all groups but the last waits elsewhere.
+        last: The group whose program also changes the other variables.
+        spec: PartitionSpec of offloaded arrays over the devices of the replica.
+        is_offloaded: Whether the state of all groups but the last is offloaded.
     """
 
     groups: tuple[Group, ...]
     last: Group
     spec: P
-    waits: bool = False
+    is_offloaded: bool = False
 
     @property
-    def away(self) -> frozenset[int]:
-        """The places of the leaves of the optimizer's state that wait elsewhere."""
-        if not self.waits:
+    def offloaded_leaves(self) -> frozenset[int]:
+        """The places of the offloaded leaves in the optimizer's state."""
+        if not self.is_offloaded:
             return frozenset()
         return frozenset(k for group in self.groups for unit in group for k in unit.leaves)
 
     @property
     def bytes_at_once(self) -> int:
-        """Of the state of a group, of the one before and of the next one, the most of any."""
+        """The largest state of three consecutive groups, which are on the device together."""
         each = [sum(unit.num_bytes for unit in group) for group in self.groups]
         return max((sum(each[max(g - 1, 0) : g + 2]) for g in range(len(each))), default=0)
 
@@ -98,47 +98,43 @@ class UpdateGroups:
 
     @functools.cached_property
     def last_of(self) -> dict[int, int]:
-        """The last group that has some of a parameter, for each of `params`."""
+        """The last group with a unit of a parameter, for each of `params`."""
         return {i: g for g, group in enumerate(self.groups) for u in group for i in u.params}
 
 
 def most_at_once(num_bytes: int) -> int:
-    """Bytes of a group, for a state of so many."""
+    """Bytes of a group, for a state of `num_bytes`."""
     return max(num_bytes // _NUM_GROUPS, _LEAST_BYTES)
 
 
 # -- cut into groups ------------------------------------------------------------------------------
 
 
-def units_of(own: Ownership, member: int, state: Sequence[Any]) -> Group:
-    """All that a replica updates.
+def units_of(ownership: Ownership, member: int, state: Sequence[Any]) -> Group:
+    """All units of a replica.
 
     Args:
-        state: Shapes of the leaves of the optimizer's state as the replica has them.
+        state: Shapes of the replica's leaves of the optimizer's state.
     """
     return tuple(
-        _unit(own, domain, member, state)
-        for domain, owner in enumerate(own.owners)
+        _unit(ownership, domain, member, state)
+        for domain, owner in enumerate(ownership.owners)
         if owner in (None, member)
     )
 
 
-def at_once(own: Ownership, units: Group, num_groups: int) -> UpdateGroups:
-    """The groups of a replica whose state is on its devices, of about equal size.
-
-    Args:
-        num_groups: At most; one has all units.
-    """
-    arrays, num = own.update.closed.out_avals, min(num_groups, len(units))
+def at_once(ownership: Ownership, units: Group, num_groups: int) -> UpdateGroups:
+    """At most `num_groups` groups of about equal size, for state on the devices."""
+    arrays, num = ownership.update.closed.out_avals, min(num_groups, len(units))
     if num < 2:
-        return UpdateGroups((), units, own.parts_spec)
+        return UpdateGroups((), units, ownership.parts_spec)
     sizes = [sum(arrays[i].size * arrays[i].dtype.itemsize for i in u.params) for u in units]
     groups = [tuple(units[u] for u in places) for places in balanced(sizes, num)]
-    return UpdateGroups(tuple(groups[:-1]), groups[-1], own.parts_spec)
+    return UpdateGroups(tuple(groups[:-1]), groups[-1], ownership.parts_spec)
 
 
-def streamed(own: Ownership, units: Group) -> UpdateGroups:
-    """The groups of a replica whose state waits elsewhere: the last one has none."""
+def streamed(ownership: Ownership, units: Group) -> UpdateGroups:
+    """The groups of a replica whose state is offloaded; the last one has no state."""
     most = most_at_once(sum(unit.num_bytes for unit in units))
     groups: list[list[Unit]] = []
     left = 0
@@ -150,25 +146,27 @@ def streamed(own: Ownership, units: Group) -> UpdateGroups:
         groups[-1].append(unit)
         left -= unit.num_bytes
     last = tuple(u for u in units if not u.leaves)
-    return UpdateGroups(tuple(map(tuple, groups)), last, own.parts_spec, waits=True)
+    return UpdateGroups(tuple(map(tuple, groups)), last, ownership.parts_spec, is_offloaded=True)
 
 
-def _unit(own: Ownership, domain: int, member: int, state: Sequence[Any]) -> Unit:
-    num, update = own.num_params, own.update
-    arrays = [k for k, d in enumerate(update.domain_of[: own.num_arrays]) if d == domain]
+def _unit(ownership: Ownership, domain: int, member: int, state: Sequence[Any]) -> Unit:
+    num, update = ownership.num_params, ownership.update
+    arrays = [k for k, d in enumerate(update.domain_of[: ownership.num_arrays]) if d == domain]
     leaves = tuple(k - num for k in arrays if k >= num)
     stop = None
-    if own.owners[domain] is None:
-        size = math.prod(own.local_shape(domain))
-        # Arrays of few elements are flat and padded: else they are compiled as single numbers are.
-        if not own.is_whole or own.axes or size < LEAST_GRANULE:
-            stop = own.granules[member] * own.shares.granule(size)
+    if ownership.owners[domain] is None:
+        size = math.prod(ownership.local_shape(domain))
+        # Short arrays are flat and padded: otherwise XLA compiles them as scalars.
+        if not ownership.is_whole or ownership.axes or size < LEAST_GRANULE:
+            stop = ownership.granules[member] * ownership.shares.granule(size)
     return Unit(
         domain=domain,
         params=tuple(k for k in arrays if k < num),
         leaves=leaves,
         shapes=tuple(
-            tuple(state[k].shape) if own.num_inner == 1 else (state[k].size // own.num_inner,)
+            tuple(state[k].shape)
+            if ownership.num_inner == 1
+            else (state[k].size // ownership.num_inner,)
             for k in leaves
         ),
         dtypes=tuple(jnp.dtype(state[k].dtype) for k in leaves),
@@ -177,7 +175,7 @@ def _unit(own: Ownership, domain: int, member: int, state: Sequence[Any]) -> Uni
 
 
 def _cut(unit: Unit, most_bytes: int) -> list[Unit]:
-    """A unit in slices of about equal size, if it is large and may be cut."""
+    """Slices of a unit of about equal size, if it is large and may be cut."""
     num = -(-unit.num_bytes // most_bytes)
     if unit.stop is None or num < 2:
         return [unit]
@@ -194,7 +192,7 @@ def _cut(unit: Unit, most_bytes: int) -> list[Unit]:
 
 
 def local_part(x: jax.Array, spec: P, sizes: dict[str, int]) -> jax.Array:
-    """A device's part of a whole array, inside a `shard_map`."""
+    """A device's shard of a whole array, inside a `shard_map`."""
     shape = piece_shape(x.shape, spec, sizes)
     for dim, part in enumerate(spec):
         names = names_of(part)
@@ -205,23 +203,23 @@ def local_part(x: jax.Array, spec: P, sizes: dict[str, int]) -> jax.Array:
 
 
 class UnitsPart(Part):
-    """What a device has of the arrays of an update: those of some units.
+    """A device's part of the arrays of an update: some units.
 
     Args:
         first: The replica's first granule, perhaps traced.
     """
 
-    def __init__(self, own: Ownership, member: int, first: Any, units: Sequence[Unit]):
-        self._own, self._member, self._first = own, member, first
+    def __init__(self, ownership: Ownership, member: int, first: Any, units: Sequence[Unit]):
+        self._ownership, self._member, self._first = ownership, member, first
         self._units = {unit.domain: unit for unit in units}
 
     def only(self, domains: Collection[int]) -> "UnitsPart":
-        """The part without other domains."""
+        """The part restricted to some domains."""
         units = [unit for domain, unit in self._units.items() if domain in domains]
-        return UnitsPart(self._own, self._member, self._first, units)
+        return UnitsPart(self._ownership, self._member, self._first, units)
 
     def owns(self, domain: int) -> bool:
-        """Whether some unit is of the domain."""
+        """Whether the part has a unit of the domain."""
         return domain in self._units
 
     def has_whole(self, domain: int) -> bool:
@@ -229,40 +227,36 @@ class UnitsPart(Part):
         return self._units[domain].stop is None
 
     def piece(self, domain: int, x: Any) -> Any:
-        """What a unit has of a whole array."""
+        """A unit's elements of a whole array."""
         if self.has_whole(domain):
             return x
-        own = self._own
-        if own.axes:
-            x = Padding(own.parts_of(domain)).pad(x)
-            x = local_part(x, own.spec(domain), dict(own.axes))
+        ownership = self._ownership
+        if ownership.axes:
+            x = Padding(ownership.parts_of(domain)).pad(x)
+            x = local_part(x, ownership.spec(domain), dict(ownership.axes))
         return self.taken(self._units[domain], x)
 
     def taken(self, unit: Unit, x: Any, *, is_flat: bool = False) -> Any:
-        """An array of the device as the unit is updated.
+        """A unit's elements of the device's array.
 
         Args:
-            is_flat: Whether it is the replica's flat piece already.
+            is_flat: Whether the array is the replica's flat piece already.
         """
         if unit.stop is None:
             return x
-        own = self._own
+        ownership = self._ownership
         if not is_flat:
-            if own.place is not None and own.parts_of(unit.domain):
-                x = x[tuple(map(slice, own.local_shape(unit.domain)))]
-            x = own.shares.piece(x, own.granules[self._member], self._first)
+            if ownership.place is not None and ownership.parts_of(unit.domain):
+                x = x[tuple(map(slice, ownership.local_shape(unit.domain)))]
+            x = ownership.shares.piece(x, ownership.granules[self._member], self._first)
         return x if (unit.start, unit.stop) == (0, x.size) else x[unit.start : unit.stop]
 
     def kept(self, unit: Unit, old: Any, new: Any) -> Any:
-        """An array of the device in which a unit is new.
-
-        Args:
-            new: From what `taken` gave.
-        """
-        if any(self._own.parts_of(unit.domain)):
-            shape = self._own.local_shape(unit.domain)
+        """The device's array with new elements of a unit, in the form of `taken`."""
+        if any(self._ownership.parts_of(unit.domain)):
+            shape = self._ownership.local_shape(unit.domain)
             new = self.own(unit.domain, new)[: math.prod(shape)].reshape(shape)
-            return replaced(old, new)  # its padding is zero and stays so
+            return replaced(old, new)  # padding stays zero
         if new.shape == old.shape:
             return new
         if new.size >= old.size:
@@ -271,22 +265,22 @@ class UnitsPart(Part):
         return jax.lax.dynamic_update_slice(old.reshape(-1), new, start).reshape(old.shape)
 
     def own(self, domain: int, x: Any) -> Any:
-        """What a unit has of an array, with zeros where it is padding."""
+        """A unit's elements of an array, with zeros for padding."""
         unit = self._units[domain]
         if unit.stop is None:
             return x
-        own = self._own
-        shape, parts = own.local_shape(domain), own.parts_of(domain)
-        if own.place is None and any(parts):
-            inside = jnp.ones(shape, bool)
-            [axis] = (name for name, _ in own.axes)
+        ownership = self._ownership
+        shape, parts = ownership.local_shape(domain), ownership.parts_of(domain)
+        if ownership.place is None and any(parts):
+            is_inside = jnp.ones(shape, bool)
+            [axis] = (name for name, _ in ownership.axes)
             for dim, sizes in enumerate(parts):
                 if sizes:
-                    here = jnp.asarray(sizes)[jax.lax.axis_index(axis)]
-                    inside &= jax.lax.broadcasted_iota(jnp.int32, shape, dim) < here
-            return jnp.where(self.taken(unit, inside), x, jnp.zeros((), x.dtype))
+                    size_here = jnp.asarray(sizes)[jax.lax.axis_index(axis)]
+                    is_inside &= jax.lax.broadcasted_iota(jnp.int32, shape, dim) < size_here
+            return jnp.where(self.taken(unit, is_inside), x, jnp.zeros((), x.dtype))
         size = math.prod(shape)
-        places = self._first * own.shares.granule(size) + unit.start + jnp.arange(x.size)
+        places = self._first * ownership.shares.granule(size) + unit.start + jnp.arange(x.size)
         return jnp.where(places < size, x, jnp.zeros((), x.dtype))
 
 
@@ -295,54 +289,55 @@ class UnitsPart(Part):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardedUpdate:
-    """Runs what is written for one device on each device of a replica, on its own parts.
+    """Runs an update written for one device on the shards of each device of a replica.
 
-    What these cut is cut once more over the replicas, as granules of each device's part; only sums
-    over whole arrays are added over the devices that have unlike parts. What the optimizer treats
-    as a whole is put together on every device of the replica that owns it, and each keeps its own
-    part of what is made.
+    A device's shard is cut once more over the replicas, into granules. Sums over whole arrays are
+    added over the devices with different shards. Arrays that the optimizer treats as a whole are
+    gathered on every device of the replica that owns them, and each keeps its shard of the result.
 
     Attributes:
         params: PartitionSpec of each trained parameter.
-        leaves: PartitionSpec of the whole of each leaf of the optimizer's state.
+        leaves: PartitionSpec of each leaf of the optimizer's state, before it is cut over replicas.
     """
 
-    own: Ownership
+    ownership: Ownership
     replica: Replica
     params: Sequence[P]
     leaves: Sequence[P]
 
-    def mapped(self, run: Callable[..., Any], given: Any, made: Any) -> Callable[..., Any]:
-        """A function on each device, from how its arguments and its results are sharded."""
+    def mapped(self, run: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """`shard_map` of a function over the devices of the replica."""
         mapped: Callable[..., Any] = jax.shard_map(
-            run, mesh=self.replica.mesh, in_specs=given, out_specs=made, check_vma=False
+            run, mesh=self.replica.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
         return functools.wraps(run)(mapped)
 
     def shape(self, x: Any, spec: P) -> jax.ShapeDtypeStruct:
-        """Of a device's part of an array."""
-        return jax.ShapeDtypeStruct(piece_shape(x.shape, spec, dict(self.own.axes)), x.dtype)
+        """The shape of a device's shard."""
+        return jax.ShapeDtypeStruct(piece_shape(x.shape, spec, dict(self.ownership.axes)), x.dtype)
 
     def run(
         self, arguments: Sequence[Any], part: UnitsPart, zero: jax.Array, sums: jax.Array
     ) -> list[Any]:
-        """The results of the traced update: the device's own part, flat, of what is whole there.
+        """The results of the traced update; of whole arrays the device's shard, flat.
 
         Args:
-            arguments: As a device has them, its parts perhaps flat.
+            arguments: The device's shards, perhaps flat.
             zero: See `SeparableUpdate.run`.
             sums: See `SeparableUpdate.run`.
         """
-        update, wholes = self.own.update, dict(self._wholes(part))
+        update, wholes = self.ownership.update, dict(self._whole_arrays(part))
 
         def made(arguments: Sequence[Any], part: UnitsPart) -> dict[int, Any]:
-            found = dict(enumerate(update.run(arguments, part, zero, sums)))
-            axes, own = dict(self.own.axes), dict(self._wholes(part))
-            parts = {k: local_part(found[k], spec, axes).reshape(-1) for k, spec in own.items()}
-            return parts or {k: x for k, x in found.items() if k not in wholes}
+            results = dict(enumerate(update.run(arguments, part, zero, sums)))
+            axes, shard_specs = dict(self.ownership.axes), dict(self._whole_arrays(part))
+            shards = {
+                k: local_part(results[k], spec, axes).reshape(-1) for k, spec in shard_specs.items()
+            }
+            return shards or {k: x for k, x in results.items() if k not in wholes}
 
-        found = self.each(made, arguments, part, zero)
-        return [found[k] for k in range(self.own.num_arrays)]
+        results = self.each(made, arguments, part, zero)
+        return [results[k] for k in range(self.ownership.num_arrays)]
 
     def each(
         self,
@@ -351,21 +346,19 @@ class ShardedUpdate:
         part: UnitsPart,
         zero: jax.Array,
     ) -> dict[int, Any]:
-        """What a function makes of what is cut, and of each domain that the replica has whole.
+        """Run a function once for all domains that are cut, and once for each whole domain.
 
-        Each of these is a branch of its own, with which XLA fuses nothing else: so one after
-        another is whole, and no bit depends on what else the replica owns.
+        Each whole domain has a branch of its own, with which XLA fuses nothing else. So only one
+        domain is gathered at a time, and no bit depends on what else the replica owns.
 
         Args:
-            run: From arguments of the traced update, and what they have, to numbered results.
-            arguments: See `run`.
-            zero: See `run`.
+            run: From arguments of the traced update, and their part, to numbered results.
         """
-        domains, owners = self.own.update.domain_of, self.own.owners
-        here = {d for d in range(len(owners)) if part.owns(d)}
-        cut = {d for d in here if owners[d] is None}
-        found = run(arguments, part.only(cut))
-        for domain in sorted(here - cut):
+        domains, owners = self.ownership.update.domain_of, self.ownership.owners
+        domains_here = {d for d in range(len(owners)) if part.owns(d)}
+        cut = {d for d in domains_here if owners[d] is None}
+        results = run(arguments, part.only(cut))
+        for domain in sorted(domains_here - cut):
             only = part.only({domain})
             read = {
                 k: x
@@ -374,47 +367,48 @@ class ShardedUpdate:
             }
 
             def made(read: dict[int, Any], only: UnitsPart = only) -> dict[int, Any]:
-                own = [read.get(k, MISSING) for k in range(len(domains))]
-                return run(self._gathered(own, only), only)
+                shards = [read.get(k, MISSING) for k in range(len(domains))]
+                return run(self._with_whole_arrays(shards, only), only)
 
             like = jax.eval_shape(made, read)
             none = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), like)
-            found |= jax.lax.cond(zero == 0, made, lambda _: none(), read)  # noqa: B023
-        return found
+            results |= jax.lax.cond(zero == 0, made, lambda _: none(), read)  # noqa: B023
+        return results
 
-    def _gathered(self, arguments: Sequence[Any], part: UnitsPart) -> list[Any]:
-        """The arguments with the whole of what is updated as a whole; None: it is elsewhere."""
-        found, num, arrays = list(arguments), self.own.num_arrays, self.own.update.closed.out_avals
-        for k, spec in self._wholes(part):
+    def _with_whole_arrays(self, arguments: Sequence[Any], part: UnitsPart) -> list[Any]:
+        """The arguments, with arrays gathered that are updated whole; None stays."""
+        gathered, num = list(arguments), self.ownership.num_arrays
+        arrays = self.ownership.update.closed.out_avals
+        for k, spec in self._whole_arrays(part):
             # A gradient is sharded as its parameter.
-            for place in (k, num + k) if k < self.own.num_params else (k,):
-                if found[place] is not None:
-                    shape = piece_shape(arrays[k].shape, spec, dict(self.own.axes))
-                    found[place] = _whole(found[place].reshape(shape), spec)
-        return found
+            for place in (k, num + k) if k < self.ownership.num_params else (k,):
+                if gathered[place] is not None:
+                    shape = piece_shape(arrays[k].shape, spec, dict(self.ownership.axes))
+                    gathered[place] = _whole(gathered[place].reshape(shape), spec)
+        return gathered
 
-    def _wholes(self, part: UnitsPart) -> Iterator[tuple[int, P]]:
-        """Numbers of the arrays that are updated as a whole, and how the devices cut them."""
-        owners, domains = self.own.owners, self.own.update.domain_of
+    def _whole_arrays(self, part: UnitsPart) -> Iterator[tuple[int, P]]:
+        """Numbers and PartitionSpecs of the arrays that are updated as a whole."""
+        owners, domains = self.ownership.owners, self.ownership.update.domain_of
         for k, spec in enumerate((*self.params, *self.leaves)):
             domain = domains[k]
             if domain is not None and owners[domain] is not None and part.owns(domain):
                 yield k, spec
 
-    def largest(self, found: jax.Array) -> jax.Array:
-        """The largest of what the devices have."""
-        return jax.lax.pmax(found, tuple(name for name, _ in self.own.axes))
+    def largest(self, x: jax.Array) -> jax.Array:
+        """The maximum over the devices."""
+        return jax.lax.pmax(x, tuple(name for name, _ in self.ownership.axes))
 
     def added(self, digits: jax.Array, domain: int) -> jax.Array:
-        """The sum over the devices that have unlike parts of a domain's arrays."""
-        if self.own.owners[domain] is not None:
-            return digits  # of the whole, on each
-        names = tuple(n for part in self.own.spec(domain) for n in names_of(part))
+        """The sum over the devices with different shards of a domain's arrays."""
+        if self.ownership.owners[domain] is not None:
+            return digits  # each device has the whole sum
+        names = tuple(n for part in self.ownership.spec(domain) for n in names_of(part))
         return jax.lax.psum(digits, names) if names else digits
 
 
 def _whole(x: jax.Array, spec: P) -> jax.Array:
-    """An array from the parts of all devices."""
+    """A whole array, gathered from the shards of all devices."""
     for dim, part in enumerate(spec):
         names = names_of(part)
         if names:

@@ -1,8 +1,8 @@
-"""What an update reads: gradients out of the totals of a step, and other variables' changes.
+"""Inputs of an update: gradients from the totals of a step, and changes of other variables.
 
-Most updates run unit by unit, see `units`. An update that is one program as the optimizer wrote it
-is here: where sums are of floats, and where the optimizer treats arrays as a whole and every
-replica updates everything.
+Most updates run unit by unit, see `units`. Here is also the update that is one program, as the
+optimizer wrote it: for float sums, and for optimizers that treat arrays as a whole on replicas that
+each update everything.
 """
 
 import dataclasses
@@ -26,39 +26,39 @@ from .padding import NOT_PADDED, StatePadding, padded, unpadded
 from .replica import Replica
 from .state_sums import changed, decided
 
-_FEWEST_ROWS = 16  # of a table, for fewer slices are compiled as soon
+_FEWEST_ROWS = 16  # of a table; fewer slices compile as fast
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateSpec:
-    """What an update is made from.
+    """The description of an update.
 
     Attributes:
-        num_groups: Parts in which parameters are updated one after another.
-        of_totals: `Reducer.of_totals`.
-        chunks: For each bucket of the sums how they are shared out; none: all have the whole.
-        padding: Of the state: the optimizer sees arrays without it.
+        num_groups: Groups of parameters, updated one after another.
+        total_tensors: `Reducer.total_tensors`.
+        chunks: How each bucket of the sums is sharded; empty: replicas have whole totals.
+        padding: Padding of the state, which the optimizer does not see.
     """
 
     tensors: Tensors
     contribution: Contribution
     num_microbatches: int
     num_groups: int = 1
-    of_totals: Sequence[Sequence[int]]
+    total_tensors: Sequence[Sequence[int]]
     chunks: Sequence[Chunks] = ()
     padding: StatePadding
 
 
 class UpdateInputs(NamedTuple):
-    """What an update reads and does not change.
+    """Arrays that an update reads and does not change.
 
     Attributes:
-        totals: Those of `Reducer.reduce`; where replicas own parts, those of the replica's parts.
-        words: Those of other variables, of all microbatches, see `state_sums`.
-        weight: What the sums are divided by.
-        where: int32[2], the replica's first granule and a zero that no compiler knows; None, with
-            `sums`: the one program decides how it rounds.
-        sums: float32[S], of the update's sums over whole arrays, what `summed` gave.
+        totals: The totals of `Reducer.reduce`, or the replica's chunks of them.
+        words: Words of other variables, of all microbatches; see `state_sums`.
+        weight: The divisor of the sums.
+        where: int32[2], the replica's first granule and a zero that no compiler knows; None, as
+            for `sums`: one program that decides how it rounds.
+        sums: float32[S], the update's sums over whole arrays, from `exact_norms.summed`.
         rows: int32 scalars 0, 1 and so on, see `num_rows`.
     """
 
@@ -76,114 +76,118 @@ class UpdateInputs(NamedTuple):
 
 
 def num_rows(spec: UpdateSpec) -> int:
-    """Rows of the largest pack whose tensors the update cuts out by numbers that are arguments."""
+    """Rows of the largest table, whose row numbers are arguments of the update."""
     if spec.chunks:
         return 0
-    return max((len(tensors) for tensors in spec.of_totals if _is_table(spec, tensors)), default=0)
+    return max(
+        (len(tensors) for tensors in spec.total_tensors if _is_table(spec, tensors)), default=0
+    )
 
 
 def _is_table(spec: UpdateSpec, tensors: Sequence[int]) -> bool:
     """Whether a total is a table of many tensors of one size.
 
-    XLA compiles a program of its own for a slice at each other place: 200 of four numbers take 13 s
-    of a CPU, and 3 s at places that it does not know.
+    XLA compiles a kernel for each constant offset of a slice: 200 slices of four numbers take 13 s
+    of a CPU, and 3 s where offsets are arguments.
     """
     sizes = {spec.tensors.floats[i].size for i in tensors}
     return len(tensors) >= _FEWEST_ROWS and len(sizes) == 1 and 0 not in sizes
 
 
-#: From a total and its exponents to what is wanted of it.
+#: From a total and its exponent to its float value.
 _Value = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def sums_of(
-    spec: UpdateSpec, given: UpdateInputs, wanted: Collection[int], member: int = 0
+    spec: UpdateSpec, inputs: UpdateInputs, wanted: Collection[int], member: int = 0
 ) -> dict[int, jax.Array]:
-    """The sums of tensors, by number: whole, or flat pieces of those that replicas share out.
+    """The sums of tensors, by number: whole, or flat pieces of sharded ones.
 
     Args:
-        member: The replica's number in its group, where they do.
+        member: The replica's number in its shard group.
     """
-    return _tensors(spec, given, wanted, member, spec.contribution.value)
+    return _tensors(spec, inputs, wanted, member, spec.contribution.value)
 
 
 def means_of(
-    spec: UpdateSpec, given: UpdateInputs, wanted: Collection[int], member: int
+    spec: UpdateSpec, inputs: UpdateInputs, wanted: Collection[int], member: int
 ) -> dict[int, jax.Array]:
-    """Gradients from their sums, rounded: what follows must not join the division."""
-    zero = given.where[1]
+    """Gradients from their sums, rounded, so that XLA fuses nothing into the division."""
+    zero = inputs.where[1]
 
     def mean(total: jax.Array, exponent: jax.Array) -> jax.Array:
-        return rounded(divided(spec.contribution.value(total, exponent), given.weight, zero), zero)
+        return rounded(divided(spec.contribution.value(total, exponent), inputs.weight, zero), zero)
 
-    return _tensors(spec, given, wanted, member, mean)
+    return _tensors(spec, inputs, wanted, member, mean)
 
 
 def _tensors(
-    spec: UpdateSpec, given: UpdateInputs, wanted: Collection[int], member: int, value: _Value
+    spec: UpdateSpec, inputs: UpdateInputs, wanted: Collection[int], member: int, value: _Value
 ) -> dict[int, jax.Array]:
-    totals = [jax.lax.bitcast_convert_type(x, jnp.float32) for x in given.totals]
+    totals = [jax.lax.bitcast_convert_type(x, jnp.float32) for x in inputs.totals]
     if spec.chunks:
-        pieces = _of_chunks(spec, totals, member)
-        return {i: value(x, given.exponents_T[i]) for i, x in pieces.items() if i in wanted}
-    return _of_packs(spec, given, totals, wanted, value)
+        pieces = _chunk_tensors(spec, totals, member)
+        return {i: value(x, inputs.exponents_T[i]) for i, x in pieces.items() if i in wanted}
+    return _pack_tensors(spec, inputs, totals, wanted, value)
 
 
-def _of_chunks(spec: UpdateSpec, totals: Sequence[jax.Array], member: int) -> dict[int, jax.Array]:
+def _chunk_tensors(
+    spec: UpdateSpec, totals: Sequence[jax.Array], member: int
+) -> dict[int, jax.Array]:
     floats, num = spec.tensors.floats, len(spec.tensors.params)
     left = iter(totals)
-    found: dict[int, jax.Array] = {}
-    for bucket, chunk in zip(spec.of_totals, spec.chunks, strict=True):
+    tensors: dict[int, jax.Array] = {}
+    for bucket, chunk in zip(spec.total_tensors, spec.chunks, strict=True):
         if chunk.tensors:
-            found |= dict(zip(chunk.tensors, chunk.pieces(next(left), member), strict=True))
+            tensors |= dict(zip(chunk.tensors, chunk.pieces(next(left), member), strict=True))
         others = [i for i in bucket if i >= num]
         if others:
             each = _split(next(left), [floats[i].size for i in others])
-            found |= {i: x.reshape(floats[i].shape) for i, x in zip(others, each, strict=True)}
-    return found
+            tensors |= {i: x.reshape(floats[i].shape) for i, x in zip(others, each, strict=True)}
+    return tensors
 
 
-def _of_packs(
+def _pack_tensors(
     spec: UpdateSpec,
-    given: UpdateInputs,
+    inputs: UpdateInputs,
     totals: Sequence[jax.Array],
     wanted: Collection[int],
     value: _Value,
 ) -> dict[int, jax.Array]:
     floats = spec.tensors.floats
-    found: dict[int, jax.Array] = {}
-    for x, tensors in zip(totals, spec.of_totals, strict=True):
-        if given.rows and _is_table(spec, tensors):
+    values: dict[int, jax.Array] = {}
+    for x, tensors in zip(totals, spec.total_tensors, strict=True):
+        if inputs.rows and _is_table(spec, tensors):
             table = x.reshape(len(tensors), -1)
-            exponents = given.exponents_T[np.array(tensors)][:, None]
+            exponents = inputs.exponents_T[np.array(tensors)][:, None]
             table = jax.lax.optimization_barrier(value(table, exponents))
-            for i, row in zip(tensors, given.rows, strict=False):
+            for i, row in zip(tensors, inputs.rows, strict=False):
                 if i in wanted:
-                    found[i] = jax.lax.dynamic_index_in_dim(table, row, keepdims=False)
+                    values[i] = jax.lax.dynamic_index_in_dim(table, row, keepdims=False)
         else:
             each = _split(x, [floats[i].size for i in tensors])
-            for i, own in zip(tensors, each, strict=True):
+            for i, total in zip(tensors, each, strict=True):
                 if i in wanted:
-                    found[i] = value(own, given.exponents_T[i])
-    return {i: x.reshape(floats[i].shape) for i, x in found.items()}
+                    values[i] = value(total, inputs.exponents_T[i])
+    return {i: x.reshape(floats[i].shape) for i, x in values.items()}
 
 
 def _split(x: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
-    """The arrays that follow each other in one; a single one keeps its shape."""
+    """Split a concatenation; a single array keeps its shape."""
     return jnp.split(x.reshape(-1), np.cumsum(sizes)[:-1]) if len(sizes) > 1 else [x]
 
 
 def new_aux(
-    spec: UpdateSpec, aux: Sequence[jax.Array], sums: dict[int, jax.Array], given: UpdateInputs
+    spec: UpdateSpec, aux: Sequence[jax.Array], sums: dict[int, jax.Array], inputs: UpdateInputs
 ) -> list[jax.Array]:
     """The other variables after a step.
 
     Args:
-        sums: By number of the tensor, those of `sums_of`.
+        sums: The result of `sums_of`, by number of the tensor.
     """
     tensors, out = spec.tensors, []
     changed_by = iter(range(len(tensors.params), len(tensors.floats)))
-    words = iter(given.words)
+    words = iter(inputs.words)
     for rule, x, is_summed in zip(tensors.merges, aux, tensors.is_summed, strict=True):
         if rule == "same":
             out.append(x)
@@ -207,13 +211,13 @@ def traced_program(
     opt_state: PyTree,
     aux: Sequence[P],
 ) -> Any:
-    """The program of a whole update that decides itself how it rounds.
+    """The program of a whole update, whose compiler decides where it rounds.
 
     `(params, opt_state, aux, given) -> (the first three, tick)`; these three are donated.
 
     Args:
         closed: The update, traced without a clip.
-        clip_norm: Global norm to which the gradient is clipped; None: not at all.
+        clip_norm: Global norm to which the gradient is clipped; None: no clip.
         opt_state: Tree of the PartitionSpecs of the optimizer's state.
         aux: PartitionSpec of each other variable.
     """
@@ -228,14 +232,14 @@ def traced_program(
         aux: Sequence[jax.Array],
         given: UpdateInputs,
     ) -> tuple[list[jax.Array], PyTree, list[jax.Array], jax.Array]:
-        found = sums_of(spec, given, range(len(spec.tensors.floats)))
-        grads = [(found[i] / given.weight).astype(p.dtype) for i, p in enumerate(params)]
+        sums = sums_of(spec, given, range(len(spec.tensors.floats)))
+        grads = [(sums[i] / given.weight).astype(p.dtype) for i, p in enumerate(params)]
         if clip_norm is not None:
             grads = clip(grads, clip_norm)
         leaves, state_tree = jax.tree.flatten(opt_state)
         arguments = unpadded([*params, *leaves, *grads, given.value], of_arguments)
         results = padded(update(*arguments), of_results)
-        others = new_aux(spec, aux, found, given)
+        others = new_aux(spec, aux, sums, given)
         state = jax.tree.unflatten(state_tree, results[num:])
         return results[:num], state, others, given.weight + 0
 

@@ -1,8 +1,8 @@
 """The updates of the local replicas: programs of groups of units, one after another.
 
-While a group is updated whose state waits elsewhere, the state of the next one comes to the device
-and the new state of the one before goes back: one program does all three, so that a GPU copies both
-ways while it computes. So no more than three groups are ever on the device.
+While a group with offloaded state is updated, the next group's state is fetched and the previous
+group's new state is written back. One program does all three, so that a GPU copies both ways while
+it computes. So at most three groups are on the device.
 
 References:
     Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models",
@@ -46,11 +46,10 @@ class ReplicaUpdate:
     """The update of one local replica, with a program for each group of its units.
 
     Args:
-        spec: What it is made from, with the shapes of a device's parts.
-        own: What the replica updates.
-        state: Shapes of the leaves of the optimizer's state as the replica has them.
-        tier: Where the optimizer's state waits.
-        on: The devices of the replica, if there are several.
+        spec: The update, with the shapes of a device's shards.
+        state: Shapes of the replica's leaves of the optimizer's state.
+        tier: The memory of the optimizer's state between updates.
+        sharded: The update over the replica's devices; None: there is one device.
         aux: PartitionSpec of each other variable.
         totals: PartitionSpecs of the totals.
     """
@@ -58,48 +57,51 @@ class ReplicaUpdate:
     def __init__(
         self,
         spec: UpdateSpec,
-        own: Ownership,
+        ownership: Ownership,
         replica: Replica,
         state: Sequence[Any],
         tier: Tier,
-        on: ShardedUpdate | None,
+        sharded: ShardedUpdate | None,
         aux: Sequence[P],
         totals: Any,
     ):
-        self._spec, self._own, self._replica, self._on = spec, own, replica, on
-        self._member = own.member(replica.index)
-        units = units_of(own, self._member, state)
-        num_groups = spec.num_groups if own.is_whole else 1
-        is_here = tier == "device"
+        self._spec, self._ownership = spec, ownership
+        self._replica, self._sharded = replica, sharded
+        self._member = ownership.member(replica.index)
+        units = units_of(ownership, self._member, state)
+        num_groups = spec.num_groups if ownership.is_whole else 1
+        is_on_device = tier == "device"
         self._units = units
-        self.groups = at_once(own, units, num_groups) if is_here else streamed(own, units)
-        #: Whether the programs bring and take state themselves, to and from the host.
+        self.groups = (
+            at_once(ownership, units, num_groups) if is_on_device else streamed(ownership, units)
+        )
+        #: Whether the programs themselves move state from and to the host.
         self._carries = tier == "host"
-        domains = own.update.domain_of[own.num_params : own.num_arrays]
+        domains = ownership.update.domain_of[ownership.num_params : ownership.num_arrays]
         self._common = tuple(k for k, d in enumerate(domains) if d is None)
         self._aux = list(aux)
-        #: Of what an update reads besides; what is whole is so everywhere.
-        self._given = UpdateInputs(totals, *[P()] * (len(UpdateInputs._fields) - 1))
+        #: PartitionSpecs of the inputs; all but totals are replicated.
+        self._input_specs = UpdateInputs(totals, *[P()] * (len(UpdateInputs._fields) - 1))
         self._options = update_options(replica.devices[0].platform, spec.contribution.form)
-        self._where = np.array([own.first(replica.index), 0], np.int32)
+        self._where = np.array([ownership.first(replica.index), 0], np.int32)
 
-        def arguments(arrays: Any, given: UpdateInputs) -> tuple[list[Any], UnitsPart]:
+        def arguments(arrays: Any, inputs: UpdateInputs) -> tuple[list[Any], UnitsPart]:
             params, state, common = arrays
-            return self._arguments(units, params, state, common, given)
+            return self._arguments(units, params, state, common, inputs)
 
-        specs = (*self._specs(units), P()), self._given
-        self._sums = sum_programs(own.update, arguments, self._options, on, specs)
-        self.compiled: list[Any] = []  #: First those of sums.
+        specs = (*self._specs(units), P()), self._input_specs
+        self._sums = sum_programs(ownership.update, arguments, self._options, sharded, specs)
+        self.compiled: list[Any] = []  #: In the order of `names`.
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of its programs: for sums two of each level, one for each group."""
+        """Names of the programs: two for each level of sums, one for each group."""
         num = len(self.groups.groups) + 1
         return (*["a sum in the update"] * (2 * len(self._sums)), *["the update"] * num)
 
-    def placed(self, given: UpdateInputs, sums: np.ndarray | None = None) -> UpdateInputs:
-        """With the replica's place among others, and the sums over whole arrays."""
-        return given._replace(where=self._where, sums=sums)
+    def placed(self, inputs: UpdateInputs, sums: np.ndarray | None = None) -> UpdateInputs:
+        """The inputs with the replica's first granule and the sums over whole arrays."""
+        return inputs._replace(where=self._where, sums=sums)
 
     # -- the arithmetic --------------------------------------------------------------------------
 
@@ -109,24 +111,26 @@ class ReplicaUpdate:
         params: dict[int, Any],
         state: Sequence[Sequence[Any]],
         common: Sequence[Any],
-        given: UpdateInputs,
+        inputs: UpdateInputs,
     ) -> tuple[list[Any], UnitsPart]:
-        """Those of the traced update, and what they have of its arrays."""
-        own, num, is_shared = self._own, self._own.num_params, bool(self._spec.chunks)
-        part = UnitsPart(own, self._member, 0 if own.is_alone else given.where[0], group)
-        arguments: list[Any] = [MISSING] * len(own.update.closed.jaxpr.invars)
-        arguments[-1] = given.value
+        """Arguments of the traced update, and their part of its arrays."""
+        ownership, num = self._ownership, self._ownership.num_params
+        is_sharded = bool(self._spec.chunks)
+        first = 0 if ownership.is_alone else inputs.where[0]
+        part = UnitsPart(ownership, self._member, first, group)
+        arguments: list[Any] = [MISSING] * len(ownership.update.closed.jaxpr.invars)
+        arguments[-1] = inputs.value
         wanted = {i for unit in group for i in unit.params}
-        grads = means_of(self._spec, given, wanted, self._member)
+        grads = means_of(self._spec, inputs, wanted, self._member)
         for unit, arrays in zip(group, state, strict=True):
             for i in unit.params:
-                grad = part.taken(unit, grads[i], is_flat=is_shared)
+                grad = part.taken(unit, grads[i], is_flat=is_sharded)
                 if unit.stop is None:
                     grad = grad.reshape(params[i].shape)
-                arguments[i] = part.taken(unit, params[i], is_flat=own.cuts_params)
-                arguments[own.num_arrays + i] = grad.astype(params[i].dtype)
+                arguments[i] = part.taken(unit, params[i], is_flat=ownership.cuts_params)
+                arguments[ownership.num_arrays + i] = grad.astype(params[i].dtype)
             for k, x in zip(unit.leaves, arrays, strict=True):
-                arguments[num + k] = part.taken(unit, x) if own.is_whole else x
+                arguments[num + k] = part.taken(unit, x) if ownership.is_whole else x
         for k, x in zip(self._common, common, strict=True):
             arguments[num + k] = x
         return arguments, part
@@ -137,19 +141,19 @@ class ReplicaUpdate:
         params: dict[int, Any],
         state: Sequence[Sequence[Any]],
         common: Sequence[Any],
-        given: UpdateInputs,
+        inputs: UpdateInputs,
     ) -> tuple[dict[int, Any], list[list[Any]], list[Any]]:
-        """The new parameters of a group, its state, and the leaves that all replicas have.
+        """The new parameters of a group, its state, and the common leaves.
 
-        Parameters that are sent are flat, only what the group made of them.
+        Parameters to be sent are flat, and only the group's slices of them.
         """
-        own, num = self._own, self._own.num_params
-        arguments, part = self._arguments(group, params, state, common, given)
-        run = own.update.run if self._on is None else self._on.run
-        results = run(arguments, part, given.where[1], given.sums)
+        ownership, num = self._ownership, self._ownership.num_params
+        arguments, part = self._arguments(group, params, state, common, inputs)
+        run = ownership.update.run if self._sharded is None else self._sharded.run
+        results = run(arguments, part, inputs.where[1], inputs.sums)
 
         def new(unit: Unit, i: int) -> jax.Array:
-            if own.sends_params:
+            if ownership.sends_params:
                 return results[i].reshape(-1)  # type: ignore[no-any-return]
             return part.kept(unit, params[i], results[i])  # type: ignore[no-any-return]
 
@@ -157,22 +161,25 @@ class ReplicaUpdate:
             [part.kept(unit, x, results[num + k]) for k, x in zip(unit.leaves, arrays, strict=True)]
             for unit, arrays in zip(group, state, strict=True)
         ]
-        made = {i: new(unit, i) for unit in group for i in unit.params}
-        return made, after, [results[num + k] for k in self._common]
+        new_params = {i: new(unit, i) for unit in group for i in unit.params}
+        return new_params, after, [results[num + k] for k in self._common]
 
     # -- programs --------------------------------------------------------------------------------
 
     def _specs(self, group: Group) -> tuple[dict[int, P], list[list[P]]]:
-        """PartitionSpecs of the parameters of a group, and of its state."""
-        own, on = self._own, self._on
-        parts = own.parts_spec
+        """PartitionSpecs of a group's parameters and state."""
+        ownership, sharded = self._ownership, self._sharded
+        parts = ownership.parts_spec
         params = {
-            i: parts if own.cuts_params or on is None else on.params[i]
+            i: parts if ownership.cuts_params or sharded is None else sharded.params[i]
             for unit in group
             for i in unit.params
         }
         state = [
-            [on.leaves[k] if own.is_whole and on is not None else parts for k in unit.leaves]
+            [
+                sharded.leaves[k] if ownership.is_whole and sharded is not None else parts
+                for k in unit.leaves
+            ]
             for unit in group
         ]
         return params, state
@@ -181,10 +188,12 @@ class ReplicaUpdate:
         def update(params: Any, state: Any, common: Any, given: UpdateInputs) -> Any:
             return self._updated(group, params, state, common, given)[:2]
 
-        if self._on is not None:
+        if self._sharded is not None:
             params, state = self._specs(group)
-            new = self._own.parts_spec if self._own.sends_params else params
-            update = self._on.mapped(update, (params, state, P(), self._given), (new, state))
+            new = self._ownership.parts_spec if self._ownership.sends_params else params
+            update = self._sharded.mapped(
+                update, (params, state, P(), self._input_specs), (new, state)
+            )
 
         def hxla_update_group(
             params: dict[int, jax.Array],
@@ -195,25 +204,25 @@ class ReplicaUpdate:
             going: list[list[jax.Array]],
         ) -> Any:
             new, state = update(params, state, common, given)
-            # Without these two nothing would be copied, whatever the shardings say.
+            # `out_shardings` alone would copy nothing.
             brought = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), coming)
             taken = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), going)
             return new, state, brought, taken
 
         where: Any = None
-        if self.groups.waits:
+        if self.groups.is_offloaded:
             device = in_memory(self._replica.sharding(self.groups.spec), DEVICE)
             where = device, device, device, in_memory(device, HOST)
         return jax.jit(
             hxla_update_group,
-            donate_argnums=(1,) if self._own.sends_params else (0, 1),
+            donate_argnums=(1,) if self._ownership.sends_params else (0, 1),
             out_shardings=where,
             compiler_options=self._options,
         )
 
     def _last_program(self) -> Any:
-        spec, own = self._spec, self._own
-        num, floats = own.num_params, spec.tensors.floats
+        spec, ownership = self._spec, self._ownership
+        num, floats = ownership.num_params, spec.tensors.floats
         dtype = gathered_dtype(spec.tensors.params)
 
         def hxla_update(
@@ -227,7 +236,7 @@ class ReplicaUpdate:
             group = self.groups.last
             new, state, common = self._updated(group, params, state, common, given)
             sent: Any = new
-            if own.sends_params:
+            if ownership.sends_params:
                 every = {i: jnp.concatenate(parts) for i, parts in made.items() if parts} | new
                 none = jnp.zeros(1, dtype)
                 sent = [
@@ -241,56 +250,59 @@ class ReplicaUpdate:
             return sent, state, common, new_aux(spec, aux, others, given), given.weight + 0
 
         run: Any = hxla_update
-        if self._on is not None:
+        if self._sharded is not None:
             params, state = self._specs(self.groups.last)
-            arguments = params, state, own.parts_spec, P(), self._aux, self._given
-            new = own.parts_spec if own.sends_params else params
-            run = self._on.mapped(run, arguments, (new, state, P(), self._aux, P()))
-        # A replica that owns nothing makes zeros, and makes them where it is.
-        is_placed = own.sends_params and self._on is None
+            arguments = params, state, ownership.parts_spec, P(), self._aux, self._input_specs
+            new = ownership.parts_spec if ownership.sends_params else params
+            run = self._sharded.mapped(run, arguments, (new, state, P(), self._aux, P()))
+        # A replica without units makes zeros, which need a sharding to be on its device.
+        is_placed = ownership.sends_params and self._sharded is None
         return jax.jit(
             run,
             out_shardings=self._replica.sharding(P()) if is_placed else None,
-            donate_argnums=(1, 3, 4) if own.sends_params else (0, 1, 3, 4),
+            donate_argnums=(1, 3, 4) if ownership.sends_params else (0, 1, 3, 4),
             compiler_options=self._options,
         )
 
     # -- before compilation ----------------------------------------------------------------------
 
     def lower(
-        self, params: Sequence[Any], opt_state: PyTree, aux: Sequence[Any], given: UpdateInputs
+        self, params: Sequence[Any], opt_state: PyTree, aux: Sequence[Any], inputs: UpdateInputs
     ) -> list[Any]:
         """The programs before compilation, in the order of `names`.
 
         Args:
-            params: Shapes of the trained parameters, as they are sharded.
-            given: Shapes of what else is read.
+            params: Shapes and shardings of the trained parameters.
+            inputs: Shapes of the inputs.
         """
         leaves = jax.tree.leaves(opt_state)
-        given = self.placed(given, np.zeros(len(self._own.update.sums), np.float32))
-        common, without_words = [leaves[k] for k in self._common], given._replace(words=[])
+        inputs = self.placed(inputs, np.zeros(len(self._ownership.update.sums), np.float32))
+        common, without_words = [leaves[k] for k in self._common], inputs._replace(words=[])
         read = self.read_by_sums(params, leaves), without_words
-        lowered = lowered_sums(self._own.update, self._sums, read)
+        lowered = lowered_sums(self._ownership.update, self._sums, read)
         groups, last = self.groups.groups, self.groups.last
         for g, group in enumerate(groups):
             moved: tuple[Any, Any] = [], []
             if self._carries:
                 near = groups[g + 1 : g + 2], groups[max(g - 1, 0) : g]
-                moved = self._waiting(near[0], HOST), self._waiting(near[1], DEVICE)
+                moved = (
+                    self._offloaded_shapes(near[0], HOST),
+                    self._offloaded_shapes(near[1], DEVICE),
+                )
             state = self._state(group, leaves)
-            if self.groups.waits:
-                state = self._waiting((group,), DEVICE)
-            program, own = self._group_program(group), _params_of(group, params)
-            lowered.append(program.lower(own, state, common, without_words, *moved))
-        own, state = _params_of(last, params), self._state(last, leaves)
+            if self.groups.is_offloaded:
+                state = self._offloaded_shapes((group,), DEVICE)
+            program, group_params = self._group_program(group), _params_of(group, params)
+            lowered.append(program.lower(group_params, state, common, without_words, *moved))
+        group_params, state = _params_of(last, params), self._state(last, leaves)
         made = {i: self._made_shapes(i, params[i].dtype) for i in self.groups.params}
-        lowered.append(self._last_program().lower(own, state, made, common, aux, given))
+        lowered.append(self._last_program().lower(group_params, state, made, common, aux, inputs))
         return lowered
 
     def read_by_sums(self, params: Sequence[Any], leaves: Sequence[Any]) -> Any:
-        """What programs of sums take: parameters, state that is on the device, common leaves."""
-        away = self.groups.away
-        here = [None if k in away else x for k, x in enumerate(leaves)]
+        """Arguments of the programs of sums: parameters, state on the device, common leaves."""
+        offloaded = self.groups.offloaded_leaves
+        here = [None if k in offloaded else x for k, x in enumerate(leaves)]
         common = [leaves[k] for k in self._common]
         return _params_of(self._units, params), self._state(self._units, here), common
 
@@ -298,10 +310,10 @@ class ReplicaUpdate:
     def _state(group: Group, leaves: Sequence[Any]) -> list[list[Any]]:
         return [[leaves[k] for k in unit.leaves] for unit in group]
 
-    def _waiting(self, groups: Sequence[Group], kind: str) -> list[list[Any]]:
-        """Shapes of the state of a group that waits elsewhere, if there is one."""
+    def _offloaded_shapes(self, groups: Sequence[Group], kind: str) -> list[list[Any]]:
+        """Shapes of the offloaded state of groups, in a kind of memory."""
         sharding = in_memory(self._replica.sharding(self.groups.spec), kind)
-        num = self._own.num_inner
+        num = self._ownership.num_inner
 
         def whole(shape: tuple[int, ...]) -> tuple[int, ...]:
             return shape if num == 1 else (math.prod(shape) * num,)
@@ -316,13 +328,13 @@ class ReplicaUpdate:
         ]
 
     def _made_shapes(self, i: int, dtype: Any) -> list[Any]:
-        """What groups made of a parameter, where it is sent."""
-        if not self._own.sends_params:
+        """Shapes of the slices of a parameter that groups update, if parameters are sent."""
+        if not self._ownership.sends_params:
             return []
         size = self._spec.tensors.params[i].size
         units = [u for group in self.groups.groups for u in group if i in u.params]
         sizes = [size if u.stop is None else u.stop - u.start for u in units]
-        num, spec = self._own.num_inner, self.groups.spec
+        num, spec = self._ownership.num_inner, self.groups.spec
         return [self._replica.like(jax.ShapeDtypeStruct((n * num,), dtype), spec) for n in sizes]
 
     # -- run -------------------------------------------------------------------------------------
@@ -332,34 +344,33 @@ class ReplicaUpdate:
         params: Sequence[Any],
         opt_state: PyTree,
         aux: Sequence[jax.Array],
-        given: UpdateInputs,
+        inputs: UpdateInputs,
     ) -> Any:
         """Update.
 
         Args:
-            params: The trained parameters; those that wait on the host go back there.
+            params: The trained parameters; offloaded ones return to the host.
             opt_state: The optimizer's state, leaves of which may be `OffloadedLeaf`.
-            given: What else is read.
 
         Returns:
             The new parameters, or chunks of them for each bucket where they are sent, the state,
-            the other variables, and a tick.
+            the other variables, and an array to block on.
         """
         leaves, treedef = jax.tree.flatten(opt_state)
         common, params = [leaves[k] for k in self._common], list(params)
-        away = list(map(is_on_host, params))
-        made = self._run_groups(params, leaves, common, given, away)
+        were_on_host = list(map(is_on_host, params))
+        made = self._run_groups(params, leaves, common, inputs, were_on_host)
         last = self.groups.last
-        own = {i: on_device(x) for i, x in _params_of(last, params).items()}
+        last_params = {i: on_device(x) for i, x in _params_of(last, params).items()}
         sent, state, common, aux, tick = self.compiled[-1](
-            own, self._state(last, leaves), made, common, aux, given
+            last_params, self._state(last, leaves), made, common, aux, inputs
         )
         _keep(last, state, leaves)
         for k, x in zip(self._common, common, strict=True):
             leaves[k] = x
-        if not self._own.sends_params:
+        if not self._ownership.sends_params:
             for i, x in sent.items():
-                params[i] = on_host(x) if away[i] else x
+                params[i] = on_host(x) if were_on_host[i] else x
             sent = params
         return sent, jax.tree.unflatten(treedef, leaves), aux, tick
 
@@ -368,27 +379,27 @@ class ReplicaUpdate:
         params: list[Any],
         leaves: list[Any],
         common: Sequence[jax.Array],
-        given: UpdateInputs,
-        away: Sequence[bool],
+        inputs: UpdateInputs,
+        were_on_host: Sequence[bool],
     ) -> dict[int, list[jax.Array]]:
-        """All but the last, whose arrays are replaced; what they made of parameters to be sent."""
+        """Run all groups but the last, replacing their arrays; return slices of sent parameters."""
         groups, num_sums = self.groups.groups, 2 * len(self._sums)
         made: dict[int, list[jax.Array]] = {i: [] for i in self.groups.params}
-        buffer = _buffer_of(leaves) if self.groups.waits and groups else None
-        given = given._replace(words=[])
+        buffer = _buffer_of(leaves) if self.groups.is_offloaded and groups else None
+        inputs = inputs._replace(words=[])
         if buffer is not None:
             buffer.begin()
         brought: Any = []
         going: Any = []
         for g, group in enumerate(groups):
-            here = self._state(group, leaves)
-            state = here if buffer is None else buffer.arrived(g, brought)
-            for near in groups[g : g + 2]:  # the next one's come while this one is updated
+            leaves_here = self._state(group, leaves)
+            state = leaves_here if buffer is None else buffer.arrived(g, brought)
+            for near in groups[g : g + 2]:  # fetch the next group's while this one is updated
                 for i in (i for unit in near for i in unit.params):
                     params[i] = on_device(params[i])
             coming = buffer.coming(g + 1) if buffer is not None else []
             new, state, brought, gone = self.compiled[num_sums + g](
-                _params_of(group, params), state, common, given, coming, going
+                _params_of(group, params), state, common, inputs, coming, going
             )
             if buffer is None:
                 _keep(group, state, leaves)
@@ -396,10 +407,10 @@ class ReplicaUpdate:
                 buffer.gone(g - 1, gone)
                 going = buffer.going(g, state)
             for i, x in new.items():
-                if self._own.sends_params:
+                if self._ownership.sends_params:
                     made[i].append(x)
                 else:
-                    params[i] = on_host(x) if away[i] and self.groups.last_of[i] == g else x
+                    params[i] = on_host(x) if were_on_host[i] and self.groups.last_of[i] == g else x
         if buffer is not None:
             buffer.end()
         return made
@@ -407,25 +418,25 @@ class ReplicaUpdate:
     # -- memory ----------------------------------------------------------------------------------
 
     def params_at_once(self, sizes: Sequence[int]) -> int:
-        """Bytes of parameters that wait on the host, as far as they are here at once.
+        """The most bytes of offloaded parameters that are on the device at once.
 
         Args:
-            sizes: Of each parameter, of what the replica has.
+            sizes: Bytes of each parameter on the replica.
         """
         groups, last = self.groups.groups, self.groups.last
         each = [{i for u in group for i in u.params} for group in groups]
         near = (set().union(*each[max(g - 1, 0) : g + 2]) for g in range(len(each)))
         rest = {i for unit in last for i in unit.params}
-        return max(sum(sizes[i] for i in own) for own in (*near, rest))
+        return max(sum(sizes[i] for i in at_once) for at_once in (*near, rest))
 
     def extra_bytes(self) -> int:
-        """Bytes that one device needs beside parameters, totals and what all replicas have."""
-        if not self.groups.waits:
+        """Bytes that one device needs beside parameters, totals and common leaves."""
+        if not self.groups.is_offloaded:
             return max(map(extra_bytes, self.compiled))
         stats = [p.memory_analysis() for p in self.compiled[2 * len(self._sums) :]]
         temporary = max((int(s.temp_size_in_bytes) for s in stats if s is not None), default=0)
-        sent = self._own.sends_params * sum(
-            x.size // self._own.num_inner * np.dtype(x.dtype).itemsize
+        sent = self._ownership.sends_params * sum(
+            x.size // self._ownership.num_inner * np.dtype(x.dtype).itemsize
             for i in self.groups.params
             for x in self._made_shapes(i, self._spec.tensors.params[i].dtype)
         )
@@ -437,14 +448,14 @@ def _params_of(group: Group, params: Sequence[Any]) -> dict[int, Any]:
 
 
 def _keep(group: Group, state: Sequence[Sequence[Any]], leaves: list[Any]) -> None:
-    """Put a group's new state among all leaves."""
+    """Replace a group's leaves by its new state."""
     for unit, arrays in zip(group, state, strict=True):
         for k, x in zip(unit.leaves, arrays, strict=True):
             leaves[k] = x
 
 
 def _buffer_of(leaves: Sequence[Any]) -> OffloadBuffer:
-    return next(x.shelf for x in leaves if isinstance(x, OffloadedLeaf))
+    return next(x.buffer for x in leaves if isinstance(x, OffloadedLeaf))
 
 
 class WrittenUpdate:
@@ -457,16 +468,16 @@ class WrittenUpdate:
         self.compiled: list[Any] = []
 
     def lower(
-        self, params: Sequence[Any], opt_state: PyTree, aux: Sequence[Any], given: UpdateInputs
+        self, params: Sequence[Any], opt_state: PyTree, aux: Sequence[Any], inputs: UpdateInputs
     ) -> list[Any]:
         """See `ReplicaUpdate`."""
-        return [self._program.lower(params, opt_state, aux, given)]
+        return [self._program.lower(params, opt_state, aux, inputs)]
 
     def run(
-        self, params: Sequence[Any], opt_state: PyTree, aux: Sequence[Any], given: UpdateInputs
+        self, params: Sequence[Any], opt_state: PyTree, aux: Sequence[Any], inputs: UpdateInputs
     ) -> Any:
         """See `ReplicaUpdate`."""
-        return self.compiled[-1](params, opt_state, aux, given)
+        return self.compiled[-1](params, opt_state, aux, inputs)
 
     def params_at_once(self, sizes: Sequence[int]) -> int:
         """See `ReplicaUpdate`."""
@@ -481,65 +492,69 @@ class Updates:
     """Runs the updates of all local replicas.
 
     Args:
-        own: Which replica updates what; None: each runs one program as the optimizer wrote it.
-        each: Of each local replica.
+        ownership: The units of each replica; None: each runs the optimizer's one program.
+        each: The update of each local replica.
     """
 
     def __init__(
         self,
         reducer: Reducer,
-        own: Ownership | None,
+        ownership: Ownership | None,
         each: Sequence[ReplicaUpdate | WrittenUpdate],
     ):
-        self._reducer, self._own, self.each = reducer, own, each
+        self._reducer, self._ownership, self.each = reducer, ownership, each
         self._of_units = [update for update in each if isinstance(update, ReplicaUpdate)]
 
     @property
     def text(self) -> str:
-        """What stands for the update where replicas or their devices have unlike programs of it."""
-        own = self._own
-        if own is None or (own.is_whole and not own.parts):
+        """A text in place of the programs where devices have unlike ones; else empty."""
+        ownership = self._ownership
+        if ownership is None or (ownership.is_whole and not ownership.parts):
             return ""
-        return str(own.update.closed)
+        return str(ownership.update.closed)
 
     def run(self, local: Sequence[tuple[Any, Any, Any, UpdateInputs]]) -> list[Any]:
         """Update: see `ReplicaUpdate.run`.
 
         Args:
-            local: For each local replica its parameters, state, other variables, and what else is
-                read.
+            local: For each local replica its parameters, state, other variables and inputs.
         """
-        if self._own is not None:
-            sums = self._summed(self._own, local)
+        if self._ownership is not None:
+            sums = self._summed(self._ownership, local)
             local = [
-                (*arrays, update.placed(given, sums))
-                for update, (*arrays, given) in zip(self._of_units, local, strict=True)
+                (*arrays, update.placed(inputs, sums))
+                for update, (*arrays, inputs) in zip(self._of_units, local, strict=True)
             ]
-        return [update.run(*own) for update, own in zip(self.each, local, strict=True)]
+        return [update.run(*arguments) for update, arguments in zip(self.each, local, strict=True)]
 
-    def _summed(self, own: Ownership, local: Sequence[tuple[Any, Any, Any, UpdateInputs]]) -> Any:
+    def _summed(
+        self, ownership: Ownership, local: Sequence[tuple[Any, Any, Any, UpdateInputs]]
+    ) -> Any:
         """The sums over whole arrays, the same on all replicas."""
-        if not own.update.sums:
+        if not ownership.update.sums:
             return np.zeros(0, np.float32)
-        wanted, read = own.update.read_by_sums(), []
-        for update, (params, state, _, given) in zip(self._of_units, local, strict=True):
-            here = [on_device(x) if k in wanted else x for k, x in enumerate(params)]
-            arrays = update.read_by_sums(here, jax.tree.leaves(state))
-            read.append((arrays, update.placed(given._replace(words=[]))))
+        wanted, read = ownership.update.read_by_sums(), []
+        for update, (params, state, _, inputs) in zip(self._of_units, local, strict=True):
+            params_here = [on_device(x) if k in wanted else x for k, x in enumerate(params)]
+            arrays = update.read_by_sums(params_here, jax.tree.leaves(state))
+            read.append((arrays, update.placed(inputs._replace(words=[]))))
         compiled = [update.compiled for update in self.each]
-        if own.is_alone:  # any replica has all terms, and those of several devices need each other
-            num = len(compiled) if own.axes else 1
+        if ownership.is_alone:
+            # One replica has all terms, and its devices need each other.
+            num = len(compiled) if ownership.axes else 1
             counted = [True] + [False] * (num - 1)
-            return summed(own.update, compiled[:num], read[:num], counted, lambda x: x, (0, 1))
-        counted = [own.is_counted(r.index) and r.is_led_here for r in self._reducer.local]
+            return summed(
+                ownership.update, compiled[:num], read[:num], counted, lambda x: x, (0, 1)
+            )
+        counted = [ownership.is_counted(r.index) and r.is_led_here for r in self._reducer.local]
         rank = jax.process_index(), jax.process_count()
-        return summed(own.update, compiled, read, counted, self._reducer.host.exchange, rank)
+        return summed(ownership.update, compiled, read, counted, self._reducer.host.exchange, rank)
 
 
 def updates_of(
     spec: UpdateSpec,
     reducer: Reducer,
-    own: Ownership,
+    ownership: Ownership,
     specs: tuple[Sequence[P], Sequence[P], Sequence[P]],
     tier: Tier,
     state: Callable[[int], PyTree],
@@ -547,26 +562,27 @@ def updates_of(
     """The updates of all local replicas, unit by unit.
 
     Args:
-        spec: What they are made from.
         specs: PartitionSpecs of the trained parameters, of the leaves of the optimizer's state and
             of the other variables.
-        tier: Where the optimizer's state waits.
+        tier: The memory of the optimizer's state between updates.
         state: From the number of a local replica to the shapes of its optimizer state.
     """
     params, leaves, aux = specs
-    totals = own.parts_spec if spec.chunks else reducer.total_specs
+    totals = ownership.parts_spec if spec.chunks else reducer.total_specs
     each = []
     for i, replica in enumerate(reducer.local):
-        of_device, on = spec, None
-        here = dataclasses.replace(own, place=replica.only_place if own.parts else None)
-        if own.axes:
-            on = ShardedUpdate(own=here, replica=replica, params=params, leaves=leaves)
+        device_spec, sharded = spec, None
+        place = replica.only_place if ownership.parts else None
+        placed = dataclasses.replace(ownership, place=place)
+        if ownership.axes:
+            sharded = ShardedUpdate(ownership=placed, replica=replica, params=params, leaves=leaves)
             tensors = dataclasses.replace(
                 spec.tensors,
-                params=tuple(map(on.shape, spec.tensors.params, params)),
-                aux=tuple(map(on.shape, spec.tensors.aux, aux)),
+                params=tuple(map(sharded.shape, spec.tensors.params, params)),
+                aux=tuple(map(sharded.shape, spec.tensors.aux, aux)),
             )
-            of_device = dataclasses.replace(spec, tensors=tensors)
+            device_spec = dataclasses.replace(spec, tensors=tensors)
         shapes = jax.tree.leaves(state(i))
-        each.append(ReplicaUpdate(of_device, here, replica, shapes, tier, on, aux, totals))
-    return Updates(reducer, own, each)
+        update = ReplicaUpdate(device_spec, placed, replica, shapes, tier, sharded, aux, totals)
+        each.append(update)
+    return Updates(reducer, ownership, each)
