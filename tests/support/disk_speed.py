@@ -38,13 +38,13 @@ def groups(num_bytes):
     return UpdateGroups(((unit,),) * _GROUPS, (), P(), is_offloaded=True)
 
 
-def streamed(shelf):
+def streamed(tier):
     """Seconds of one pass of the tier."""
     start = time.perf_counter()
-    shelf.begin()
+    tier.begin()
     for g in range(_GROUPS):
-        shelf.going(g, shelf.arrived(g, []))
-    shelf.end()
+        tier.going(g, tier.arrived(g, []))
+    tier.end()
     return time.perf_counter() - start
 
 
@@ -71,20 +71,20 @@ def raw(file, size, pools, buffers):
 def of_disk(args):
     """Both, in turns, on files of the same folder."""
     own = groups(args.mib << 20)
-    shelf = DiskBuffer(args.directory, Replica(0, (jax.devices()[0],)), own)
+    tier = DiskBuffer(args.directory, Replica(0, (jax.devices()[0],)), own)
     x = jax.numpy.arange(own.groups[0][0].stop, dtype=np.float32)
     for g in range(_GROUPS):
         for k in range(2):
-            shelf.put(g, 0, k, x)
+            tier.put(g, 0, k, x)
     size = max(unit.num_bytes for [unit] in own.groups)
-    file = shelf._file  # where a file is decides its speed
+    file = tier._file  # where a file is decides its speed
     pools = [concurrent.futures.ThreadPoolExecutor(_AHEAD) for _ in range(2)]
     buffers = [_buffers(_AHEAD + 1, size) for _ in range(2)]
     seconds = {"tier": [], "raw": []}
     for _ in range(args.rounds):
-        seconds["tier"].append(streamed(shelf))
+        seconds["tier"].append(streamed(tier))
         seconds["raw"].append(raw(file, size, pools, buffers))
-    shelf.close()
+    tier.close()
     moved = 2 * size * _GROUPS
     return {
         "bytes": moved,

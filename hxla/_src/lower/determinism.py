@@ -130,7 +130,7 @@ def determinism(graph: Graph, plan: Plan) -> Determinism:
         if len(kinds) > 1:
             reasons.append("the update is made on one device for all, whose kind is to stay")
         return Determinism(level="D2", reasons=tuple(reasons))
-    listed = "; ".join(f"{_WORDS[c]} ({_named(places)})" for c, places in classes.items())
+    listed = "; ".join(f"{_WORDS[c]} ({_listed(places)})" for c, places in classes.items())
     if len(kinds) > 1:
         why = (
             f"{' and '.join(kinds)} round unlike: which of them runs which microbatch decides, so "
@@ -141,7 +141,7 @@ def determinism(graph: Graph, plan: Plan) -> Determinism:
     return Determinism(level="D1", reasons=(why, *reasons, f"no D2: {listed}"))
 
 
-def _named(places: Sequence[str]) -> str:
+def _listed(places: Sequence[str]) -> str:
     each = list(dict.fromkeys(places))
     more = f" and {len(each) - _MOST_NAMED} more" if len(each) > _MOST_NAMED else ""
     return ", ".join(each[:_MOST_NAMED]) + more

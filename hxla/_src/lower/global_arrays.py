@@ -165,7 +165,7 @@ class GlobalArrays:
             arrays = [tree_leaves[i] for tree_leaves, _ in flat]
             if self.over_hosts:
                 arrays = [functools.reduce(join, map(self._on_host, arrays))]
-            stacked.append(self._one(arrays, self.stacked(spec)))
+            stacked.append(self._global_array(arrays, self.stacked(spec)))
         return jax.tree.unflatten(flat[0][1], stacked)
 
     def join(self, pieces: Sequence[jax.Array], lengths: Sequence[int]) -> jax.Array:
@@ -179,16 +179,18 @@ class GlobalArrays:
         longest = max(self.lengths(lengths))
         if self.axes:
             pairs = zip(self.local, pieces, strict=True)
-            return self._one([self._of_size(r, x, longest) for r, x in pairs], self.own_spec)
+            return self._global_array(
+                [self._resized(r, x, longest) for r, x in pairs], self.own_spec
+            )
         if not self.over_hosts:
-            return self._one([widened(x, longest) for x in pieces], P(DATA_AXIS))
+            return self._global_array([widened(x, longest) for x in pieces], P(DATA_AXIS))
         on_host = [self._on_host(x) for x in pieces]
         if len(on_host) > 1:
             sizes = [lengths[r.index] for r in self.local]
             on_host = [
                 jnp.concatenate([widened(x, n) for x, n in zip(on_host, sizes, strict=True)])
             ]
-        return self._one([widened(on_host[0], longest)], P(DATA_AXIS))
+        return self._global_array([widened(on_host[0], longest)], P(DATA_AXIS))
 
     def over_all(self, per_replica: Sequence[jax.Array], spec: P) -> jax.Array:
         """A replicated array as one global array; moves data only to a host.
@@ -205,7 +207,7 @@ class GlobalArrays:
             [s.data for x in arrays for s in x.addressable_shards],
         )
 
-    def _one(self, arrays: Sequence[jax.Array], spec: P) -> jax.Array:
+    def _global_array(self, arrays: Sequence[jax.Array], spec: P) -> jax.Array:
         if self.is_single:
             return arrays[0]
         shape = arrays[0].shape
@@ -219,7 +221,7 @@ class GlobalArrays:
     def _on_host(self, x: jax.Array) -> jax.Array:
         return jax.device_put(x if self.is_in_place else np.asarray(x), self._host)
 
-    def _of_size(self, replica: Replica, x: jax.Array, size: int) -> jax.Array:
+    def _resized(self, replica: Replica, x: jax.Array, size: int) -> jax.Array:
         """A flat piece of each device of a replica, cut or padded with zeros to a size."""
         if x.shape == (size * self.num_inner,):
             return x
@@ -264,7 +266,7 @@ class GlobalArrays:
         if self.axes:
             parts = self.local_parts(x, self.inner_spec, (max(lengths) * self.num_inner,))
             sizes = [max(lengths[r.index % len(lengths)], 1) for r in self.local]
-            return list(map(self._of_size, self.local, parts, sizes))
+            return list(map(self._resized, self.local, parts, sizes))
         if len(self.places) == len(self.replicas):
             return self.local_parts(x, P(DATA_AXIS))
         [shard] = x.addressable_shards

@@ -358,9 +358,8 @@ class Stash:
         for v, x in zip(values, result, strict=True):
             if v is not None:
                 known[v] = x
-        if (
-            transferred
-        ):  # transfers in one direction end in order; a small array holds little memory
+        if transferred:
+            # Transfers in one direction end in order; a small array holds little memory.
             self._latest[to_host] = min(reversed(transferred), key=lambda x: x.nbytes)
         return result
 

@@ -63,7 +63,7 @@ class ReduceScatter:
         self._dtype = jnp.dtype(contribution.form.dtype)
         self._num_groups = len(arrays.places) // arrays.num_members
 
-    def travels_as(self, x: jax.Array) -> Any:
+    def sent_dtype(self, x: jax.Array) -> Any:
         """Dtype in which an array is sent; integers are never rounded."""
         return x.dtype if jnp.issubdtype(x.dtype, jnp.integer) else self._dtype
 
@@ -71,14 +71,14 @@ class ReduceScatter:
         """The all-reduced total of a flat sum, as floats."""
         if len(self._arrays.places) == 1:
             return self._contribution.combine(*parts)
-        return self.gathered(self.even_chunk(parts), parts[0].size)
+        return self.gather_even(self.even_chunk(parts), parts[0].size)
 
     def even_chunk(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
         """This place's chunk of a flat sum that is cut evenly."""
         num = self._arrays.num_members
         chunk = self.even_length(parts[0].size)
         padded = [jnp.pad(x, (0, chunk * num - x.size)) for x in parts]
-        return self._scattered(padded, [chunk] * num)
+        return self._scatter(padded, [chunk] * num)
 
     def even_length(self, size: int) -> int:
         """Elements of a chunk of an even cut, of which a place has `part_of`."""
@@ -88,21 +88,21 @@ class ReduceScatter:
         """Elements of a place's part of a chunk, which is cut over the shard groups."""
         return math.ceil(length / self._num_groups)
 
-    def gathered(self, parts: Sequence[jax.Array], size: int) -> jax.Array:
+    def gather_even(self, parts: Sequence[jax.Array], size: int) -> jax.Array:
         """The whole total, as floats, from the chunks of `even_chunk`."""
         total = self._contribution.combine(*parts)
         if len(self._arrays.places) == 1:
             return total
-        total = self._of_groups(total, self.even_length(size))
-        return self._gathered(total, DATA_AXIS, size)
+        total = self._gather_groups(total, self.even_length(size))
+        return self._gather_axis(total, DATA_AXIS, size)
 
-    def _of_groups(self, total: jax.Array, length: int) -> jax.Array:
+    def _gather_groups(self, total: jax.Array, length: int) -> jax.Array:
         """A chunk of totals, gathered from its parts on the shard groups."""
         if self._num_groups == 1:
             return total
-        return self._gathered(total, SHARD_GROUP_AXIS, length)
+        return self._gather_axis(total, SHARD_GROUP_AXIS, length)
 
-    def _gathered(self, total: jax.Array, axis: str, size: int) -> jax.Array:
+    def _gather_axis(self, total: jax.Array, axis: str, size: int) -> jax.Array:
         gather = functools.partial(jax.lax.all_gather, axis_name=axis, tiled=True)
         if self._dtype != jnp.float32:
             return moved(gather, total, self._dtype)[:size]
@@ -118,26 +118,26 @@ class ReduceScatter:
         lengths = self._arrays.lengths(chunks.lengths)
         is_each = len(lengths) == len(chunks.lengths) > 1
         if not (self._arrays.is_ring and is_each and chunks.is_even):
-            return self._scattered([chunks.flat(tensors) for tensors in parts], lengths)
-        return self._over_groups(
+            return self._scatter([chunks.flat(tensors) for tensors in parts], lengths)
+        return self._reduce_groups(
             ring_sum(
                 functools.partial(chunks.even_chunk_of, tensors),
                 len(lengths),
                 DATA_AXIS,
-                self.travels_as(tensors[0]),
+                self.sent_dtype(tensors[0]),
             )
             for tensors in parts
         )
 
-    def _scattered(self, parts: Sequence[jax.Array], lengths: Sequence[int]) -> list[jax.Array]:
+    def _scatter(self, parts: Sequence[jax.Array], lengths: Sequence[int]) -> list[jax.Array]:
         if len(lengths) == 1:
             return list(parts)
         ring = self._arrays.is_ring
-        return self._over_groups(
-            reduce_scatter(x, lengths, DATA_AXIS, self.travels_as(x), ring) for x in parts
+        return self._reduce_groups(
+            reduce_scatter(x, lengths, DATA_AXIS, self.sent_dtype(x), ring) for x in parts
         )
 
-    def _over_groups(self, chunks: Iterable[jax.Array]) -> list[jax.Array]:
+    def _reduce_groups(self, chunks: Iterable[jax.Array]) -> list[jax.Array]:
         """This place's part of chunks, reduced over all shard groups."""
         num, ring, out = self._num_groups, self._arrays.is_ring, []
         if num == 1:
@@ -145,7 +145,7 @@ class ReduceScatter:
         for x in chunks:
             lengths = [self.part_of(x.size)] * num
             padded = jnp.pad(x, (0, sum(lengths) - x.size))
-            sent = self.travels_as(x)
+            sent = self.sent_dtype(x)
             out.append(reduce_scatter(padded, lengths, SHARD_GROUP_AXIS, sent, ring))
         return out
 
@@ -175,7 +175,7 @@ class ReduceScatter:
         pairs = zip(reduced, before, strict=True)
         return [tuple(a + b for a, b in zip(*pair, strict=True)) for pair in pairs]
 
-    def whole(
+    def gather_chunks(
         self, chunks: Sequence[Sequence[jax.Array]], longest: int, num_others: int
     ) -> list[jax.Array]:
         """The totals from the chunks of `reduce_chunks`.
@@ -186,8 +186,8 @@ class ReduceScatter:
         """
         param_chunks = chunks[: len(chunks) - bool(num_others)]
         combine = self._contribution.combine
-        totals = [self._of_groups(combine(*parts), longest) for parts in param_chunks]
-        return totals + ([self.gathered(chunks[-1], num_others)] if num_others else [])
+        totals = [self._gather_groups(combine(*parts), longest) for parts in param_chunks]
+        return totals + ([self.gather_even(chunks[-1], num_others)] if num_others else [])
 
 
 def concatenated(arrays: Sequence[jax.Array]) -> jax.Array:

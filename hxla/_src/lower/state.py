@@ -76,7 +76,7 @@ class InitialOptState:
         tree = unpadded(jax.tree.unflatten(self._tree, filled), self._padding.of_trained)
         return jax.tree.leaves(padded(self._optimizer.init(tree), self._padding.of_opt_state))
 
-    def together(self, in_groups: bool) -> list[list[int]]:
+    def groups(self, in_groups: bool) -> list[list[int]]:
         """Groups of leaves, each of which one program makes.
 
         Args:

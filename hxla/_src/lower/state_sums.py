@@ -109,10 +109,10 @@ def decided(rule: str, old: jax.Array, words: jax.Array) -> jax.Array:
     """A variable from the combined words of all microbatches."""
     words = words.reshape(words_like(rule, jax.ShapeDtypeStruct(old.shape, old.dtype)).shape)
     if rule in _ORDERED:
-        return _of_order(words if rule == "max" else ~words, old.dtype)
+        return _from_order(words if rule == "max" else ~words, old.dtype)
     if rule == "sum":
-        return old + _of_limbs(words, old.dtype)
-    return _of_bits(words, old.dtype)
+        return old + _from_limbs(words, old.dtype)
+    return _from_bits(words, old.dtype)
 
 
 def _words(rule: str, old: jax.Array, new: jax.Array) -> jax.Array:
@@ -138,16 +138,16 @@ def _bits(x: jax.Array) -> jax.Array:
     return x.astype(jnp.int32)
 
 
-def _of_bits(words: jax.Array, dtype: Any) -> jax.Array:
+def _from_bits(words: jax.Array, dtype: Any) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        return from_real_parts(_of_bits(words, jnp.finfo(dtype).dtype))
+        return from_real_parts(_from_bits(words, jnp.finfo(dtype).dtype))
     size = _num_bits(dtype)
     if size == 32 or size == 64:
         return jax.lax.bitcast_convert_type(words, dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         return words.astype(dtype)
     if size < 8:
-        return _of_bits(words, jnp.float32).astype(dtype)
+        return _from_bits(words, jnp.float32).astype(dtype)
     narrow = words.astype(jnp.uint8 if size == 8 else jnp.uint16)
     return jax.lax.bitcast_convert_type(narrow, dtype)
 
@@ -167,7 +167,7 @@ def _limbs(x: jax.Array) -> jax.Array:
     return jnp.stack(each, -1).astype(jnp.int32)
 
 
-def _of_limbs(words: jax.Array, dtype: Any) -> jax.Array:
+def _from_limbs(words: jax.Array, dtype: Any) -> jax.Array:
     if _num_bits(dtype) < 64:
         return words.astype(dtype)
     each = words.astype(dtype)
@@ -184,7 +184,7 @@ def _order(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x.astype(jnp.uint32), jnp.int32)
 
 
-def _of_order(words: jax.Array, dtype: Any) -> jax.Array:
+def _from_order(words: jax.Array, dtype: Any) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.floating):
         bits = jnp.where(words < 0, _unsigned_order(words), ~words)
         return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)

@@ -107,13 +107,13 @@ class Store:
         if None not in readers:
             placed: list[list[Any]] = [[None] * len(specs) for _ in self._reducer.local]
         elif self._model.initialise is not None:
-            placed = self._made(readers)
+            placed = self._make_model(readers)
         else:
-            placed = self._placed(gather, readers)
+            placed = self._place_model(gather, readers)
         for i, (replica, arrays) in enumerate(zip(self._reducer.local, placed, strict=True)):
             for k, (spec, read) in enumerate(zip(specs, readers, strict=True)):
                 if read is not None:
-                    arrays[k] = self.put(i, k, self._filled(k, replica, spec, read))
+                    arrays[k] = self.put(i, k, self._read_weights(k, replica, spec, read))
         num = len(self._specs.params)
         self.held = [
             ReplicaArrays(params=arrays[:num], aux=arrays[num:], opt_state=state)
@@ -121,7 +121,7 @@ class Store:
         ]
         trim_heap()
         gather("state in its places", "")  # Gloo waits only half a minute for slower compilers
-        self._agree()
+        self._synchronize()
 
     def _initial_opt_states(self, replica_arrays: Sequence[Sequence[jax.Array]]) -> list[PyTree]:
         """The initial optimizer state of each local replica.
@@ -155,13 +155,13 @@ class Store:
 
             def init(arrays: Sequence[Any], first: jax.Array) -> list[jax.Array]:
                 leaves = initial.leaves(arrays)
-                return [self._taken(self._first_leaf + k, leaves[k], index, first) for k in chosen]
+                return [self._shard(self._first_leaf + k, leaves[k], index, first) for k in chosen]
 
             chosen_specs = [specs[k] for k in chosen]
             return self._jit(i, init, chosen_specs).lower(params[i], np.int32(0))
 
         states: list[list[Any]] = [[None] * len(specs) for _ in replica_arrays]
-        for chosen in initial.together(bool(self._offloaded.buffers)):
+        for chosen in initial.groups(bool(self._offloaded.buffers)):
             inits = for_each(self._reducer.local, functools.partial(lowered, chosen), self._kind)
             for i, init in enumerate(inits):
                 new = init(params[i], self._first(i))
@@ -189,7 +189,7 @@ class Store:
             return np.int32(0)
         return np.int32(self._zero.ownership.first(self._reducer.local[i].index))
 
-    def _taken(self, k: int, x: jax.Array, index: int, first: Any) -> jax.Array:
+    def _shard(self, k: int, x: jax.Array, index: int, first: Any) -> jax.Array:
         """A replica's shard of a whole array of `ReplicaArrays.leaves`."""
         return x if self._zero is None else self._zero.take(k, x, index, first)
 
@@ -197,7 +197,7 @@ class Store:
         """How an array of `ReplicaArrays.leaves` is sharded over replicas."""
         return None if self._zero is None else self._zero.owner(k)
 
-    def _filled(self, k: int, replica: Replica, spec: P, read: Read) -> jax.Array:
+    def _read_weights(self, k: int, replica: Replica, spec: P, read: Read) -> jax.Array:
         """An array from a file, sharded on a replica."""
         shape, padding = self._shapes[k].shape, self._specs.padding.leaves()[k]
         plain = filled(shape, replica.sharding(self._even[k]), read)
@@ -218,7 +218,7 @@ class Store:
         shardings = jax.tree.map(replica.sharding, specs, is_leaf=is_spec)
         return jax.jit(function, out_shardings=shardings, compiler_options=self._options)
 
-    def _made(self, readers: Sequence[Read | None]) -> list[list[Any]]:
+    def _make_model(self, readers: Sequence[Read | None]) -> list[list[Any]]:
         """The model's initial arrays, each made as it is sharded; None where weights are read."""
         specs = self._shard_specs[: self._first_leaf]
         paddings = self._specs.padding.leaves()
@@ -231,7 +231,7 @@ class Store:
 
                 def run(first: jax.Array, operands: Sequence[Any]) -> list[jax.Array]:
                     made = zip(group.places, group.run(operands), strict=True)
-                    return [self._taken(k, paddings[k].pad(x), index, first) for k, x in made]
+                    return [self._shard(k, paddings[k].pad(x), index, first) for k, x in made]
 
                 group_specs = [specs[k] for k in group.places]
                 return self._jit(i, run, group_specs).lower(np.int32(0), group.operands)
@@ -246,7 +246,7 @@ class Store:
                     placed[i][k] = self.put(i, k, x)
         return placed
 
-    def _placed(self, gather: Gather, readers: Sequence[Read | None]) -> list[list[Any]]:
+    def _place_model(self, gather: Gather, readers: Sequence[Read | None]) -> list[list[Any]]:
         """The user's arrays, placed one after another; all processes use those of process 0."""
         leaves = [*jax.tree.leaves(self._model.params), *jax.tree.leaves(self._model.aux)]
         initial = [None if read else x for x, read in zip(leaves, readers, strict=True)]
@@ -288,7 +288,7 @@ class Store:
             host = np.zeros_like(host)
         return self._reducer.host.exchange_bits(host)
 
-    def _agree(self) -> None:
+    def _synchronize(self) -> None:
         """Give every replica the first one's arrays where bits differ.
 
         Like replicas of one process need no check: one program made them from the same arrays.
@@ -446,13 +446,13 @@ class Store:
             self.held = [self._replica_arrays(self._padded(0, arrays))]
             return
         parts = [
-            self._shared(k, x) if self._is_sharded(k) else self._reducer.arrays.local_parts(x, s)
+            self._shards_of(k, x) if self._is_sharded(k) else self._reducer.arrays.local_parts(x, s)
             for k, (x, s) in enumerate(zip(arrays, self._even, strict=True))
         ]
         each = enumerate(zip(*parts, strict=True))
         self.held = [self._replica_arrays(self._padded(i, shards)) for i, shards in each]
 
-    def _shared(self, k: int, x: jax.Array) -> list[Any]:
+    def _shards_of(self, k: int, x: jax.Array) -> list[Any]:
         """The local replicas' shards of an array in the form of `wanted`."""
         assert self._zero is not None
         if not self._offloaded.is_offloaded(k):
@@ -462,13 +462,13 @@ class Store:
 
     def _unpadded(self, i: int) -> list[jax.Array]:
         """The arrays of a local replica without padding."""
-        return self._changed(i, "unpad", self.held[i].leaves(), self._even)
+        return self._repadded(i, "unpad", self.held[i].leaves(), self._even)
 
     def _padded(self, i: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """Arrays with the padding of a local replica."""
-        return self._changed(i, "pad", list(arrays), self._specs.leaves())
+        return self._repadded(i, "pad", list(arrays), self._specs.leaves())
 
-    def _changed(
+    def _repadded(
         self, i: int, how: Literal["pad", "unpad"], arrays: list[jax.Array], specs: Sequence[P]
     ) -> list[jax.Array]:
         if (how, i) not in self._changes:

@@ -60,7 +60,7 @@ NUM_TOLD = 3  # statistics that each replica sends to all others with a sum
 class Reducer:
     """Sums over all replicas of a run.
 
-    Legend of shape suffixes: D replicas, C elements of a chunk, N numbers of a replica, M
+    Legend of shape suffixes: D replicas, C elements of a chunk, N statistics of a replica, M
     microbatches of a step, S sums per microbatch, T float tensors.
 
     Args:
@@ -100,7 +100,7 @@ class Reducer:
         self._ownership = ownership
         if ownership is not None:
             self.arrays.check_in_order()
-        self._totals = ReduceScatter(self.arrays, contribution)
+        self._reduce_scatter = ReduceScatter(self.arrays, contribution)
         self.replicas, self.local = self.arrays.replicas, self.arrays.local
         self._inner = self.arrays.axes
         #: Sums of host arrays over all processes.
@@ -122,7 +122,7 @@ class Reducer:
             self._buckets = buckets(self._sizes, contribution.form.bucket_mib << 18, self._rows)
         else:
             self._buckets = [[], *map(list, groups)]  # the first has the small arrays
-        self._at_once = range(len(self._buckets) if groups is None else 1)
+        self._reduced_at_once = range(len(self._buckets) if groups is None else 1)
         #: Tensors of each program, in the order of its vector.
         self.buckets = [[i for p in bucket for i in packs[p]] for bucket in self._buckets]
         self._params = len(tensors.params)
@@ -132,15 +132,15 @@ class Reducer:
             for x, spec in zip(tensors.floats, specs, strict=True)
         ]
         #: How each bucket shards the sums of its parameters; empty if it does not.
-        self.chunks = (
-            [] if ownership is None else [self._chunks(k, ownership.shares) for k in self.buckets]
-        )
+        self.chunks: list[Chunks] = []
+        if ownership is not None:
+            self.chunks = [self._chunks(k, ownership.shares) for k in self.buckets]
         self._cuts = cuts or [None] * len(packs)
         #: A compiled program for each bucket.
         self.programs: list[Any] = []
         #: The programs of waves before the last, by group, and of zeros for the first wave.
         self._early: dict[int, Any] = {}
-        self._nothing: dict[int, Any] = {}
+        self._zeros: dict[int, Any] = {}
 
     @property
     def total_tensors(self) -> list[list[int]]:
@@ -165,7 +165,7 @@ class Reducer:
         params = tuple(i for i in bucket if i < self._params)
         return Chunks(shares, params, tuple(self._tensor_sizes[i] for i in params))
 
-    def _small(self, k: int) -> tuple[list[P], list[P]]:
+    def _small_specs(self, k: int) -> tuple[list[P], list[P]]:
         """PartitionSpecs of the small arrays that travel with a bucket: all go with the first."""
         return ([P()], [P()] * len(self._small_shapes)) if k == 0 else ([], [])
 
@@ -185,9 +185,9 @@ class Reducer:
             if num == 1:
                 return [self._contribution.combine(*parts) for parts in values]
             if rows is not None:
-                summed = sum_of_rows(values[0], rows, self._totals.travels_as)
+                summed = sum_of_rows(values[0], rows, self._reduce_scatter.sent_dtype)
                 return [self._contribution.combine(*summed).reshape(values[0][0].shape)]
-            flat = self._totals.all_reduce(
+            flat = self._reduce_scatter.all_reduce(
                 [concatenated(limb) for limb in zip(*values, strict=True)]
             )
             return cut(flat, [parts[0] for parts in values])
@@ -234,7 +234,7 @@ class Reducer:
         # be compiled in another form.
         run: Any = hxla_sum
         if self._inner or num > 1:
-            small_specs, ints = self._small(k)
+            small_specs, ints = self._small_specs(k)
             arguments = self._arguments(k)
             every = self.arrays.stacked(self.arrays.inner_spec)
             specs: Any = self._total_specs(k) if is_last else every
@@ -253,7 +253,7 @@ class Reducer:
             )
         return jax.jit(run, donate_argnums=(2, 3) if self.releases else ())
 
-    def _others(self, k: int) -> list[int]:
+    def _other_tensors(self, k: int) -> list[int]:
         """The tensors of a bucket that are not parameters."""
         return [i for i in self.buckets[k] if i >= self._params]
 
@@ -261,14 +261,14 @@ class Reducer:
         """PartitionSpecs of the totals that the program of `_build` returns."""
         if self.chunks:
             params = [self.arrays.own_spec] if self.chunks[k].tensors else []
-            return params + ([self.arrays.inner_spec] if self._others(k) else [])
+            return params + ([self.arrays.inner_spec] if self._other_tensors(k) else [])
         return [self._specs[i] for i in self._buckets[k]]
 
     def _total_sizes(self, k: int, i: int = 0) -> list[int]:
         """Elements of each array of totals on each device of a local replica."""
         if not self.chunks:
             return [sum(math.prod(self._shapes[p]) for p in self._buckets[k])]
-        others = sum(self._tensor_sizes[j] for j in self._others(k))
+        others = sum(self._tensor_sizes[j] for j in self._other_tensors(k))
         params = []
         if self._ownership is not None and self.chunks[k].tensors:
             params = [self.chunks[k].buffer_size(self._ownership.member(self.local[i].index))]
@@ -286,10 +286,12 @@ class Reducer:
         for limb in zip(*values, strict=True):
             rows = [list(x.reshape(n, -1)) for x, n in zip(limb, self._pack_sizes(k), strict=True)]
             limbs.append(dict(zip(self.buckets[k], itertools.chain(*rows), strict=True)))
-        size = sum(self._tensor_sizes[i] for i in self._others(k))
-        chunks = self._totals.reduce_chunks(self.chunks[k], self._others(k), limbs, before)
+        size = sum(self._tensor_sizes[i] for i in self._other_tensors(k))
+        chunks = self._reduce_scatter.reduce_chunks(
+            self.chunks[k], self._other_tensors(k), limbs, before
+        )
         longest = max(self.arrays.lengths(self.chunks[k].lengths))
-        return self._totals.whole(chunks, longest, size) if is_last else chunks
+        return self._reduce_scatter.gather_chunks(chunks, longest, size) if is_last else chunks
 
     def _pack_sizes(self, k: int) -> list[int]:
         """Number of tensors in each pack of a bucket."""
@@ -298,16 +300,16 @@ class Reducer:
     def _arguments(self, k: int) -> Any:
         """PartitionSpecs of a program's arguments over the inner axes."""
         num = self._contribution.form.num_parts
-        return *self._small(k), [(self._specs[i],) * num for i in self._buckets[k]]
+        return *self._small_specs(k), [(self._specs[i],) * num for i in self._buckets[k]]
 
     @functools.cached_property
-    def _same(self) -> list[int]:
+    def _first_alike(self) -> list[int]:
         """For each bucket the first that has the same program."""
         return firsts_alike(self._form(k) for k in range(len(self._buckets)))
 
     def _form(self, k: int) -> Any:
         """A key that two buckets share only if they have the same program."""
-        if not k or not self.chunks or k in self._at_once:
+        if not k or not self.chunks or k in self._reduced_at_once:
             return k
         owners = self.chunks[k].shares.owners
         packs = [
@@ -323,7 +325,7 @@ class Reducer:
     def lower(self) -> list[Any]:
         """The programs of all buckets before compilation, one for groups of one form."""
         lowered = []
-        for k in sorted(set(self._same)):
+        for k in sorted(set(self._first_alike)):
             small = [self._shape((self.num_tensors,), P())] if k == 0 else []
             ints = [self._shape(x, P()) for x in self._small_shapes] if k == 0 else []
             dtype, num = self._contribution.dtype, self._contribution.form.num_parts
@@ -344,14 +346,14 @@ class Reducer:
 
     def _wave_shapes(self, k: int) -> list[Any]:
         """Shapes of the chunks of sums that a group keeps between waves."""
-        if not self._has_waves or k in self._at_once:
+        if not self._has_waves or k in self._reduced_at_once:
             return []
         dtype, num = self._contribution.dtype, self._contribution.form.num_parts
-        others = sum(self._tensor_sizes[i] for i in self._others(k))
+        others = sum(self._tensor_sizes[i] for i in self._other_tensors(k))
         longest = max(self.arrays.lengths(self.chunks[k].lengths))
         sizes = [longest] if self.chunks[k].tensors else []
-        sizes += [self._totals.even_length(others)] if others else []
-        parts = map(self._totals.part_of, sizes)
+        sizes += [self._reduce_scatter.even_length(others)] if others else []
+        parts = map(self._reduce_scatter.part_of, sizes)
         inner, spec = self.arrays.num_inner, self.arrays.inner_spec
         return [(self._shape((inner * size,), spec, dtype),) * num for size in parts]
 
@@ -363,11 +365,11 @@ class Reducer:
     def adopt(self, compiled: Sequence[Any]) -> None:
         """Use the compiled programs of `lower`."""
         flat, programs = iter(compiled), {}
-        for k in sorted(set(self._same)):
+        for k in sorted(set(self._first_alike)):
             programs[k] = next(flat)
             if self._wave_shapes(k):
-                self._early[k], self._nothing[k] = next(flat), next(flat)
-        self.programs = [programs[k] for k in self._same]
+                self._early[k], self._zeros[k] = next(flat), next(flat)
+        self.programs = [programs[k] for k in self._first_alike]
 
     def memory_bytes(self) -> int:
         """Bytes that one device needs beside the sums and the totals while it sums."""
@@ -395,7 +397,7 @@ class Reducer:
         values = [
             stacking(self._arguments(k)[2], [[s.values[i] for i in bucket] for s in sums])
             for k, bucket in enumerate(self._buckets)
-            if k in self._at_once
+            if k in self._reduced_at_once
         ]
         return peaks, ints, values
 
@@ -409,9 +411,9 @@ class Reducer:
         Returns:
             Chunks of the sums as integers, and a small array to block on until they are ready.
         """
-        same = self._same[k + 1]
+        same = self._first_alike[k + 1]
         stacked = self.arrays.stack(self._arguments(k + 1)[2], [list(limbs) for limbs in values])
-        before = before or self._nothing[same]()
+        before = before or self._zeros[same]()
         [mark], _, chunks = self._early[same]([], [], stacked, before)
         return chunks, mark
 
@@ -431,7 +433,7 @@ class Reducer:
         """Memory of group `k`, once its programs are compiled."""
         sums = sum(self._sizes[i] for i in self._buckets[k + 1])
         waiting = sum(4 * x.size for limbs in self._wave_shapes(k + 1) for x in limbs)
-        programs = [self.programs[k + 1], self._early.get(self._same[k + 1])]
+        programs = [self.programs[k + 1], self._early.get(self._first_alike[k + 1])]
         here = [p for p in programs if p is not None and self.arrays.is_in_place]
         return GroupBytes(
             sums=4 * self._contribution.form.num_parts * sums,
@@ -469,8 +471,8 @@ class Reducer:
         small: Any = peaks(), [*stats, *ints()]
         every: list[list[Any]] = [[] for _ in self.local]
         next_values = values[0]()
-        for i, k in enumerate(self._at_once):
-            program, is_last = self.programs[k], i + 1 == len(self._at_once)
+        for i, k in enumerate(self._reduced_at_once):
+            program, is_last = self.programs[k], i + 1 == len(self._reduced_at_once)
             values[k] = None
             gathered, summed, bucket_totals = program(
                 *(small if k == 0 else ([], [])), next_values, []

@@ -106,7 +106,7 @@ def sums_of(
     Args:
         member: The replica's number in its shard group.
     """
-    return _tensors(spec, inputs, wanted, member, spec.contribution.value)
+    return _values_of(spec, inputs, wanted, member, spec.contribution.value)
 
 
 def means_of(
@@ -118,10 +118,10 @@ def means_of(
     def mean(total: jax.Array, exponent: jax.Array) -> jax.Array:
         return rounded(divided(spec.contribution.value(total, exponent), inputs.weight, zero), zero)
 
-    return _tensors(spec, inputs, wanted, member, mean)
+    return _values_of(spec, inputs, wanted, member, mean)
 
 
-def _tensors(
+def _values_of(
     spec: UpdateSpec, inputs: UpdateInputs, wanted: Collection[int], member: int, value: _Value
 ) -> dict[int, jax.Array]:
     totals = [jax.lax.bitcast_convert_type(x, jnp.float32) for x in inputs.totals]

@@ -83,7 +83,7 @@ class ReplicaUpdate:
         #: PartitionSpecs of the inputs; all but totals are replicated.
         self._input_specs = UpdateInputs(totals, *[P()] * (len(UpdateInputs._fields) - 1))
         self._options = update_options(replica.devices[0].platform, spec.contribution.form)
-        self._where = np.array([ownership.first(replica.index), 0], np.int32)
+        self._place = np.array([ownership.first(replica.index), 0], np.int32)
 
         def arguments(arrays: Any, inputs: UpdateInputs) -> tuple[list[Any], UnitsPart]:
             params, state, common = arrays
@@ -101,7 +101,7 @@ class ReplicaUpdate:
 
     def placed(self, inputs: UpdateInputs, sums: np.ndarray | None = None) -> UpdateInputs:
         """The inputs with the replica's first granule and the sums over whole arrays."""
-        return inputs._replace(where=self._where, sums=sums)
+        return inputs._replace(where=self._place, sums=sums)
 
     # -- the arithmetic --------------------------------------------------------------------------
 
@@ -295,7 +295,7 @@ class ReplicaUpdate:
             program, group_params = self._group_program(group), _params_of(group, params)
             lowered.append(program.lower(group_params, state, common, without_words, *moved))
         group_params, state = _params_of(last, params), self._state(last, leaves)
-        made = {i: self._made_shapes(i, params[i].dtype) for i in self.groups.params}
+        made = {i: self._sent_shapes(i, params[i].dtype) for i in self.groups.params}
         lowered.append(self._last_program().lower(group_params, state, made, common, aux, inputs))
         return lowered
 
@@ -327,7 +327,7 @@ class ReplicaUpdate:
             for unit in group
         ]
 
-    def _made_shapes(self, i: int, dtype: Any) -> list[Any]:
+    def _sent_shapes(self, i: int, dtype: Any) -> list[Any]:
         """Shapes of the slices of a parameter that groups update, if parameters are sent."""
         if not self._ownership.sends_params:
             return []
@@ -365,7 +365,7 @@ class ReplicaUpdate:
         sent, state, common, aux, tick = self.compiled[-1](
             last_params, self._state(last, leaves), made, common, aux, inputs
         )
-        _keep(last, state, leaves)
+        _put_state(last, state, leaves)
         for k, x in zip(self._common, common, strict=True):
             leaves[k] = x
         if not self._ownership.sends_params:
@@ -402,7 +402,7 @@ class ReplicaUpdate:
                 _params_of(group, params), state, common, inputs, coming, going
             )
             if buffer is None:
-                _keep(group, state, leaves)
+                _put_state(group, state, leaves)
             else:
                 buffer.gone(g - 1, gone)
                 going = buffer.going(g, state)
@@ -438,7 +438,7 @@ class ReplicaUpdate:
         sent = self._ownership.sends_params * sum(
             x.size // self._ownership.num_inner * np.dtype(x.dtype).itemsize
             for i in self.groups.params
-            for x in self._made_shapes(i, self._spec.tensors.params[i].dtype)
+            for x in self._sent_shapes(i, self._spec.tensors.params[i].dtype)
         )
         return temporary + self.groups.bytes_at_once + 2 * sent
 
@@ -447,7 +447,7 @@ def _params_of(group: Group, params: Sequence[Any]) -> dict[int, Any]:
     return {i: params[i] for unit in group for i in unit.params}
 
 
-def _keep(group: Group, state: Sequence[Sequence[Any]], leaves: list[Any]) -> None:
+def _put_state(group: Group, state: Sequence[Sequence[Any]], leaves: list[Any]) -> None:
     """Replace a group's leaves by its new state."""
     for unit, arrays in zip(group, state, strict=True):
         for k, x in zip(unit.leaves, arrays, strict=True):
@@ -503,7 +503,7 @@ class Updates:
         each: Sequence[ReplicaUpdate | WrittenUpdate],
     ):
         self._reducer, self._ownership, self.each = reducer, ownership, each
-        self._of_units = [update for update in each if isinstance(update, ReplicaUpdate)]
+        self._replica_updates = [update for update in each if isinstance(update, ReplicaUpdate)]
 
     @property
     def text(self) -> str:
@@ -523,7 +523,7 @@ class Updates:
             sums = self._summed(self._ownership, local)
             local = [
                 (*arrays, update.placed(inputs, sums))
-                for update, (*arrays, inputs) in zip(self._of_units, local, strict=True)
+                for update, (*arrays, inputs) in zip(self._replica_updates, local, strict=True)
             ]
         return [update.run(*arguments) for update, arguments in zip(self.each, local, strict=True)]
 
@@ -534,7 +534,7 @@ class Updates:
         if not ownership.update.sums:
             return np.zeros(0, np.float32)
         wanted, read = ownership.update.read_by_sums(), []
-        for update, (params, state, _, inputs) in zip(self._of_units, local, strict=True):
+        for update, (params, state, _, inputs) in zip(self._replica_updates, local, strict=True):
             params_here = [on_device(x) if k in wanted else x for k, x in enumerate(params)]
             arrays = update.read_by_sums(params_here, jax.tree.leaves(state))
             read.append((arrays, update.placed(inputs._replace(words=[]))))

@@ -69,16 +69,16 @@ class ZeroState:
         On several devices a whole leaf is a flat shard for each device.
         """
         x, member = self._leaves[k], self.ownership.member(index)
-        if self._is_as_it_is(k, member):
+        if self._keeps_shape(k, member):
             return jax.ShapeDtypeStruct(x.shape, x.dtype)
-        size = self._own_size(k, member) * self._reducer.arrays.num_inner
+        size = self._shard_size(k, member) * self._reducer.arrays.num_inner
         return jax.ShapeDtypeStruct((size,), x.dtype)
 
-    def _is_as_it_is(self, k: int, member: int) -> bool:
+    def _keeps_shape(self, k: int, member: int) -> bool:
         """Whether a replica has a leaf in the user's shape."""
         return self.is_common[k] or (self._shares.owners[k] == member and not self.ownership.axes)
 
-    def _own_size(self, k: int, member: int) -> int:
+    def _shard_size(self, k: int, member: int) -> int:
         return self._shares.own_size(k, math.prod(self._shapes[k]), member)
 
     def take(self, k: int, x: jax.Array, index: int, first: Any) -> jax.Array:
@@ -88,7 +88,7 @@ class ZeroState:
             first: The replica's first granule, perhaps traced.
         """
         member = self.ownership.member(index)
-        if self._is_as_it_is(k, member):
+        if self._keeps_shape(k, member):
             return x
         take = functools.partial(self._shares.taken, k, member)
         if not self.ownership.axes:
@@ -110,7 +110,7 @@ class ZeroState:
     def take_on_host(self, k: int, x: np.ndarray, index: int) -> np.ndarray:
         """`take` in host memory, so that only the shard is sent to the device."""
         owner, member = self._shares.owners[k], self.ownership.member(index)
-        if self._is_as_it_is(k, member):
+        if self._keeps_shape(k, member):
             return x
         shards = np.zeros(self.like(k, index).shape, x.dtype)
         if owner in (None, member):
@@ -176,7 +176,7 @@ class ZeroState:
         """Elements of each member's shard of a leaf; 0 if another member owns all of it."""
         shares, owner = self._shares, self._shares.owners[k]
         return [
-            self._own_size(k, c) if owner in (None, c) else 0 for c in range(len(shares.granules))
+            self._shard_size(k, c) if owner in (None, c) else 0 for c in range(len(shares.granules))
         ]
 
     def _program(self, way: str, k: int) -> Any:
