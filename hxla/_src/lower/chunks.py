@@ -94,12 +94,12 @@ class Chunks:
             for k in places:
                 tensors[k] = chunk[start : start + self.sizes[k]]
                 start += self.sizes[k]
-        every = rows[0] if len(rows) == 1 else jnp.concatenate(rows)
+        all_rows = rows[0] if len(rows) == 1 else jnp.concatenate(rows)
         if not any(self._whole):
-            every = flat.reshape(self.shares.num, width)
+            all_rows = flat.reshape(self.shares.num, width)
         start = 0
         for k, column_width in zip(self._cut, self._widths, strict=True):
-            tensors[k] = every[:, start : start + column_width].reshape(-1)[: self.sizes[k]]
+            tensors[k] = all_rows[:, start : start + column_width].reshape(-1)[: self.sizes[k]]
             start += column_width
         return [tensors[k].reshape(shape) for k, shape in enumerate(shapes)]
 

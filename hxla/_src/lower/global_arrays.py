@@ -353,8 +353,11 @@ class HostSums:
         if len(self._devices) == 1:
             return rows
         bits = np.ascontiguousarray(rows).view(np.int32).reshape(-1)
-        here = [d for d in self._devices if d.process_index == jax.process_index()]
-        shards = [jax.device_put(np.zeros_like(bits) if i else bits, d) for i, d in enumerate(here)]
+        local_devices = [d for d in self._devices if d.process_index == jax.process_index()]
+        shards = [
+            jax.device_put(np.zeros_like(bits) if i else bits, d)
+            for i, d in enumerate(local_devices)
+        ]
         stacked = jax.make_array_from_single_device_arrays(
             (len(self._devices) * bits.size,), NamedSharding(self._mesh, P(DATA_AXIS)), shards
         )

@@ -333,10 +333,10 @@ class Store:
         rows = np.zeros((len(self._reducer.replicas), len(self._shapes)), np.uint32)
         # Sums inside a replica must not run beside collectives of a step.
         jax.block_until_ready([arrays.leaves() for arrays in self.held])
-        alike = [k for k in range(len(self._shapes)) if not self._is_sharded(k)]
-        if not alike:
+        replicated = [k for k in range(len(self._shapes)) if not self._is_sharded(k)]
+        if not replicated:
             return rows
-        leaves = [[x for k, x in enumerate(h.leaves()) if k in alike] for h in self.held]
+        leaves = [[x for k, x in enumerate(h.leaves()) if k in replicated] for h in self.held]
         if not self._checksums:
             self._checksums = for_each(
                 self._reducer.local, lambda i: jax.jit(leaf_checksums).lower(leaves[i])
@@ -344,7 +344,7 @@ class Store:
         for i, replica in enumerate(self._reducer.local):
             checksums = np.asarray(self._checksums[i](leaves[i]))
             if replica.is_led_here:
-                rows[replica.index, alike] = checksums
+                rows[replica.index, replicated] = checksums
         return self._reducer.host.exchange(rows)
 
     def _is_sharded(self, k: int) -> bool:
@@ -433,8 +433,10 @@ class Store:
             self._zero.spec(k) if self._zero is not None and self._is_sharded(k) else s
             for k, s in enumerate(self._even)
         ]
-        where = [self._sharding(s, self._offloaded.is_offloaded(k)) for k, s in enumerate(specs)]
-        pairs = zip(self._shapes, where, strict=True)
+        shardings = [
+            self._sharding(s, self._offloaded.is_offloaded(k)) for k, s in enumerate(specs)
+        ]
+        pairs = zip(self._shapes, shardings, strict=True)
         return self._tree([jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=w) for x, w in pairs])
 
     def load(self, tree: PyTree) -> None:
@@ -457,8 +459,8 @@ class Store:
         assert self._zero is not None
         if not self._offloaded.is_offloaded(k):
             return self._zero.shared(k, x)
-        here = jax.device_put(x, in_memory(x.sharding, DEVICE))
-        return [self.put(i, k, part) for i, part in enumerate(self._zero.shared(k, here))]
+        fetched = jax.device_put(x, in_memory(x.sharding, DEVICE))
+        return [self.put(i, k, part) for i, part in enumerate(self._zero.shared(k, fetched))]
 
     def _unpadded(self, i: int) -> list[jax.Array]:
         """The arrays of a local replica without padding."""

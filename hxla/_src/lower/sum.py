@@ -236,9 +236,9 @@ class Reducer:
         if self._inner or num > 1:
             small_specs, ints = self._small_specs(k)
             arguments = self._arguments(k)
-            every = self.arrays.stacked(self.arrays.inner_spec)
-            specs: Any = self._total_specs(k) if is_last else every
-            gathered_specs = small_specs if is_last else [every]
+            inner_spec = self.arrays.stacked(self.arrays.inner_spec)
+            specs: Any = self._total_specs(k) if is_last else inner_spec
+            gathered_specs = small_specs if is_last else [inner_spec]
             run = jax.shard_map(
                 hxla_sum,
                 mesh=self.arrays.mesh,
@@ -246,7 +246,7 @@ class Reducer:
                     *jax.tree.map(
                         self.arrays.stacked, arguments, is_leaf=lambda x: isinstance(x, P)
                     ),
-                    every,
+                    inner_spec,
                 ),
                 out_specs=(gathered_specs, ints, specs),
                 check_vma=False,
@@ -434,10 +434,10 @@ class Reducer:
         sums = sum(self._sizes[i] for i in self._buckets[k + 1])
         waiting = sum(4 * x.size for limbs in self._wave_shapes(k + 1) for x in limbs)
         programs = [self.programs[k + 1], self._early.get(self._first_alike[k + 1])]
-        here = [p for p in programs if p is not None and self.arrays.is_in_place]
+        on_device = [p for p in programs if p is not None and self.arrays.is_in_place]
         return GroupBytes(
             sums=4 * self._contribution.form.num_parts * sums,
-            adding=max(map(extra_bytes, here), default=0),
+            adding=max(map(extra_bytes, on_device), default=0),
             totals=4 * sum(self._total_sizes(k + 1)),
             waiting=waiting // len(self.arrays.devices),
         )
@@ -449,11 +449,13 @@ class Reducer:
             arrays.part(x, cut) if cut and spec == arrays.own_spec else arrays.local_parts(x, spec)
             for x, spec in zip(totals, self._total_specs(k), strict=True)
         ]
-        every = [[parts[i] for parts in each] for i in range(len(self.local))]
+        per_replica = [[parts[i] for parts in each] for i in range(len(self.local))]
         if not self.chunks or self._inner:
-            return every
+            return per_replica
         # Without the padding of shorter chunks.
-        pairs = zip(every, (self._total_sizes(k, i) for i in range(len(every))), strict=True)
+        pairs = zip(
+            per_replica, (self._total_sizes(k, i) for i in range(len(per_replica))), strict=True
+        )
         return [[x[:n] for x, n in zip(*pair, strict=True)] for pair in pairs]
 
     def reduce(
@@ -469,7 +471,7 @@ class Reducer:
         arrays, (peaks, ints, values) = self.arrays, local_sums
         stats = arrays.stack([P()], stat_rows(numbers, self.local, len(self.replicas)))
         small: Any = peaks(), [*stats, *ints()]
-        every: list[list[Any]] = [[] for _ in self.local]
+        per_replica: list[list[Any]] = [[] for _ in self.local]
         next_values = values[0]()
         for i, k in enumerate(self._reduced_at_once):
             program, is_last = self.programs[k], i + 1 == len(self._reduced_at_once)
@@ -480,7 +482,9 @@ class Reducer:
             next_values = values[k + 1]() if k + 1 < len(values) else None
             if k == 0:
                 small = gathered, summed
-            for replica_totals, new in zip(every, self._totals_of(k, bucket_totals), strict=True):
+            for replica_totals, new in zip(
+                per_replica, self._totals_of(k, bucket_totals), strict=True
+            ):
                 replica_totals += new
             if arrays.is_ring and not is_last:
                 # Gloo mixes up collectives that do not depend on each other.
@@ -491,7 +495,10 @@ class Reducer:
             numbers_DN=np.asarray(stats_DN).view(np.float32),
             rows_MS=np.asarray(small_MS).view(np.float32),
             maxima_T=peaks_to_maxima(np.asarray(peaks_DT)),
-            totals=tuple([*a, *b] for a, b in zip(every, totals or [()] * len(every), strict=True)),
+            totals=tuple(
+                [*a, *b]
+                for a, b in zip(per_replica, totals or [()] * len(per_replica), strict=True)
+            ),
             words=tuple([x[i] for x in each] for i in range(len(self.local))),
         )
 

@@ -209,14 +209,14 @@ class ReplicaUpdate:
             taken = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), going)
             return new, state, brought, taken
 
-        where: Any = None
+        shardings: Any = None
         if self.groups.is_offloaded:
             device = in_memory(self._replica.sharding(self.groups.spec), DEVICE)
-            where = device, device, device, in_memory(device, HOST)
+            shardings = device, device, device, in_memory(device, HOST)
         return jax.jit(
             hxla_update_group,
             donate_argnums=(1,) if self._ownership.sends_params else (0, 1),
-            out_shardings=where,
+            out_shardings=shardings,
             compiler_options=self._options,
         )
 
@@ -237,11 +237,11 @@ class ReplicaUpdate:
             new, state, common = self._updated(group, params, state, common, given)
             sent: Any = new
             if ownership.sends_params:
-                every = {i: jnp.concatenate(parts) for i, parts in made.items() if parts} | new
+                slices = {i: jnp.concatenate(parts) for i, parts in made.items() if parts} | new
                 none = jnp.zeros(1, dtype)
                 sent = [
                     chunk.chunk(
-                        [every.get(i, none).astype(dtype) for i in chunk.tensors], self._member
+                        [slices.get(i, none).astype(dtype) for i in chunk.tensors], self._member
                     )
                     for chunk in spec.chunks
                     if chunk.tensors
@@ -295,16 +295,16 @@ class ReplicaUpdate:
             program, group_params = self._group_program(group), _params_of(group, params)
             lowered.append(program.lower(group_params, state, common, without_words, *moved))
         group_params, state = _params_of(last, params), self._state(last, leaves)
-        made = {i: self._sent_shapes(i, params[i].dtype) for i in self.groups.params}
-        lowered.append(self._last_program().lower(group_params, state, made, common, aux, inputs))
+        slices = {i: self._sent_shapes(i, params[i].dtype) for i in self.groups.params}
+        lowered.append(self._last_program().lower(group_params, state, slices, common, aux, inputs))
         return lowered
 
     def read_by_sums(self, params: Sequence[Any], leaves: Sequence[Any]) -> Any:
         """Arguments of the programs of sums: parameters, state on the device, common leaves."""
         offloaded = self.groups.offloaded_leaves
-        here = [None if k in offloaded else x for k, x in enumerate(leaves)]
+        local_leaves = [None if k in offloaded else x for k, x in enumerate(leaves)]
         common = [leaves[k] for k in self._common]
-        return _params_of(self._units, params), self._state(self._units, here), common
+        return _params_of(self._units, params), self._state(self._units, local_leaves), common
 
     @staticmethod
     def _state(group: Group, leaves: Sequence[Any]) -> list[list[Any]]:
@@ -359,11 +359,11 @@ class ReplicaUpdate:
         leaves, treedef = jax.tree.flatten(opt_state)
         common, params = [leaves[k] for k in self._common], list(params)
         were_on_host = list(map(is_on_host, params))
-        made = self._run_groups(params, leaves, common, inputs, were_on_host)
+        slices = self._run_groups(params, leaves, common, inputs, were_on_host)
         last = self.groups.last
         last_params = {i: on_device(x) for i, x in _params_of(last, params).items()}
         sent, state, common, aux, tick = self.compiled[-1](
-            last_params, self._state(last, leaves), made, common, aux, inputs
+            last_params, self._state(last, leaves), slices, common, aux, inputs
         )
         _put_state(last, state, leaves)
         for k, x in zip(self._common, common, strict=True):
@@ -384,7 +384,7 @@ class ReplicaUpdate:
     ) -> dict[int, list[jax.Array]]:
         """Run all groups but the last, replacing their arrays; return slices of sent parameters."""
         groups, num_sums = self.groups.groups, 2 * len(self._sums)
-        made: dict[int, list[jax.Array]] = {i: [] for i in self.groups.params}
+        slices: dict[int, list[jax.Array]] = {i: [] for i in self.groups.params}
         buffer = _buffer_of(leaves) if self.groups.is_offloaded and groups else None
         inputs = inputs._replace(words=[])
         if buffer is not None:
@@ -408,12 +408,12 @@ class ReplicaUpdate:
                 going = buffer.going(g, state)
             for i, x in new.items():
                 if self._ownership.sends_params:
-                    made[i].append(x)
+                    slices[i].append(x)
                 else:
                     params[i] = on_host(x) if were_on_host[i] and self.groups.last_of[i] == g else x
         if buffer is not None:
             buffer.end()
-        return made
+        return slices
 
     # -- memory ----------------------------------------------------------------------------------
 

@@ -115,8 +115,8 @@ class ZeroState:
         shards = np.zeros(self.like(k, index).shape, x.dtype)
         if owner in (None, member):
             replica = self._reducer.replicas[index]
-            where = replica.sharding(self._specs[k]).devices_indices_map(x.shape)
-            parts = [x[where[device]].reshape(-1) for device in replica.devices]
+            indices = replica.sharding(self._specs[k]).devices_indices_map(x.shape)
+            parts = [x[indices[device]].reshape(-1) for device in replica.devices]
             granule = self._shares.granule(parts[0].size)
             first = self._shares.firsts[member] * granule if owner is None else 0
             for part, shard in zip(parts, np.split(shards, len(parts)), strict=True):
