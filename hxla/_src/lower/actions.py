@@ -1,4 +1,4 @@
-"""A schedule as the integers that a pipeline's program reads: what to do, and with which buffers.
+"""A schedule as the integers that a pipeline's program reads: actions and buffers.
 
 Legend of shape suffixes: T ticks, S stages, F fields of `FIELDS`.
 """
@@ -10,9 +10,9 @@ import numpy as np
 
 from ..schedule.schedules import BACKWARD, FORWARD, WEIGHT, Action, Schedule, needs
 
-#: Columns of a table: action (0: none), microbatch of the replica; buffers of the part's input, the
-#: gradient of its output, its residuals and what a backward leaves to the weight gradient; where to
-#: put what comes down and up, and over which boundaries arrays travel after the tick.
+#: Columns of a table: action (0: none); microbatch of the replica; buffers of the part's input, its
+#: output's gradient, its residuals and the residuals of its weight gradient; buffers of arrays that
+#: arrive going down and up; the set of boundaries over which arrays travel after the tick.
 FIELDS = ("action", "microbatch", "input", "grad", "residual", "late", "down", "up", "exchange")
 
 KINDS = (FORWARD, BACKWARD, WEIGHT)
@@ -24,9 +24,9 @@ class Actions:
 
     Attributes:
         table_TSF: int32.
-        num_inputs: Buffers of parts' inputs that a stage needs.
-        num_grads: Of gradients of parts' outputs.
-        num_late: Of what a backward leaves for its weight gradient.
+        num_inputs: Buffers for inputs of parts.
+        num_grads: Buffers for gradients of parts' outputs.
+        num_late: Buffers for residuals of weight gradients.
     """
 
     table_TSF: np.ndarray
@@ -37,31 +37,30 @@ class Actions:
 
 
 def number(program: int, kind: str) -> int:
-    """Of an action in a table."""
+    """The number of an action in a table."""
     return 1 + len(KINDS) * program + KINDS.index(kind)
 
 
 def exchanges(num_stages: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
     """Sets of boundaries over which arrays travel together; boundary b is below stage b.
 
-    In the steady state of 1F1B every boundary is crossed in every second tick only, even and odd
-    ones in turn. A stage that must not wait for a neighbour in between can be forward while the
-    neighbour is backward, at no loss.
+    In the steady state of 1F1B even and odd boundaries are crossed in alternate ticks. Without
+    waits in between, a stage runs a forward while its neighbour runs a backward, at no loss.
     """
     last = num_stages if num_chunks > 1 else num_stages - 1
     every = tuple(range(last))
-    found = [(), every[::2], every[1::2], every]
-    return tuple(dict.fromkeys(found))
+    sets = [(), every[::2], every[1::2], every]
+    return tuple(dict.fromkeys(sets))
 
 
 def exchange_of(schedule: Schedule) -> list[int]:
-    """For each tick the smallest of the `exchanges` that holds all that is crossed."""
+    """For each tick the smallest of the `exchanges` with all crossed boundaries."""
     sets = exchanges(schedule.num_stages, schedule.num_chunks)
     return [next(i for i, s in enumerate(sets) if used <= set(s)) for used in crossed(schedule)]
 
 
 def crossed(schedule: Schedule) -> list[set[int]]:
-    """Boundaries that something crosses after each tick."""
+    """Boundaries that arrays cross after each tick."""
     num_stages = schedule.num_stages
     num_parts = num_stages * schedule.num_chunks
     out = []
@@ -80,14 +79,14 @@ def crossed(schedule: Schedule) -> list[set[int]]:
 
 
 def lower(schedule: Schedule, *, recompute: bool, programs: Sequence[int]) -> Actions:
-    """Number the actions and give every array that waits a buffer.
+    """Number the actions and assign a buffer to every kept array.
 
     Args:
-        schedule: Of one replica's microbatches.
+        schedule: Schedule of one replica's microbatches.
         recompute: Whether a backward runs its forward again from the kept input; else residuals
             are kept from the forward on.
-        programs: For each part its program; parts that compute the same share one. Action
-            `1 + len(KINDS) * program + kind` is what a stage does.
+        programs: For each part its program, shared by identical parts. The number of an action is
+            `1 + len(KINDS) * program + kind`.
     """
     num_stages, num_chunks = schedule.num_stages, schedule.num_chunks
     num_parts = num_stages * num_chunks
@@ -123,11 +122,11 @@ def lower(schedule: Schedule, *, recompute: bool, programs: Sequence[int]) -> Ac
                 spans["residual"].append((t, last, op))
             if splits:
                 spans["late"].append((ticks[stage, backward], last, op))
-        for name, own in spans.items():
-            placed = _colour(own)
+        for name, busy in spans.items():
+            placed = _colour(busy)
             sizes[name] = max(sizes[name], 1 + max(placed.values(), default=0))
             column = FIELDS.index(name)
-            for (_, _, op), buffer in zip(own, placed.values(), strict=True):
+            for (_, _, op), buffer in zip(busy, placed.values(), strict=True):
                 for kind_name in KINDS:
                     t = ticks.get((stage, Action(kind_name, op.microbatch, op.chunk)), -1)
                     if t >= 0:
@@ -136,7 +135,7 @@ def lower(schedule: Schedule, *, recompute: bool, programs: Sequence[int]) -> Ac
             if arrival is not None:
                 sizes[name] = max(
                     sizes[name],
-                    _arrivals(table[:, stage, FIELDS.index(arrival)], own, list(placed.values())),
+                    _arrivals(table[:, stage, FIELDS.index(arrival)], busy, list(placed.values())),
                 )
     return Actions(
         table_TSF=table,
@@ -148,28 +147,28 @@ def lower(schedule: Schedule, *, recompute: bool, programs: Sequence[int]) -> Ac
 
 
 def _colour(spans: Sequence[tuple[int, int, Action]]) -> dict[tuple[int, int, Action], int]:
-    """A buffer for each span, so that no two that overlap share one, in the order of `spans`."""
+    """A buffer for each span, in order; overlapping spans share none."""
     free_from: list[int] = []
-    found: dict[tuple[int, int, Action], int] = {}
+    buffers: dict[tuple[int, int, Action], int] = {}
     for span in sorted(spans):
         start, end, _ = span
         buffer = next((i for i, f in enumerate(free_from) if f <= start), len(free_from))
         if buffer == len(free_from):
             free_from.append(0)
         free_from[buffer] = end + 1
-        found[span] = buffer
-    return {span: found[span] for span in spans}
+        buffers[span] = buffer
+    return {span: buffers[span] for span in spans}
 
 
 def _arrivals(
     column_T: np.ndarray, spans: Sequence[tuple[int, int, Action]], buffers: Sequence[int]
 ) -> int:
-    """Where what arrives after each tick goes: its buffer, or one that nobody needs then."""
+    """Choose the buffer of each tick's arrival, a free one if useless; return the number needed."""
     num = 1 + max(buffers, default=0)
     busy = np.zeros((len(column_T) + 2, num + 1), bool)
     for (start, end, _), buffer in zip(spans, buffers, strict=True):
         busy[start : end + 1, buffer] = True
-    # Nothing arrives in most ticks, but whatever the neighbour sent has to go somewhere.
+    # In most ticks nothing useful arrives, but the neighbour's array needs a free buffer.
     column_T[:] = [int(np.argmin(busy[t + 1])) for t in range(len(column_T))]
     for (start, _, _), buffer in zip(spans, buffers, strict=True):
         column_T[start - 1] = buffer

@@ -13,10 +13,10 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class BitcastPacking:
-    """How some arrays lie one after another.
+    """Layout of arrays one after another.
 
     Attributes:
-        dtypes: Of the arrays; random keys are kept as their data.
+        dtypes: Dtypes of the arrays; random keys are packed as their data.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -24,7 +24,7 @@ class BitcastPacking:
 
     @staticmethod
     def like(arrays: Sequence[Any]) -> "BitcastPacking":
-        """For arrays of these shapes and dtypes."""
+        """The packing of arrays of these shapes and dtypes."""
         return BitcastPacking(tuple(tuple(x.shape) for x in arrays), tuple(x.dtype for x in arrays))
 
     @property
@@ -34,11 +34,11 @@ class BitcastPacking:
 
     @property
     def size(self) -> int:
-        """Words of all."""
+        """Words of all arrays."""
         return sum(self.sizes)
 
     def pack(self, arrays: Sequence[jax.Array], size: int | None = None) -> jax.Array:
-        """uint32[size], filled up with zeros."""
+        """The arrays as uint32[size], padded with zeros."""
         words = [_to_words(x) for x in arrays]
         rest = (self.size if size is None else size) - self.size
         if rest or not words:
@@ -46,7 +46,7 @@ class BitcastPacking:
         return jnp.concatenate(words) if len(words) > 1 else words[0]
 
     def unpack(self, words: jax.Array) -> list[jax.Array]:
-        """The arrays, from the first words of an array."""
+        """The arrays, from the first words."""
         starts = itertools.accumulate(self.sizes, initial=0)
         return [
             _from_words(words[start : start + size], shape, dtype)
@@ -65,7 +65,7 @@ def _key_data(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
 
 
 def _carried(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """What stands for an array, as bits of 8, 16, 32 or 64: keys, booleans and others have none."""
+    """Shape and dtype for the bitcast of an array: keys, booleans and others have none directly."""
     if _is_key(dtype):
         return _key_data(shape, dtype)
     if jnp.issubdtype(dtype, jnp.complexfloating):

@@ -1,9 +1,8 @@
 """Runs the microbatches of a replica as a chain: the programs of its parts, one after another.
 
-Each part has a forward and a backward of its own, but for the last, which has both in one: a chain
-of one part is a microbatch as one program. In which order they run, and what waits in memory
-meanwhile, is a list of operations: it moves no bit, for the programs are the same. Parts that
-compute the same share their programs.
+Each part has a forward and a backward; the last has both in one program, so a chain of one part is
+a microbatch as one program. A list of operations orders them and says which residuals are kept. It
+moves no bit, for the programs are the same. Identical parts share their programs.
 
 Legend of shape suffixes: M microbatches of a step, T float tensors.
 """
@@ -40,13 +39,13 @@ from .segment_programs import ChainParts, SegmentPrograms, crossing_values, segm
 
 @dataclasses.dataclass(slots=True)
 class _OnHost:
-    """What of a microbatch is in host memory.
+    """The offloaded arrays of a microbatch.
 
     Attributes:
-        inputs: What crosses into a part.
-        saved: The residuals of a part.
-        known: Of its values, what is there.
-        fetched: What of them came back.
+        inputs: By part, the values that cross into it.
+        saved: By part, its residuals.
+        known: Values that are in host memory.
+        fetched: Values that are back on the device.
     """
 
     inputs: dict[int, dict[int, jax.Array]] = dataclasses.field(default_factory=dict)
@@ -57,19 +56,19 @@ class _OnHost:
 
 @dataclasses.dataclass(slots=True)
 class _Microbatch:
-    """What the operations of a microbatch read and leave; of several where a call runs them.
+    """The arrays of a microbatch between operations; of several where one call runs them.
 
     Attributes:
-        given: For each part what it reads of other variables, the numbers of step and microbatch,
-            and what it reads of the batch.
+        arguments: For each part its other variables, the numbers of step and microbatch, and its
+            arrays of the batch.
         top: The last part whose backward has not run.
         on_host: None where a chain offloads nothing.
-        inputs: What crosses into a part, where it is kept.
-        saved: The residuals of a part.
-        grads: Of values, as far as later parts have made them.
+        inputs: By part, the values that cross into it, where they are kept.
+        saved: By part, its residuals.
+        grads: By value, the gradient so far.
     """
 
-    given: list[Any]
+    arguments: list[Any]
     top: int
     on_host: _OnHost | None
     inputs: dict[int, dict[int, jax.Array]] = dataclasses.field(default_factory=lambda: {0: {}})
@@ -78,32 +77,32 @@ class _Microbatch:
 
     @property
     def waits(self) -> bool:
-        """Whether anything waits for an operation."""
+        """Whether any array still waits for an operation."""
         away = self.on_host is not None and bool(self.on_host.inputs or self.on_host.saved)
         return away or bool(self.inputs or self.saved or self.grads)
 
     def has_residuals(self, i: int) -> bool:
-        """Whether those of a part wait anywhere."""
+        """Whether a part's residuals are kept, on the device or on the host."""
         return i in self.saved or (self.on_host is not None and i in self.on_host.saved)
 
 
 @dataclasses.dataclass
 class Running:
-    """What the operations of a step read and leave.
+    """The arrays of a step between operations.
 
     Attributes:
-        own: For each part its parameters, and the first rows of those of which it reads rows.
-        aux: For each part what it reads of other variables.
-        scales: For each part those of its sums.
+        params: For each part its parameters, and the first rows of the stacked ones.
+        aux: For each part its other variables.
+        scales: For each part the scales of its sums.
         values: The limbs of the sums of each pack; None where there are none.
         peaks: For each part the largest magnitudes.
         small_MS: See `DeviceSums`.
-        tick: An array that is there when the last microbatch's loss is; None: there was none.
-        microbatches: Those that begin together; see `LayerwiseStep`.
+        tick: An array that is ready with the last microbatch's loss; None: there was no microbatch.
+        microbatches: The microbatches that begin together; see `LayerwiseStep`.
     """
 
     step: int
-    own: list[Any]
+    params: list[Any]
     aux: list[list[jax.Array]]
     scales: list[jax.Array]
     values: list[Any]
@@ -115,7 +114,7 @@ class Running:
 
 
 class StepInputs(NamedTuple):
-    """What the programs of a step read beside its microbatches; `exponents` are int32[T]."""
+    """Inputs of a step's programs beside its microbatches; `exponents` are int32[T]."""
 
     params: Sequence[jax.Array]
     aux: Sequence[jax.Array]
@@ -124,12 +123,12 @@ class StepInputs(NamedTuple):
 
 
 class ChainRunner:
-    """See the module.
+    """Runs the operations of a chain on the devices of a replica.
 
     Args:
-        parts: Made of it for the platform of the device.
-        sequence: What runs for a microbatch.
-        by_part: Whether sums are there only while their part runs; see `LayerwiseStep`.
+        parts: The parts of `spec` for the platform of the devices.
+        sequence: The operations of a microbatch.
+        by_part: Whether sums exist only while their part runs; see `LayerwiseStep`.
     """
 
     unit = 1  # it takes any number of microbatches
@@ -153,7 +152,7 @@ class ChainRunner:
 
     @property
     def text(self) -> str:
-        """What stands for the programs where processes have unlike ones: the loss; else empty."""
+        """The traced loss, compared where processes compile unlike programs; else empty."""
         uneven = self._spec.uneven
         if uneven is None or self._replica.only_place is None:
             return ""
@@ -161,7 +160,7 @@ class ChainRunner:
 
     @property
     def whole_text(self) -> str:
-        """The optimized program of a microbatch; empty where it is several."""
+        """The optimized program of a microbatch; empty where there are several."""
         if not self._spec.is_whole:
             return ""
         return self._programs.of(0)["loss"].as_text() or ""
@@ -185,7 +184,7 @@ class ChainRunner:
         """Run a step's microbatches.
 
         Args:
-            sums: Those of the step before, whose memory is used again; None: there are none.
+            sums: Sums of the step before, whose memory is reused; None: the first step.
             exponents: Scales, int32[T].
             ids: Numbers of the microbatches, at least one.
 
@@ -204,10 +203,10 @@ class ChainRunner:
     def _one_by_one(
         self, inputs: StepInputs, sums: DeviceSums | None, work: Work, *, waits: bool
     ) -> tuple[DeviceSums, jax.Array | None]:
-        """One microbatch after another, or one call's after another's.
+        """One call after another, each of one or several microbatches.
 
         Args:
-            waits: Whether for each before the next begins.
+            waits: Whether each call ends before the next begins.
         """
         work = iter(work)
         if self.sequence.written == ONE_PROGRAM:
@@ -230,7 +229,7 @@ class ChainRunner:
         *,
         waits: bool,
     ) -> tuple[DeviceSums, jax.Array | None]:
-        """`_one_by_one` of the only operation, of which nothing waits: a call costs little more."""
+        """`_one_by_one` where one program is the whole sequence: less Python per microbatch."""
         program, [part] = self._programs.of(0)["loss"], self._parts
         read: list[Any] = [inputs.params, part.starts, [], inputs.aux]
         sums, tick = sums or self.empty(), None
@@ -242,7 +241,7 @@ class ChainRunner:
         return sums, tick
 
     def begin(self, inputs: StepInputs, sums: DeviceSums | None = None) -> Running:
-        """What the operations of a step begin with; see `run`."""
+        """The arrays with which a step begins; see `run`."""
         params, aux, exponents, step = inputs
         sums = sums or self.empty()
         values: list[Any] = list(sums.values) or [None] * len(self._spec.packs)
@@ -252,7 +251,7 @@ class ChainRunner:
             values[k] = x
         return Running(
             step=step,
-            own=[([params[p] for p in part.params], part.starts) for part in self._parts],
+            params=[([params[p] for p in part.params], part.starts) for part in self._parts],
             aux=[[aux[k] for k in part.aux] for part in self._parts],
             scales=scales,
             values=values,
@@ -264,24 +263,24 @@ class ChainRunner:
     def microbatch(
         self, running: Running, some: Sequence[tuple[int, PyTree]], *, goes_on: bool
     ) -> _Microbatch:
-        """A microbatch that begins, or those of a call.
+        """The microbatch, or microbatches, of one call.
 
         Args:
-            some: Their numbers, which follow each other, and their batches.
+            some: Consecutive numbers, each with its batch.
             goes_on: Whether sums go on, or begin anew.
         """
         numbers, leaves = self._numbers_and_batch(running.step, some, goes_on=goes_on)
-        given = [
+        arguments = [
             (aux, numbers, [leaves[k] for k in part.batch])
             for part, aux in zip(self._parts, running.aux, strict=True)
         ]
         on_host = None if self._stash is None else _OnHost()
-        return _Microbatch(given, len(self._parts) - 1, on_host)
+        return _Microbatch(arguments, len(self._parts) - 1, on_host)
 
     def _numbers_and_batch(
         self, step: int, some: Sequence[tuple[int, PyTree]], *, goes_on: bool
     ) -> tuple[np.ndarray, list[Any]]:
-        """What a call is told of its microbatches, and their arrays."""
+        """The numbers that a call reads (step, microbatch, ...), and its arrays of the batch."""
         index, batch = some[0]
         where, leaves = [step, index, int(goes_on)], jax.tree.leaves(batch)
         if self._spec.per_call > 1:
@@ -292,13 +291,13 @@ class ChainRunner:
         return np.array(where, np.int32), leaves
 
     def end(self, running: Running) -> tuple[DeviceSums, jax.Array | None]:
-        """What `run` returns, when all operations of all microbatches have run."""
+        """The results of `run`, after all operations of all microbatches."""
         assert not any(microbatch.waits for microbatch in running.microbatches)
         self.wait()
         peaks_T = self._programs.end(running.peaks)
         values = [x for x in running.values if x is not None]
         sums = DeviceSums(running.small_MS, peaks_T, values, running.words)
-        # Of several parts the last to run is no part that makes the loss.
+        # In a chain of several parts the first one's backward is the last to run.
         last = running.tick if self._spec.is_whole else peaks_T
         return sums, None if running.tick is None else last
 
@@ -306,7 +305,7 @@ class ChainRunner:
 
     @property
     def num_parts(self) -> int:
-        """Of the chain."""
+        """Parts of the chain."""
         return len(self._parts)
 
     def params_of(self, i: int) -> tuple[int, ...]:
@@ -314,18 +313,20 @@ class ChainRunner:
         return self._parts[i].params
 
     def low_params_of(self, i: int) -> dict[int, str]:
-        """Those of them that it reads in a dtype of 16 bits only, with the dtype."""
+        """Those read in a dtype of 16 bits only, with the dtype."""
         return low_params(self._spec.graph, self._spec.parts[i].segment)
 
-    def give(self, running: Running, ids: Sequence[int], batches: Sequence[PyTree]) -> None:
+    def begin_microbatches(
+        self, running: Running, ids: Sequence[int], batches: Sequence[PyTree]
+    ) -> None:
         """All microbatches of a step, which begin together."""
         work = enumerate(zip(ids, batches, strict=True))
         running.microbatches = [self.microbatch(running, [one], goes_on=n > 0) for n, one in work]
 
-    def hold(self, running: Running, i: int, params: Mapping[int, jax.Array]) -> None:
-        """Give a part its parameters, by their places; none: take them away."""
-        own = [params.get(p) for p in self._parts[i].params]
-        running.own[i] = own, self._parts[i].starts
+    def set_params(self, running: Running, i: int, params: Mapping[int, jax.Array]) -> None:
+        """Replace the parameters of a part, by their places; an empty mapping frees them."""
+        arrays = [params.get(p) for p in self._parts[i].params]
+        running.params[i] = arrays, self._parts[i].starts
 
     def make_sums(self, running: Running, i: int) -> None:
         """Zeros for the sums that begin with a part."""
@@ -337,18 +338,17 @@ class ChainRunner:
     def mark(
         self, running: Running, i: int, is_backward: bool, last: _Microbatch
     ) -> jax.Array | None:
-        """A small array that is there when all that was asked of a part has run; None: nothing.
+        """A small array that is ready when the last run of a part is done; None: it did not run.
 
         Args:
-            is_backward: Whether backwards ran.
-            last: The last microbatch of which the part ran.
+            last: The last microbatch of the part's run.
         """
         if is_backward:
             return running.peaks[i]
         return next(iter(last.inputs.get(i + 1, {}).values()), None)
 
     def wait(self) -> None:
-        """Until no copy to or from the host is under way."""
+        """Wait until no transfer to or from the host is under way."""
         if self._stash is not None:
             self._stash.wait()
 
@@ -362,7 +362,7 @@ class ChainRunner:
     ) -> None:
         """Operations for one microbatch after another.
 
-        What the first of them fetch for one microbatch comes while the one before runs.
+        The leading fetches of a microbatch overlap with the microbatch before.
         """
         rest = list(itertools.dropwhile(lambda op: op.kind == FETCH, operations))
         fetches = operations[: len(operations) - len(rest)]
@@ -376,74 +376,74 @@ class ChainRunner:
                 self._operate(running, microbatch, op)
 
     def _operate(self, running: Running, microbatch: _Microbatch, op: SegmentOperation) -> None:
-        """Run an operation of a microbatch; waits for nothing but copies of another."""
+        """Run an operation of a microbatch; waits only for another microbatch's transfers."""
         if op.kind in (OFFLOAD, FETCH):
             (self._offload if op.kind == OFFLOAD else self._fetch)(microbatch, op)
             return
         run = self._forward if op.kind == FORWARD else self._backward
         run(running, microbatch, op)
 
-    def _offload(self, own: _Microbatch, op: SegmentOperation) -> None:
+    def _offload(self, microbatch: _Microbatch, op: SegmentOperation) -> None:
         assert self._stash is not None
-        assert own.on_host is not None
-        i, there = op.segment, own.on_host
-        if i in own.inputs:
-            values, arrays = list(own.inputs[i]), list(own.inputs.pop(i).values())
-            moved = self._stash.offload(values, arrays, there.known)
-            there.inputs[i] = dict(zip(values, moved, strict=True))
+        assert microbatch.on_host is not None
+        i, host = op.segment, microbatch.on_host
+        if i in microbatch.inputs:
+            values, arrays = list(microbatch.inputs[i]), list(microbatch.inputs.pop(i).values())
+            moved = self._stash.offload(values, arrays, host.known)
+            host.inputs[i] = dict(zip(values, moved, strict=True))
         if op.residuals:
             of_values = self._parts[i].stage.residual_values
-            there.saved[i] = self._stash.offload(of_values, own.saved.pop(i), there.known)
+            host.saved[i] = self._stash.offload(of_values, microbatch.saved.pop(i), host.known)
 
-    def _fetch(self, own: _Microbatch, op: SegmentOperation) -> None:
+    def _fetch(self, microbatch: _Microbatch, op: SegmentOperation) -> None:
         assert self._stash is not None
-        assert own.on_host is not None
-        i, there = op.segment, own.on_host
-        if i in there.inputs:
-            values, arrays = list(there.inputs[i]), list(there.inputs[i].values())
-            moved = self._stash.fetch(values, arrays, there.fetched)
-            own.inputs[i] = dict(zip(values, moved, strict=True))
+        assert microbatch.on_host is not None
+        i, host = op.segment, microbatch.on_host
+        if i in host.inputs:
+            values, arrays = list(host.inputs[i]), list(host.inputs[i].values())
+            moved = self._stash.fetch(values, arrays, host.fetched)
+            microbatch.inputs[i] = dict(zip(values, moved, strict=True))
         if op.residuals:
             of_values = self._parts[i].stage.residual_values
-            own.saved[i] = self._stash.fetch(of_values, there.saved[i], there.fetched)
+            microbatch.saved[i] = self._stash.fetch(of_values, host.saved[i], host.fetched)
 
-    def _forward(self, running: Running, own: _Microbatch, op: SegmentOperation) -> None:
-        i, part, inputs = op.segment, self._parts[op.segment], own.inputs
+    def _forward(self, running: Running, microbatch: _Microbatch, op: SegmentOperation) -> None:
+        i, part, inputs = op.segment, self._parts[op.segment], microbatch.inputs
         before = inputs[i] if op.keeps_input else inputs.pop(i)
         read = [before[v] for v in part.stage.part.inputs]
         program = self._programs.of(i)["forward"]
-        made, kept = program(*running.own[i], read, *own.given[i])
+        made, kept = program(*running.params[i], read, *microbatch.arguments[i])
         if op.residuals:
-            own.saved[i] = part.stage.all_residuals(read, made, kept)
-        if i < own.top and not own.has_residuals(i + 1):
+            microbatch.saved[i] = part.stage.all_residuals(read, made, kept)
+        if i < microbatch.top and not microbatch.has_residuals(i + 1):
             after = before | dict(zip(part.stage.part.outputs, made, strict=True))
             inputs[i + 1] = {v: after[v] for v in self._crossing[i + 1]}
 
-    def _backward(self, running: Running, own: _Microbatch, op: SegmentOperation) -> None:
+    def _backward(self, running: Running, microbatch: _Microbatch, op: SegmentOperation) -> None:
         i, part = op.segment, self._parts[op.segment]
-        own.top = i - 1
-        before = own.inputs.pop(i, {})
-        if own.on_host is not None:
-            own.on_host.inputs.pop(i, None)
-            own.on_host.saved.pop(i, None)
-        aux, where, batch = own.given[i]
+        microbatch.top = i - 1
+        before = microbatch.inputs.pop(i, {})
+        if microbatch.on_host is not None:
+            microbatch.on_host.inputs.pop(i, None)
+            microbatch.on_host.saved.pop(i, None)
+        aux, where, batch = microbatch.arguments[i]
         limbs = [running.values[k] for k in part.packs]
         peaks, scales = running.peaks[i], running.scales[i]
         if part.is_last:
             read = [before[v] for v in part.stage.part.inputs]
             sums = DeviceSums(running.small_MS, peaks, limbs, running.words)
-            sums, running.tick, found = self._programs.of(i)["loss"](
-                *running.own[i], read, aux, sums, scales, where, batch
+            sums, running.tick, input_grads = self._programs.of(i)["loss"](
+                *running.params[i], read, aux, sums, scales, where, batch
             )
             running.small_MS, running.peaks[i], limbs, running.words = sums
         else:
-            grads = [own.grads.pop(v) for v in part.stage.below_floats]
-            late = [own.grads.pop(v) for v in part.pending]
-            saved = own.saved.pop(i)
-            limbs, running.peaks[i], found = self._programs.of(i)["backward"](
-                *running.own[i], saved, aux, limbs, peaks, scales, where, batch, grads, late
+            grads = [microbatch.grads.pop(v) for v in part.stage.below_floats]
+            late = [microbatch.grads.pop(v) for v in part.pending]
+            saved = microbatch.saved.pop(i)
+            limbs, running.peaks[i], input_grads = self._programs.of(i)["backward"](
+                *running.params[i], saved, aux, limbs, peaks, scales, where, batch, grads, late
             )
-        own.grads.update(zip(part.floats, found, strict=True))
+        microbatch.grads.update(zip(part.floats, input_grads, strict=True))
         for k, x in zip(part.packs, limbs, strict=True):
             running.values[k] = x
 
@@ -454,15 +454,15 @@ class ChainRunner:
 
         Args:
             num: Executors; 1: one microbatch after another.
-            keeps: Whether the sums of each stay from step to step.
+            keeps: Whether each one's sums stay from step to step.
         """
         like = self._programs.sums_shapes
-        own = None if num == 1 else Executors(self._spec.tensors, num, like, keeps)
-        self._executors = own
+        executors = None if num == 1 else Executors(self._spec.tensors, num, like, keeps)
+        self._executors = executors
 
     @property
     def num_together(self) -> int:
-        """Microbatches whose time together says how fast one is."""
+        """Microbatches that are timed together."""
         return max(self.num_executors, self._spec.per_call)
 
     @property
@@ -474,7 +474,7 @@ class ChainRunner:
 
     @property
     def kept_bytes(self) -> int:
-        """Of a device between steps, beside the sums: those of its other executors."""
+        """Bytes of a device's further executors between steps, beside the sums."""
         return (self.num_executors - 1) * tree_bytes(self._programs.sums_shapes)
 
     def memory_bytes(self, sums_bytes: int) -> int:
@@ -484,7 +484,7 @@ class ChainRunner:
         return sums_bytes + self.num_executors * each + waiting
 
     def costs(self) -> list[SegmentCost]:
-        """What the programs of each part take, once they are compiled."""
+        """Memory and time of each part's programs, once they are compiled."""
         places = range(self.num_parts)
         return segment_costs(
             self._spec.sharded,
@@ -494,12 +494,12 @@ class ChainRunner:
         )
 
     def sums_bytes(self) -> list[int]:
-        """For each part the bytes of the sums that begin with its backward, if made by part."""
+        """For each part the bytes of the sums that begin with its backward, if `by_part`."""
         return self._programs.sums_bytes()
 
 
 def _stacked(batches: Sequence[PyTree], num: int) -> list[np.ndarray]:
-    """The arrays of some microbatches as those of `num`, the last of them as often as need be."""
+    """Stack the arrays of microbatches, the last repeated up to `num`."""
     leaves = [jax.tree.leaves(batch) for batch in batches]
     leaves += [leaves[-1]] * (num - len(leaves))
-    return [np.stack([np.asarray(x) for x in own]) for own in zip(*leaves, strict=True)]
+    return [np.stack([np.asarray(x) for x in arrays]) for arrays in zip(*leaves, strict=True)]

@@ -1,4 +1,4 @@
-"""A microbatch as a chain of segments: what the programs of a replica are made from.
+"""A microbatch as a chain of segments: the inputs of a replica's programs.
 
 A chain of one segment is the microbatch as one program; its graph is the traced one.
 """
@@ -33,21 +33,21 @@ from .uneven import Uneven
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChainSpec:
-    """What the programs of a chain are made from.
+    """The inputs of a chain's programs.
 
     Attributes:
-        graph: Of the loss, for one microbatch, in the order in which it is cut.
-        parts: Of the chain; each reads what any earlier one made.
-        packs: Of tensors whose sums are one array; those of a pack are of one part.
+        graph: Graph of the loss of one microbatch, in the order in which it is cut.
+        parts: Parts of the chain; each may read outputs of any earlier one.
+        packs: Groups of tensors of one part whose sums are one array.
         trained: Places of the parameters that are trained.
         num_columns: S, sums of a microbatch.
         seed: Root of all random keys.
         specs: PartitionSpec of each float tensor over the axes inside a replica.
-        sharded: How these axes cut the graph; without axes they cut nothing.
-        uneven: The same, where shards are of unlike sizes.
+        sharded: How these axes cut the graph.
+        uneven: How they cut it if shards are of unlike sizes; else None.
         mean: Whether a microbatch's gradient is that of its mean loss, or of its sum.
-        clip_norm: Global norm to which each microbatch's gradient is clipped; None: not at all.
-        per_call: Microbatches that a call runs at most; more than one run in a loop.
+        clip_norm: Global norm to which each microbatch's gradient is clipped; None: not clipped.
+        per_call: Most microbatches of a call; several run in a loop.
     """
 
     graph: Graph
@@ -76,21 +76,21 @@ class ChainSpec:
         return list(map(self.sharded.spec_of, values))
 
     def waiting_specs(self, values: Sequence[int]) -> list[P]:
-        """PartitionSpecs of values that wait for a later program."""
+        """PartitionSpecs of values kept for a later program."""
         return list(map(self.sharded.waiting_spec, values))
 
     def inner_specs(self, part: ChainPart, shapes: Sequence[Sequence[int]]) -> list[P | None]:
-        """PartitionSpecs of arrays in the midst of a part, None where their shapes do not tell.
+        """PartitionSpecs of inner arrays of a part, None where their shapes do not decide.
 
-        XLA may leave whole what nobody places. What has the shape of values that are all cut in one
-        way is cut so, too.
+        XLA may replicate arrays without a constraint. So an array is sharded as the values of its
+        shape are, if these are all sharded in one way.
         """
         values = values_by_shape(self.graph, part)
         known = [set(self.specs_of(values.get(tuple(shape), ()))) for shape in shapes]
         return [next(iter(specs)) if len(specs) == 1 else None for specs in known]
 
     def batch_specs(self) -> list[P]:
-        """PartitionSpecs of what a call takes of the batch."""
+        """PartitionSpecs of a call's arrays of the batch."""
         specs = self.specs_of(self.graph.batch_values)
         return specs if self.per_call == 1 else [P(None, *spec) for spec in specs]
 
@@ -119,16 +119,16 @@ def chain_spec(
     specs: Sequence[P],
     inner: Uneven | Sharded | None,
 ) -> ChainSpec:
-    """What the chain of a plan is made from.
+    """The `ChainSpec` of a plan.
 
     Args:
         trained: Places of the parameters that are trained.
-        alone: Tensors that are packed with none.
+        alone: Tensors that are packed with no other.
         specs: PartitionSpec of each float tensor over the axes inside a replica.
-        inner: What these cut; None: there are none.
+        inner: How these axes cut the graph; None: there are none.
 
     Raises:
-        PlanError: If each microbatch's gradient is to be clipped, and is never whole.
+        PlanError: If each microbatch's gradient is to be clipped, but is never whole.
     """
     points = () if plan.chain is None else plan.chain.points
     if points and training.microbatch_clip_norm is not None:
@@ -162,10 +162,10 @@ def chain_spec(
 
 
 def direct_parts(graph: Graph, points: Sequence[int]) -> tuple[ChainPart, ...]:
-    """The parts of a chain that one copy runs by itself: each reads what any earlier one made.
+    """The parts of a chain on one replica: each may read outputs of any earlier one.
 
     Args:
-        points: Cuts, see `_segments.cut_points`.
+        points: Cuts, see `segments.cut_points`.
     """
     chain = segments_at(graph, points)
     return tuple(
@@ -182,27 +182,27 @@ def direct_parts(graph: Graph, points: Sequence[int]) -> tuple[ChainPart, ...]:
 def parts_of_tensors(
     graph: Graph, parts: Sequence[ChainPart], tensors: Tensors, trained: Sequence[int]
 ) -> list[tuple[int, ...]]:
-    """For each float tensor the parts that add to its sums; other variables are the last one's."""
+    """For each float tensor the parts that add to its sums; for other variables the last part."""
     param_of, last = params_of(graph), len(parts) - 1
-    found: dict[int, dict[int, None]] = collections.defaultdict(dict)
+    readers: dict[int, dict[int, None]] = collections.defaultdict(dict)
     for i, part in enumerate(parts):
         for entry in part.segment.params:
-            found[param_of[entry]][i] = None
-    return [*(tuple(found[p]) or (last,) for p in trained), *[(last,)] * sum(tensors.is_summed)]
+            readers[param_of[entry]][i] = None
+    return [*(tuple(readers[p]) or (last,) for p in trained), *[(last,)] * sum(tensors.is_summed)]
 
 
 def chain_packs(
     tensors: Tensors, parts_of: Sequence[tuple[int, ...]], alone: Collection[int]
 ) -> list[list[int]]:
-    """`packs_of` whose tensors are of one part.
+    """`packs_of`, with tensors of one part only in each pack.
 
     Args:
-        parts_of: For each the parts that add to its sums.
-        alone: Those that are packed with none, such as `shared_tensors`.
+        parts_of: For each tensor the parts that add to its sums.
+        alone: Tensors that are packed with no other, such as `shared_tensors`.
     """
     out = []
     for part in sorted(set(parts_of)):
-        others = {t for t, own in enumerate(parts_of) if own != part}
+        others = {t for t, adding in enumerate(parts_of) if adding != part}
         packs = packs_of(tensors, {*alone, *others})
         out += [pack for pack in packs if parts_of[pack[0]] == part]
     return out
@@ -221,13 +221,13 @@ def last_packs(spec: ChainSpec) -> list[tuple[int, ...]]:
 def _packs_at(spec: ChainSpec, which: Callable[[tuple[int, ...]], int]) -> list[tuple[int, ...]]:
     owners = parts_of_tensors(spec.graph, spec.parts, spec.tensors, spec.trained)
     at = [which(owners[pack[0]]) for pack in spec.packs]
-    return [tuple(k for k, own in enumerate(at) if own == i) for i in range(len(spec.parts))]
+    return [tuple(k for k, part in enumerate(at) if part == i) for i in range(len(spec.parts))]
 
 
 def shared_tensors(
     graph: Graph, parts: Sequence[ChainPart], trained: Sequence[int]
 ) -> frozenset[int]:
-    """Tensors to whose sums several entries add, or such that are some of their rows."""
+    """Tensors to whose sums several entries, or entries of some rows, add."""
     param_of = params_of(graph)
     num: collections.Counter[int] = collections.Counter()
     for entry in (entry for part in parts for entry in part.segment.params):
@@ -237,14 +237,14 @@ def shared_tensors(
 
 
 def wanted_values(graph: Graph, trained: Collection[int]) -> set[int]:
-    """Values that are made of trained parameters, and of which the loss is made."""
+    """Values that depend on trained parameters, and on which the loss depends."""
     param_of = params_of(graph)
     varies = {v for v, p in zip(graph.param_values, param_of, strict=True) if p in trained}
     for op in graph.ops:
         if not varies.isdisjoint(v for v in op.inputs if isinstance(v, int)):
             varies.update(op.outputs)
-    found = {v for v in graph.result_values[:1] if isinstance(v, int)}
+    needed = {v for v in graph.result_values[:1] if isinstance(v, int)}
     for op in reversed(graph.ops):
-        if not found.isdisjoint(op.outputs):
-            found.update(v for v in op.inputs if isinstance(v, int))
-    return found & varies
+        if not needed.isdisjoint(op.outputs):
+            needed.update(v for v in op.inputs if isinstance(v, int))
+    return needed & varies

@@ -1,7 +1,6 @@
-"""What a microbatch adds to the sums of a step, and what the sums are worth.
+"""How gradients and changes of other variables join the sums of a step, and the sums' values.
 
-Every gradient, and every change of another variable, passes through here: in the program of a
-microbatch, in the stages of a pipeline, and where the sums of all replicas become floats.
+The program of a microbatch, the stages of a pipeline and the reduction over replicas all use this.
 
 Legend of shape suffixes: M microbatches of a step, T float tensors (parameters, then other
 variables), S sums per microbatch (loss, weight, metrics).
@@ -43,7 +42,7 @@ def num_terms(graph: Graph, parts: Sequence[ChainPart], num_microbatches: int) -
     def meet(a: tuple[int, int, int] | None, b: tuple[int, int, int] | None) -> bool:
         return a is None or b is None or a[0] != b[0] or b[1] <= a[1] < b[2]
 
-    readers = [sum(meet(a, b) for b in own) for own in read.values() for a in own]
+    readers = [sum(meet(a, b) for b in rows) for rows in read.values() for a in rows]
     return num_microbatches * max(readers, default=1)
 
 
@@ -51,15 +50,15 @@ _PACKED_ELEMENTS = 1 << 14  # copying more costs more time than a kernel
 
 
 class DeviceSums(NamedTuple):
-    """What one replica adds up over its microbatches.
+    """The sums of one replica over its microbatches.
 
     Attributes:
         small_MS: Bit patterns of each microbatch's loss, weight and metrics; zero where another
             replica ran it.
         peaks_T: Bit patterns of the largest magnitude of each tensor.
         values: For each pack of float tensors its parts: int32 limbs, two or one, or one float32.
-        words: What microbatches say of other variables that are no sums of floats, see
-            `_state_sums`; zeros where there was none.
+        words: Words of other variables that are no sums of floats, see `state_sums`; zeros where
+            no microbatch ran.
     """
 
     small_MS: jax.Array
@@ -97,35 +96,35 @@ class Tensors:
 
     @property
     def floats(self) -> list[jax.ShapeDtypeStruct]:
-        """T of them."""
+        """Shapes of the T float tensors."""
         return [*self.params, *map(as_real, itertools.compress(self.aux, self.is_summed))]
 
     @property
     def float_names(self) -> tuple[str, ...]:
-        """T names, as a message has them that says what is not finite."""
+        """T names, for messages about values that are not finite."""
         num = len(self.params)
         changed = itertools.compress(self.names[num:], self.is_summed)
         return (*self.names[:num], *(f"{name} (no parameter: its change)" for name in changed))
 
     @property
     def word_merges(self) -> tuple[str, ...]:
-        """How those merge that travel as words."""
+        """Merge rules of the variables that travel as words."""
         return tuple(itertools.compress(self.merges, self.is_decided))
 
     @property
     def words(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of their words."""
-        own = itertools.compress(self.aux, self.is_decided)
-        each = map(words_like, self.word_merges, own)
+        """Shapes of the words of variables that travel as words."""
+        decided = itertools.compress(self.aux, self.is_decided)
+        each = map(words_like, self.word_merges, decided)
         return [jax.ShapeDtypeStruct(at_least_1d(x.shape), x.dtype) for x in each]
 
 
 def tensors_of(graph: Graph, names: Sequence[str], trained: Sequence[int]) -> Tensors:
-    """Those of a traced loss.
+    """The tensors of a traced loss.
 
     Args:
-        names: Paths of its trained parameters and then of its other variables.
-        trained: Places of the trained among its parameters.
+        names: Paths of the trained parameters, then of the other variables.
+        trained: Places of the trained parameters.
     """
     params = shapes_of(graph, [graph.param_values[p] for p in trained])
     aux = shapes_of(graph, graph.aux_values)
@@ -133,17 +132,16 @@ def tensors_of(graph: Graph, names: Sequence[str], trained: Sequence[int]) -> Te
 
 
 def packs_of(tensors: Tensors, alone: Collection[int] | None) -> list[list[int]]:
-    """Small tensors of one size, whose sums are the rows of one array.
+    """Pack small tensors of one size: their sums are the rows of one array.
 
-    Each array of a program is several kernels, and it is kernels that a small model's compilation
-    is made of. What is fused with what depends on it, and so do bits: it must follow from what
-    `Plan.numerics` knows.
+    Each array of a program takes several kernels, which dominate a small model's compilation. Packs
+    decide which operations XLA fuses, and so bits: they must follow from `Plan.numerics`.
 
     Args:
-        alone: Those that must keep their shape; None: all.
+        alone: Tensors that must keep their shape; None: all.
 
     Returns:
-        Their places, each once; tensors that share nothing alone.
+        Places of the tensors of each pack; a tensor without partners is a pack of one.
     """
     by_size: dict[Any, list[int]] = {}
     for i, x in enumerate(tensors.floats):
@@ -155,7 +153,7 @@ def packs_of(tensors: Tensors, alone: Collection[int] | None) -> list[list[int]]
 def buckets(
     sizes: Sequence[int], bucket_elements: int, alone: Collection[int] = ()
 ) -> list[list[int]]:
-    """Group consecutive tensors: many small buffers cost a round trip each.
+    """Group consecutive tensors, since each buffer costs a round trip.
 
     Args:
         bucket_elements: Most elements of a bucket of several tensors.
@@ -176,7 +174,7 @@ def buckets(
 
 
 def pack_shapes(tensors: Tensors, packs: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Of the sums of each pack: a row for each tensor, or the shape of the only one."""
+    """Shape of each pack's sums: a row for each tensor, or the shape of the only one."""
     first = [tensors.floats[pack[0]] for pack in packs]
     return [
         (len(pack), x.size) if len(pack) > 1 else at_least_1d(x.shape)
@@ -185,7 +183,7 @@ def pack_shapes(tensors: Tensors, packs: Sequence[Sequence[int]]) -> list[tuple[
 
 
 def pack_specs(specs: Sequence[P], packs: Sequence[Sequence[int]]) -> list[P]:
-    """How the sums of each pack lie, from how its tensors do: those that share one are whole."""
+    """PartitionSpec of each pack's sums, from those of tensors; packs of several are whole."""
     return [specs[pack[0]] if len(pack) == 1 else P() for pack in packs]
 
 
@@ -198,14 +196,14 @@ def pack_sizes(
     """Elements of the sums of each pack on a device.
 
     Args:
-        specs: How each tensor lies on the axes inside a copy.
+        specs: PartitionSpec of each tensor over the axes inside a replica.
     """
     pairs = zip(pack_shapes(tensors, packs), pack_specs(specs, packs), strict=True)
     return [math.prod(piece_shape(shape, spec, axes)) for shape, spec in pairs]
 
 
 def packed(values: Sequence[jax.Array], packs: Sequence[Sequence[int]]) -> list[jax.Array]:
-    """Tensors as `packs_of` has them."""
+    """The values of each pack as one array."""
     return [
         values[pack[0]] if len(pack) == 1 else jnp.stack([values[i].reshape(-1) for i in pack])
         for pack in packs
@@ -213,7 +211,7 @@ def packed(values: Sequence[jax.Array], packs: Sequence[Sequence[int]]) -> list[
 
 
 def at_least_1d(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a tensor's sums: shards of different replicas are stacked in its first."""
+    """The shape of a tensor's sums: its first dimension stacks shards of replicas."""
     return tuple(shape) or (1,)
 
 
@@ -222,7 +220,7 @@ class Contribution:
     """How tensors join the sums.
 
     Attributes:
-        limbs: Those of an exact sum.
+        limbs: Limbs of an exact sum.
     """
 
     form: SumsForm
@@ -230,7 +228,7 @@ class Contribution:
 
     @classmethod
     def of(cls, form: SumsForm, num_terms: int) -> "Contribution":
-        """For sums of so many terms."""
+        """The contribution to sums of `num_terms` terms."""
         limbs = exact.Limbs(form.limbs, num_terms)
         if form.kind == "exact":
             exact.num_bits(num_terms)
@@ -243,7 +241,7 @@ class Contribution:
 
     @property
     def dtype(self) -> Any:
-        """Of the parts of a sum."""
+        """Dtype of the parts of a sum."""
         return jnp.int32 if self.is_exact else jnp.float32
 
     def zeros(self, shape: Sequence[int]) -> tuple[jax.Array, ...]:
@@ -253,7 +251,7 @@ class Contribution:
     def add(
         self, before: Sequence[jax.Array], x: jax.Array, exponent: jax.Array, keep: Any = None
     ) -> tuple[jax.Array, ...]:
-        """A sum with one term more.
+        """A sum with one more term.
 
         Args:
             x: The term, of the same number of elements.
@@ -271,9 +269,9 @@ class Contribution:
     def add_rows(
         self, before: Sequence[jax.Array], x: Rows, exponent: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """An exact sum with one term more, of which only some rows are not zero."""
+        """An exact sum with one more term, in which only some rows are not zero."""
         limbs = exact.encode(x.values, exponent, self.limbs)
-        # What stands for nothing is beyond the end.
+        # Padding has a place beyond the end.
         options: Any = {"mode": "drop", "indices_are_sorted": True, "unique_indices": True}
         pairs = zip(before, limbs, strict=True)
         return tuple(old.at[x.places].add(new, **options) for old, new in pairs)
@@ -283,7 +281,7 @@ class Contribution:
         return exact.combine(parts, self.limbs) if self.is_exact else parts[0]
 
     def value(self, total: jax.Array, exponent: jax.Array) -> jax.Array:
-        """What `combine` gave, in its own units."""
+        """A result of `combine` in true units."""
         return exact.rescale(total, exponent) if self.is_exact else total
 
 
@@ -303,7 +301,7 @@ def peaks_to_maxima(peaks_DT: np.ndarray) -> np.ndarray:
 
 
 def row_bits(row_S: jax.Array) -> jax.Array:
-    """The sums of a microbatch as integers, which add to those of others without a rounding."""
+    """The sums of a microbatch as int32 bit patterns: replicas add zeros to them, exactly."""
     return jax.lax.bitcast_convert_type(jnp.asarray(row_S, jnp.float32), jnp.int32)
 
 
@@ -314,7 +312,7 @@ def changes(
     index: jax.Array,
     num: int,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """What a microbatch did to other variables: changes of floats, and words of the rest.
+    """A microbatch's changes of other variables: differences of floats, words of the rest.
 
     Args:
         old: The variables before the step.
@@ -331,13 +329,13 @@ def changes(
 def joined_words(
     tensors: Tensors, before: Sequence[jax.Array], words: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """The words of some microbatches with those of more."""
+    """Join the words of two sets of microbatches."""
     each = zip(tensors.word_merges, before, words, strict=True)
     return [joined(rule, a, b.reshape(a.shape)) for rule, a, b in each]
 
 
 def microbatch_key(seed: int, step: jax.Array, index: jax.Array) -> jax.Array:
-    """The random key of a microbatch: of the seed, the step and its number, and of nothing else."""
+    """The random key of a microbatch, a function of seed, step and index only."""
     return jax.random.fold_in(jax.random.fold_in(root_key(seed), step), index)
 
 
@@ -347,20 +345,20 @@ def gradient_of(
     """`(params, aux, key, batch leaves) -> ((loss, [sums[S], *new aux]), gradients)`.
 
     Args:
-        run: From the same to `[loss, sums[S], *new aux]`.
+        run: `(params, aux, key, batch leaves) -> [loss, sums[S], *new aux]`.
         trained: Places of the parameters whose gradients are wanted.
-        on_cpu: Whether dots are written as a CPU likes them.
+        on_cpu: Whether to write dots for CPUs.
     """
 
     def gradient(params: Any, aux: Any, key: Any, batch: Any) -> tuple[Any, list[jax.Array]]:
-        def loss(own: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-            given = dict(zip(trained, own, strict=True))
-            every = [given.get(i, x) for i, x in enumerate(params)]
+        def loss(arrays: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+            by_place = dict(zip(trained, arrays, strict=True))
+            every = [by_place.get(i, x) for i, x in enumerate(params)]
             value, *rest = run(every, list(aux), key, batch)
             return value, rest
 
-        found = jax.value_and_grad(loss, has_aux=True)
-        return (uncrossed(found) if on_cpu else found)([params[i] for i in trained])
+        both = jax.value_and_grad(loss, has_aux=True)
+        return (uncrossed(both) if on_cpu else both)([params[i] for i in trained])
 
     return gradient
 
@@ -368,25 +366,24 @@ def gradient_of(
 def row_gradient_of(
     lookups: Lookups, trained: Sequence[int], on_cpu: bool
 ) -> Callable[..., tuple[Any, list[jax.Array | Rows]]]:
-    """`gradient_of` of a program of a microbatch, where gradients of its tables are `Rows`.
+    """`gradient_of` the program of a microbatch, with `Rows` as gradients of its tables.
 
     Args:
-        trained: Places of the parameters whose gradients are wanted, the tables among them.
-        on_cpu: See `gradient_of`.
+        trained: Places of the parameters whose gradients are wanted, tables included.
     """
     program, num = as_function(lookups.closed), len(lookups.tables)
     dense = [i for i in trained if i not in lookups.tables]
 
     def gradient(params: Any, aux: Any, key: Any, batch: Any) -> tuple[Any, list[jax.Array | Rows]]:
-        def loss(own: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-            given = dict(zip(dense, own, strict=False))
-            every = [given.get(i, x) for i, x in enumerate(params)]
-            value, *rest = program(*every, *aux, key, *batch, *own[len(dense) :])
+        def loss(arrays: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+            by_place = dict(zip(dense, arrays, strict=False))
+            every = [by_place.get(i, x) for i, x in enumerate(params)]
+            value, *rest = program(*every, *aux, key, *batch, *arrays[len(dense) :])
             return value, rest
 
         both = jax.value_and_grad(loss, has_aux=True)
-        own = [*(params[i] for i in dense), *lookups.zeros()]
-        (value, rest), grads = (uncrossed(both) if on_cpu else both)(own)
+        wanted = [*(params[i] for i in dense), *lookups.zeros()]
+        (value, rest), grads = (uncrossed(both) if on_cpu else both)(wanted)
         rows = lookups.rows(rest[-num:], grads[-num:])
         each = dict(zip((*dense, *lookups.tables), (*grads[:-num], *rows), strict=True))
         return (value, rest[:-num]), [each[i] for i in trained]
@@ -399,15 +396,15 @@ def local_largest(
     lay_out: Callable[[jax.Array], jax.Array],
     packs: Sequence[Sequence[int]],
 ) -> tuple[list[Any], jax.Array]:
-    """Packs as sums read them fast, and the bit pattern of the largest magnitude of each tensor."""
-    found = [x if isinstance(x, Rows) else lay_out(x) for x in packed(values, packs)]
-    each = [x.values if isinstance(x, Rows) else x for x in found]
+    """Packs in the layout that sums read fast, and the bits of each tensor's largest magnitude."""
+    arrays = [x if isinstance(x, Rows) else lay_out(x) for x in packed(values, packs)]
+    each = [x.values if isinstance(x, Rows) else x for x in arrays]
     peaks = [
         largest(x) if len(pack) == 1 else largest(x, axis=1)
         for x, pack in zip(each, packs, strict=True)
     ]
     order = np.argsort([i for pack in packs for i in pack])
-    return found, peak_bits(jnp.concatenate([jnp.atleast_1d(x) for x in peaks])[order])
+    return arrays, peak_bits(jnp.concatenate([jnp.atleast_1d(x) for x in peaks])[order])
 
 
 def largest_over(
@@ -416,22 +413,21 @@ def largest_over(
     lay_out: Callable[[jax.Array], jax.Array],
     packs: Sequence[Sequence[int]],
 ) -> Callable[[Sequence[jax.Array]], tuple[list[jax.Array], jax.Array]]:
-    """`local_largest` of tensors that the devices of a copy cut: magnitudes are those of the whole.
+    """`local_largest` of tensors sharded inside a replica, with magnitudes of whole tensors.
 
     Args:
-        specs: How each tensor lies on it.
-        lay_out: See `local_largest`.
+        specs: PartitionSpec of each tensor over the mesh.
     """
 
     def local(values: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-        found, peaks_T = local_largest(values, lay_out, packs)
-        return found, jax.lax.pmax(peaks_T, mesh.axis_names)  # one for all tensors
+        arrays, peaks_T = local_largest(values, lay_out, packs)
+        return arrays, jax.lax.pmax(peaks_T, mesh.axis_names)  # one for all tensors
 
-    own, out = list(specs), pack_specs(specs, packs)
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=(own,), out_specs=(out, P()), check_vma=False)
+    ins, out = list(specs), pack_specs(specs, packs)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(ins,), out_specs=(out, P()), check_vma=False)
 
     def run(values: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-        placed = [place_in(mesh, x, s) for x, s in zip(values, own, strict=True)]
+        placed = [place_in(mesh, x, s) for x, s in zip(values, ins, strict=True)]
         return mapped(placed)  # type: ignore[no-any-return]
 
     return run

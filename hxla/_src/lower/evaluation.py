@@ -14,12 +14,12 @@ from .forward import Forward
 
 
 def evaluation_key(seed: int, index: jax.Array) -> jax.Array:
-    """The random key of a microbatch of an evaluation: of the seed and its number."""
+    """The random key of a microbatch of an evaluation, a function of seed and number."""
     return jax.random.fold_in(root_key(seed), index)
 
 
 class Evaluation:
-    """Evaluates microbatches on replicas, each with arrays as they lie there.
+    """Evaluates microbatches on replicas, each with its sharded arrays.
 
     Args:
         model: The model as pure functions.
@@ -36,14 +36,14 @@ class Evaluation:
         def row(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> jax.Array:
             size = jax.tree.leaves(batch)[0].shape[0]
             out, _ = model.evaluate(params, aux, key, batch)
-            found = as_sums(out, size, mean_weight=size, padded_size=microbatch_size)
-            self.metrics = found.metrics  # the same in every trace
-            return found.row
+            sums = as_sums(out, size, mean_weight=size, padded_size=microbatch_size)
+            self.metrics = sums.metrics  # the same in every trace
+            return sums.row
 
         self._forward = forward("hxla_evaluate", row, lambda index: evaluation_key(seed, index))
 
     def metrics_of(self, fetch: Callable[[int], PyTree]) -> tuple[MetricColumns, ...]:
-        """What the columns are, also where this process evaluates no microbatch."""
+        """The columns of metrics, also in a process that evaluates no microbatch."""
         if not self.metrics:
             self._forward.shapes(np.int32(0), fetch(0))
         return self.metrics

@@ -7,15 +7,15 @@ Each float is cut into int32 limbs, two or one, relative to a power-of-two scale
 
 and limbs are added as integers, which is associative: over microbatches, devices and any
 collective algorithm the sum is the same. `bits` is chosen so that `num_terms` terms cannot
-overflow. Two limbs keep every element that matters to float32 precision, so the only error left is
-the final rounding. One limb alone, `hi`, takes half of the memory and traffic; all elements of a
-tensor then have the absolute error of its largest (`Limbs.error_bound`), so that it loses to a
+overflow. Two limbs keep all but tiny elements to float32 precision, so the only error left is the
+final rounding. One limb alone, `hi`, takes half of the memory and traffic. All elements of a tensor
+then have the absolute error of its largest (`Limbs.error_bound`), so one limb is worse than a
 float32 sum on tensors whose elements differ widely, such as embeddings.
 
 The scale follows the largest magnitude of the last step. A step in which some magnitude leaves
-the window is redone with the scale it asks for: a function of the global maximum alone, therefore
-the same on every device and for every spread of the work. The window is where integers neither
-overflow nor are too coarse; that of one limb is narrower, for each bit of it is one of precision.
+the window is redone with a new scale. That scale is a function of the global maximum alone, so it
+is the same on every device and for every spread of the work. In the window integers neither
+overflow nor are too coarse; the window of one limb is narrower, for each of its bits is precision.
 
 References:
     Demmel and Nguyen, "Parallel Reproducible Summation", IEEE Trans. Computers 2015, section 3
@@ -32,8 +32,8 @@ import numpy as np
 
 from ..core.powers_of_two import times_power_of_two
 
-_HEADROOM_BITS = {1: 3, 2: 6}  # growth of a maximum within one step that needs no redo: 8x, 64x
-_SLACK_BITS = {1: 8, 2: 20}  # shrinkage likewise: by 2**5 and 2**14 below the headroom
+_HEADROOM_BITS = {1: 3, 2: 6}  # a maximum may grow 8x, 64x in a step without a redo
+_SLACK_BITS = {1: 8, 2: 20}  # and shrink by 2**5, 2**14 below the headroom
 _MAX_MICROBATCHES = 1 << 14
 
 
@@ -59,11 +59,11 @@ def num_bits(num_microbatches: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Limbs:
-    """The integers of an element's sum.
+    """The int32 limbs of an element's sum.
 
     Attributes:
         num: One or two.
-        num_terms: The most terms of a sum.
+        num_terms: Most terms of a sum.
     """
 
     num: int
@@ -86,13 +86,13 @@ class Limbs:
 
     @property
     def error_bound(self) -> float:
-        """The most by which an element's sum errs, of the largest magnitude of its tensor's terms.
+        """The largest error of an element's sum, relative to its tensor's largest term.
 
         It is `num_terms * 2**(slack_bits - bits)` with one limb, `2**-(bits + 1)` of that with two,
-        and comes beside the rounding of the sum to float32. For the window leaves no maximum below
-        `2**(bits - slack_bits - 1)` units of the last limb of one: a unit is at most
+        beside the rounding of the sum to float32. In the window the largest term is at least
+        `2**(bits - slack_bits - 1)` units of the first limb. So a unit is at most
         `2**(1 + slack_bits - bits)` of it, and each term is rounded by at most half a unit. The
-        unit of the second limb is `2**-(bits + 1)` of the first one's. Only where the largest
+        unit of the second limb is `2**-(bits + 1)` of the first one's. Only if the largest
         magnitude is no normal float32 may the error be larger.
         """
         of_last = 0 if self.num == 1 else self.bits + 1
@@ -119,10 +119,10 @@ def encode(x: jax.Array, exponent: jax.Array, limbs: Limbs) -> tuple[jax.Array, 
 
 
 def combine(sums: Sequence[jax.Array], limbs: Limbs) -> jax.Array:
-    """Summed limbs as float32, correctly rounded; of two but for a few parts in 2**24 of an ulp.
+    """Summed limbs as float32, correctly rounded; two limbs but for a few parts in 2**24 of an ulp.
 
-    Every product is by a power of two and every other rounding is meant, so a compiler that fuses
-    multiplications and additions does not change a bit.
+    Every product is exact, by a power of two, so a compiler that fuses multiplications and
+    additions does not change a bit.
 
     Args:
         sums: int32 sums of each limb, the upper one first.
@@ -150,7 +150,7 @@ def combine(sums: Sequence[jax.Array], limbs: Limbs) -> jax.Array:
 
 
 def rescale(total: jax.Array, exponent: jax.Array) -> jax.Array:
-    """Undo the scale that `encode` was given."""
+    """Undo the scale of `encode`."""
     return times_power_of_two(total, -exponent)
 
 

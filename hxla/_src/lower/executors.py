@@ -1,7 +1,7 @@
-"""Several microbatches of a replica at once, each executor with sums of its own.
+"""Several microbatches of a replica at once, on executors with separate sums.
 
 Each executor is a thread that takes the next microbatch as soon as it has done one. Sums are of
-integers, so neither who ran what nor the order moves a bit.
+integers, so no bit depends on which executor ran a microbatch, or on the order.
 """
 
 import concurrent.futures
@@ -22,12 +22,12 @@ RunWork = Callable[[DeviceSums | None, Work], tuple[DeviceSums, jax.Array | None
 
 
 class Executors:
-    """Those of one device.
+    """The executors of one device.
 
     Args:
-        num: Executors, at least two.
+        num: Number of executors, at least two.
         like: Shapes and shardings of a replica's sums.
-        keeps: Whether the sums of executors stay from step to step.
+        keeps: Whether the sums of executors stay in memory from step to step.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class Executors:
         """Run microbatches on all executors.
 
         Args:
-            sums: Of the first executor in the step before, whose memory is used again.
+            sums: The first executor's sums of the step before, whose memory is reused.
 
         Returns:
-            The sums of all of them, and a small array to wait on.
+            The sums of all executors, and a small array to wait on.
         """
         items, lock = iter(work), threading.Lock()
         kept = [sums, *self._more][:num_microbatches]
@@ -69,7 +69,7 @@ class Executors:
 
         with concurrent.futures.ThreadPoolExecutor(len(kept)) as pool:
             ended = list(pool.map(execute, kept))
-        ended.sort(key=lambda pair: pair[1] is None)  # those that ran none are the last
+        ended.sort(key=lambda pair: pair[1] is None)  # executors without a microbatch come last
         (total, tick), *others = ended
         assert tick is not None
         for more, is_used in others:
@@ -82,7 +82,7 @@ class Executors:
 
 
 def _merged(tensors: Tensors, a: DeviceSums, b: DeviceSums) -> tuple[DeviceSums, jax.Array]:
-    """The sums of two executors, as the sum over devices makes them, and an array to wait on."""
+    """The sum of two executors' sums, by the rules of the all-reduce, and an array to wait on."""
     small = a.small_MS + b.small_MS
     total = DeviceSums(
         small,

@@ -1,7 +1,7 @@
-"""The first pass of a loss over the whole batch: what the second one is given of each microbatch.
+"""The first pass of a loss over the whole batch: embeddings, and gradients for the second pass.
 
-Embeddings of all microbatches go through host memory to every process, and each runs the same
-program of the whole batch: no bit depends on who embedded what.
+Embeddings of all microbatches go through host memory to every process. Each process runs the same
+program of the whole batch, so no bit depends on where a microbatch was embedded.
 """
 
 import functools
@@ -28,18 +28,18 @@ from .global_arrays import HostSums
 from .inputs import Training
 from .replica import Replica
 
-#: A microbatch to embed: its number, what says which it is to `Forward`, its arrays.
+#: A microbatch to embed: its number, the `where` of `Forward`, its arrays.
 Work = tuple[int, Any, PyTree]
-#: Its number, its part of what `contrast` reads, and whether this process speaks for it.
+#: An embedded microbatch: its number, its operands of `contrast`, whether this process sends them.
 Begun = tuple[int, list[Any], bool]
 
 
 class OverBatchPass:
-    """Embeds microbatches on replicas, and finds what the whole batch says of its examples.
+    """Embeds microbatches on replicas, and computes the loss of the whole batch with its gradients.
 
     Args:
         traced: The loss, with the shapes of a microbatch.
-        forward: Embeds one.
+        forward: Embeds one microbatch.
         replica: The first local one.
     """
 
@@ -60,23 +60,19 @@ class OverBatchPass:
     # -- embeddings ------------------------------------------------------------------------------
 
     def begun(self, i: int, params: Any, aux: Any, work: Sequence[Work]) -> list[Begun]:
-        """Embed microbatches; waits for nothing.
-
-        Args:
-            params: Its parameters, whole.
-        """
-        found = []
+        """Embed microbatches on local replica `i`, from whole parameters; waits for nothing."""
+        embedded = []
         for index, where, batch in work:
             run = self._forward.run(i, params, aux, where, ToEmbed(batch))
-            own = [*jax.tree.leaves(run), *self._traced.read_of(batch)]
-            found.append((index, own, self._forward.is_led_here(i)))
-        return found
+            operands = [*jax.tree.leaves(run), *self._traced.read_of(batch)]
+            embedded.append((index, operands, self._forward.is_led_here(i)))
+        return embedded
 
     def exchanged(self, begun: Sequence[Sequence[Begun]], num_examples: int) -> list[np.ndarray]:
-        """What `contrast` reads of so many examples: embeddings, then arrays of the batch.
+        """The operands of `contrast` of all examples: embeddings, then arrays of the batch.
 
         Args:
-            begun: By each local replica; the last microbatch of all may be shorter.
+            begun: For each local replica the results of `begun`; a last microbatch may be short.
         """
         whole = [np.zeros(x.shape, x.dtype) for x in self._traced.operands(num_examples)]
         for index, arrays, is_led_here in itertools.chain(*begun):
@@ -88,18 +84,18 @@ class OverBatchPass:
     # -- the whole batch -------------------------------------------------------------------------
 
     def gradients(self, operands: Sequence[np.ndarray]) -> tuple[PyTree, PyTree]:
-        """What `contrast` returns, as rows, and the gradient of the sum of losses by embeddings.
+        """The outputs of `contrast`, as rows, and the gradient of the sum of losses by embeddings.
 
         Args:
-            operands: Of `embedded`.
+            operands: Results of `exchanged`.
         """
         return jax.device_get(self._run("gradients", operands))  # type: ignore[no-any-return]
 
     def row(self, operands: Sequence[np.ndarray]) -> np.ndarray:
-        """The sums of a batch, as `MicrobatchSums.row` has those of a microbatch.
+        """The sums of a batch, in the form of `MicrobatchSums.row`.
 
         Args:
-            operands: Of `embedded`, or rows of them.
+            operands: Results of `exchanged`, or rows of them.
         """
         return np.asarray(self._run("row", operands))
 
@@ -116,9 +112,9 @@ class OverBatchPass:
     def _row(self, operands: Sequence[jax.Array]) -> jax.Array:
         embeddings, batch = self._traced.arguments(operands)
         out = self._traced.loss.outputs(embeddings, batch)
-        found = as_sums(out, len(operands[0]), padded_size=self._traced.batch_size)
-        self.metrics = found.metrics  # the same in every trace
-        return found.row
+        sums = as_sums(out, len(operands[0]), padded_size=self._traced.batch_size)
+        self.metrics = sums.metrics  # the same in every trace
+        return sums.row
 
     def _run(self, name: str, operands: Sequence[Any]) -> Any:
         placed = [jax.device_put(x, self._device) for x in operands]
@@ -149,57 +145,57 @@ class OverBatchPass:
     # -- a step ----------------------------------------------------------------------------------
 
     def compile(self, where: Any) -> None:
-        """Compile what a step runs.
+        """Compile the programs of a step.
 
         Args:
-            where: Says which microbatch is embedded.
+            where: The `where` of `Forward` for a microbatch.
         """
         self._forward.compile(where, ToEmbed(self._traced.batch))
         self._program("gradients", self._traced.batch_size)
 
     def memory_bytes(self) -> int:
         """Bytes that one device needs beside the state."""
-        own = (extra_bytes(program) for program in self._compiled.values())
+        extra = (extra_bytes(program) for program in self._compiled.values())
         operands = sum(
             x.size * x.dtype.itemsize for x in self._traced.operands(self._traced.batch_size)
         )
-        return max(self._forward.memory_bytes(), operands + max(own, default=0))
+        return max(self._forward.memory_bytes(), operands + max(extra, default=0))
 
     def second(
         self,
         ids: Sequence[range],
         batches: Sequence[Sequence[PyTree]],
-        found: tuple[PyTree, PyTree],
+        gradients: tuple[PyTree, PyTree],
     ) -> list[list[WithGradients]]:
         """The microbatches of the second pass.
 
         Args:
-            found: Of `gradients`.
+            gradients: The results of `gradients`.
         """
         size = self._traced.size
 
         def rows(index: int, batch: PyTree) -> WithGradients:
             cut = functools.partial(jax.tree.map, lambda x: x[index * size : (index + 1) * size])
-            return WithGradients(batch, *map(cut, found))
+            return WithGradients(batch, *map(cut, gradients))
 
         return [
-            [rows(index, batch) for index, batch in zip(own, arrays, strict=True)]
-            for own, arrays in zip(ids, batches, strict=True)
+            [rows(index, batch) for index, batch in zip(numbers, arrays, strict=True)]
+            for numbers, arrays in zip(ids, batches, strict=True)
         ]
 
 
 class OverBatchPasses:
-    """The first passes of a job: of its loss and of the loss for evaluation, if they need one.
+    """The first passes of a job: for the training loss and for the evaluation loss.
 
     Args:
         replica: The first local one.
         forward: Makes a `Forward` for the local replicas from its first three arguments.
 
     Raises:
-        ConfigError: If both passes of a step might draw other numbers.
+        ConfigError: If the two passes of a step might draw different random numbers.
 
     Attributes:
-        first: That of a step; None: the loss needs none.
+        first: The first pass of a step; None: the loss needs none.
     """
 
     def __init__(
@@ -228,7 +224,7 @@ class OverBatchPasses:
             self.first = self._make(training.over_batch, embed)
 
     def of_evaluation(self, batch: PyTree) -> OverBatchPass | None:
-        """That of an evaluation; None: the loss for evaluation needs none.
+        """The first pass of an evaluation; None: the evaluation loss needs none.
 
         Args:
             batch: The first microbatch.
@@ -239,23 +235,23 @@ class OverBatchPasses:
         leaves, treedef = jax.tree.flatten(batch)
         shapes = tuple((x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in leaves)
         if (treedef, shapes) not in self._of_evaluation:
-            like = jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(*own) for own in shapes])
-            given = model.evaluate, (model.params, model.aux), like, self._batch_size
-            traced = trace_over_batch(loss, *given)
+            like = jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(*each) for each in shapes])
+            arguments = model.evaluate, (model.params, model.aux), like, self._batch_size
+            traced = trace_over_batch(loss, *arguments)
             key = functools.partial(evaluation_key, self._training.seed)
             embed = self._forward("hxla_embed", embedding(model.evaluate), key)
             self._of_evaluation[treedef, shapes] = self._make(traced, embed)
         return self._of_evaluation[treedef, shapes]
 
     def texts(self) -> dict[str, str]:
-        """What stands for the programs of a step, which processes compare."""
+        """Text of the programs of a step, which processes compare."""
         return {} if self.first is None else {"program of the whole batch": self.first.text}
 
     def compile(self, tell: Callable[[str], None]) -> None:
-        """Compile what a step runs.
+        """Compile the programs of a step.
 
         Args:
-            tell: Called with what is being done.
+            tell: Called with a line of progress.
         """
         if self.first is not None:
             tell("compiling the losses over the whole batch")

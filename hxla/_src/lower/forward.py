@@ -1,4 +1,4 @@
-"""A call of the model on its whole arrays, without gradients, for each replica."""
+"""A call of the model without gradients, for each replica."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,15 +19,15 @@ Call = Callable[[PyTree, PyTree, jax.Array, PyTree], Any]
 
 
 class Forward:
-    """Runs a call on replicas, each with arrays as they lie there; results are whole.
+    """Runs a call on replicas, each with its sharded arrays; results are whole.
 
     Args:
-        name: Of the program, as a profile of it says.
-        call: Of the model as pure functions.
-        key: From what says which microbatch it is, int32 scalars or arrays, to its random key.
-        model: Whose arrays the call is given.
-        like: From the number of one to the shapes of its parameters and of its other variables, as
-            they lie there.
+        name: Name of the program in profiles.
+        call: The call, a pure function.
+        key: From `where`, int32 scalars or arrays that identify a microbatch, to its random key.
+        model: The model whose parameters and other variables are the call's arguments.
+        like: From a replica's number to the shapes and shardings of its parameters and of its
+            other variables.
     """
 
     def __init__(
@@ -58,43 +58,43 @@ class Forward:
 
         function.__name__ = name
         self._function = function
-        # What a copy of several devices has cut is gathered for its equation, and let go after it.
+        # A replica of several devices gathers shards for each equation, then frees them.
         options = update_options if replicas[0].axes else compiler_options
         self._options = options(replicas[0].devices[0].platform, sums)
 
     def shapes(self, where: Any, batch: PyTree) -> Any:
-        """Those of the results."""
+        """Shapes of the results."""
         return jax.eval_shape(self._function, *self._like(0), where, batch)
 
     def compile(self, where: Any, batch: PyTree) -> list[Any]:
-        """The programs for a microbatch, of all replicas.
+        """The programs of all replicas for a microbatch.
 
         Args:
-            batch: Its arrays, or their shapes.
+            batch: Arrays of the microbatch, or their shapes.
         """
         leaves, treedef = jax.tree.flatten(batch)
         key = treedef, tuple((x.shape, x.dtype) for x in leaves)
         if key not in self._compiled:
 
             def lowered(k: int) -> Any:
-                own = self._replicas[k]
+                replica = self._replicas[k]
                 run = jax.jit(
                     self._function,
                     compiler_options=self._options,
-                    out_shardings=own.sharding(P()),
+                    out_shardings=replica.sharding(P()),
                 )
-                return run.lower(*self._like(k), where, jax.tree.map(own.like, batch))
+                return run.lower(*self._like(k), where, jax.tree.map(replica.like, batch))
 
             self._compiled[key] = for_each(self._replicas, lowered)
         return self._compiled[key]
 
     def is_led_here(self, i: int) -> bool:
-        """Whether this process speaks for a local replica, which several may share."""
+        """Whether this process leads a local replica, which several processes may share."""
         return self._replicas[i].is_led_here
 
     def memory_bytes(self) -> int:
-        """Bytes that one device needs beside the state, of what is compiled so far."""
-        return max((extra_bytes(own[0]) for own in self._compiled.values()), default=0)
+        """Bytes that one device needs beside the state, for the programs compiled so far."""
+        return max((extra_bytes(programs[0]) for programs in self._compiled.values()), default=0)
 
     def run(self, i: int, params: Any, aux: Any, where: Any, batch: PyTree) -> Any:
         """The results of one microbatch; waits for nothing."""

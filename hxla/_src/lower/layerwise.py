@@ -1,6 +1,6 @@
 """Runs a step of ZeRO 2 and 3: the instructions of `layerwise_order` for all local replicas.
 
-The programs of microbatches are those of a chain, so no bit differs from one.
+The programs of microbatches are the same as of a plain chain, so no bit differs.
 """
 
 import dataclasses
@@ -28,24 +28,24 @@ from .replica import ReplicaArrays
 from .sharded_params import GroupCollectives, ShardedParams
 from .sum import Reducer
 
-#: Pairs: what a device begins with, or the clock's seconds at which it begins; and what is there
-#: when it is done. None at the end.
+#: Pairs: the array with which a device begins, or the clock's seconds then; and an array that is
+#: ready when it is done. None at the end.
 Spans = queue.SimpleQueue
 
 
 @dataclasses.dataclass
 class _Step:
-    """What the instructions of a step read and leave, each a list over the local replicas.
+    """The arrays of a step between instructions, each a list over the local replicas.
 
     Attributes:
         pieces: Shards of the trained parameters.
-        begun: What is there when the segment that runs has begun.
-        totals: Of the groups that are added up over replicas.
+        begun: Arrays that are ready when the running segment has begun.
+        totals: Totals over all replicas, of the groups reduced so far.
         waiting: The sums of earlier waves, by group.
-        marks: What is there when all that runs is done.
+        marks: Arrays that are ready when all running programs are done.
     """
 
-    held: Sequence[ReplicaArrays]
+    replicas: Sequence[ReplicaArrays]
     running: list[Running]
     spans: Sequence["Spans[Any]"]
     pieces: list[list[jax.Array]]
@@ -63,8 +63,8 @@ class LayerwiseStep:
         groups: See `sum_groups`.
         trained: Places of the parameters that are trained.
         sharded: Gathers the parameters of each segment; None: all replicas have them.
-        placement: Of the plan: in how many waves each replica runs its microbatches, the same for
-            each process whatever its counts, and where its shard of the parameters waits.
+        placement: The plan's number of waves, the same for each process whatever its counts, and
+            where shards of the parameters are kept between uses.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class LayerwiseStep:
 
     def run(
         self,
-        held: Sequence[ReplicaArrays],
+        replicas: Sequence[ReplicaArrays],
         exponents: Sequence[jax.Array],
         step: int,
         ids: Sequence[Sequence[int]],
@@ -106,24 +106,24 @@ class LayerwiseStep:
         """Run a step's microbatches; every process calls this, also where it has none.
 
         Args:
-            held: Arrays of each local replica.
-            spans: What each replica works on is put there.
+            replicas: Arrays of each local replica.
+            spans: Where the busy spans of each replica are put.
 
         Returns:
-            For each local replica its sums without those of groups, and the totals of these.
+            For each local replica its sums without those of groups, and the groups' totals.
         """
         running = [
-            runner.begin(StepInputs(own.params, own.aux, scales, step))
-            for runner, own, scales in zip(self._runners, held, exponents, strict=True)
+            runner.begin(StepInputs(arrays.params, arrays.aux, scales, step))
+            for runner, arrays, scales in zip(self._runners, replicas, exponents, strict=True)
         ]
-        for runner, own, numbers, arrays in zip(self._runners, running, ids, batches, strict=True):
-            runner.give(own, numbers, arrays)
-        pieces = self._collectives.pieces(held)
-        empty: list[list[jax.Array]] = [[] for _ in held]
-        state = _Step(held, running, spans, pieces, [None] * len(running), empty)
+        for runner, run, numbers, inputs in zip(self._runners, running, ids, batches, strict=True):
+            runner.begin_microbatches(run, numbers, inputs)
+        pieces = self._collectives.pieces(replicas)
+        empty: list[list[jax.Array]] = [[] for _ in replicas]
+        state = _Step(replicas, running, spans, pieces, [None] * len(running), empty)
         for instruction in self._instructions:
             self._run_kind[instruction.kind](state, instruction)
-        ends = [runner.end(own) for runner, own in zip(self._runners, running, strict=True)]
+        ends = [runner.end(run) for runner, run in zip(self._runners, running, strict=True)]
         return [sums for sums, _ in ends], state.totals
 
     # -- instructions ----------------------------------------------------------------------------
@@ -135,14 +135,14 @@ class LayerwiseStep:
         for runner in self._runners:
             runner.wait()
         if self._sharded is None:
-            state.begun = [self._collectives.under_way] * len(state.held)
+            state.begun = [self._collectives.under_way] * len(state.replicas)
             return
         segment = instruction.segment
         gathered = self._collectives.gather(segment, state.pieces)
-        each = zip(self._runners, state.running, state.held, gathered, strict=True)
-        for runner, own, arrays, params in each:
+        each = zip(self._runners, state.running, state.replicas, gathered, strict=True)
+        for runner, run, arrays, params in each:
             stored = {p: arrays.params[p] for p in runner.params_of(segment)}
-            runner.hold(own, segment, stored | params)
+            runner.set_params(run, segment, stored | params)
         state.begun = self._collectives.under_way
 
     def _prefetch(self, state: _Step, instruction: StepInstruction) -> None:
@@ -152,37 +152,37 @@ class LayerwiseStep:
     def _run_segment(self, state: _Step, instruction: StepInstruction) -> None:
         segment, is_backward = instruction.segment, instruction.is_backward
         each = zip(self._runners, state.running, state.begun, state.spans, strict=True)
-        for runner, own, begun, spans in each:
+        for runner, run, begun, spans in each:
             if is_backward:
-                runner.make_sums(own, segment)
-            num = len(own.microbatches)
+                runner.make_sums(run, segment)
+            num = len(run.microbatches)
             first = num * instruction.wave // self._num_waves
-            some = own.microbatches[first : num * (instruction.wave + 1) // self._num_waves]
-            runner.run_each(own, some, instruction.operations)
-            mark = runner.mark(own, segment, is_backward, some[-1]) if some else None
+            some = run.microbatches[first : num * (instruction.wave + 1) // self._num_waves]
+            runner.run_each(run, some, instruction.operations)
+            mark = runner.mark(run, segment, is_backward, some[-1]) if some else None
             if mark is not None:
                 spans.put((begun, mark))
                 state.marks.append(mark)
             if self._sharded is not None:
-                runner.hold(own, segment, {})
+                runner.set_params(run, segment, {})
 
     def _add(self, state: _Step, instruction: StepInstruction) -> None:
-        # No name may hold what is taken: it would be there while the next segment runs.
+        # No name may refer to the sums: they would stay in memory while the next segment runs.
         group, before = instruction.group, state.waiting.pop(instruction.group, None)
-        added = self._collectives.add_group(group, self._taken(state, group), before)
+        added = self._collectives.add_group(group, self._take_sums(state, group), before)
         state.waiting[group] = added
 
     def _reduce(self, state: _Step, instruction: StepInstruction) -> None:
         group, before = instruction.group, state.waiting.pop(instruction.group, None)
-        self._collectives.sum_group(group, self._taken(state, group), state.totals, before)
+        self._collectives.sum_group(group, self._take_sums(state, group), state.totals, before)
 
-    def _taken(self, state: _Step, group: int) -> list[list[Any]]:
-        """The sums of a group, which are given up."""
+    def _take_sums(self, state: _Step, group: int) -> list[list[Any]]:
+        """Take the sums of a group out of the step's state."""
         _, packs = self._groups[group]
-        values = [[own.values[k] for k in packs] for own in state.running]
-        for own in state.running:
+        values = [[run.values[k] for k in packs] for run in state.running]
+        for run in state.running:
             for k in packs:
-                own.values[k] = None
+                run.values[k] = None
         return values
 
     # -- bytes -----------------------------------------------------------------------------------
@@ -191,18 +191,18 @@ class LayerwiseStep:
         """Bytes that one device needs beside the state until it has all totals.
 
         Args:
-            num: Its microbatches of a step.
+            num: Microbatches of its replica in a step.
         """
         runner, num = self._runners[0], max(-(-num // self._num_waves), 1)
         sequence, costs = runner.sequence, runner.costs()
-        num_waves = min(self._num_waves, 3)  # those in the midst are alike
+        num_waves = min(self._num_waves, 3)  # waves between the first and the last are alike
         beside = self._bytes_beside(self._order(num_waves))
         num_runs = len(beside) // num_waves
         waves = [beside[i : i + num_runs] for i in range(0, len(beside), num_runs)]
-        return max(layered_peak_bytes(sequence, costs, num, own) for own in waves)
+        return max(layered_peak_bytes(sequence, costs, num, wave) for wave in waves)
 
     def _bytes_beside(self, instructions: Sequence[StepInstruction]) -> list[RunBytes]:
-        """What is there beside the values of microbatches, run by run."""
+        """Bytes beside the values of microbatches, for each run of a segment."""
         sums, sharded = self._runners[0].sums_bytes(), self._sharded
         out: list[RunBytes] = []
         kept = gathering = coming = 0
@@ -214,35 +214,35 @@ class LayerwiseStep:
                     pieces = sharded.piece_bytes(segment) * self._is_away
                     gathering += sharded.gather_bytes(segment) + pieces
             elif instruction.kind == PREFETCH and sharded is not None:
-                # Of parameters on the host, the pieces of the segment that is next are here.
+                # Of parameters on the host, the next segment's pieces are on the device.
                 coming = sharded.piece_bytes(segment) * self._is_away
             elif instruction.kind == RUN:
                 kept += sums[segment] if instruction.is_backward else 0
                 whole = 0 if sharded is None else sharded.num_bytes(segment)
                 out.append(RunBytes(gathering, kept + whole + coming, 0))
             elif instruction.kind in (ADD, REDUCE):
-                own = self._reducer.group_bytes(instruction.group)
-                reducing = max(out[-1].reducing, kept + coming + own.adding)
+                group = self._reducer.group_bytes(instruction.group)
+                reducing = max(out[-1].reducing, kept + coming + group.adding)
                 out[-1] = dataclasses.replace(out[-1], reducing=reducing)
-                kept += (own.waiting if instruction.kind == ADD else own.totals) - own.sums
-                kept -= own.waiting if instruction.wave else 0
+                kept += (group.waiting if instruction.kind == ADD else group.totals) - group.sums
+                kept -= group.waiting if instruction.wave else 0
         return out
 
 
 def sum_groups(
     last_packs: Sequence[Sequence[int]], sizes: Sequence[int]
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """The packs that are summed together: each pair is a part and packs whose sums end with it.
+    """Packs that are reduced together: pairs of a part and packs whole after its backward.
 
-    The last part is the first. What travels together is no more than the largest pack of its part,
-    for it takes as much memory again.
+    The last part comes first. A group is no larger than its part's largest pack, for a reduction
+    takes as much memory again.
 
     Args:
         last_packs: For each part the packs whose sums are whole after its backward.
     """
     out: list[tuple[int, tuple[int, ...]]] = []
     for part, packs in reversed(list(enumerate(last_packs))):
-        own = [sizes[k] for k in packs]
-        found = buckets(own, max(own, default=0))
-        out += [(part, tuple(packs[i] for i in bucket)) for bucket in found]
+        elements = [sizes[k] for k in packs]
+        grouped = buckets(elements, max(elements, default=0))
+        out += [(part, tuple(packs[i] for i in bucket)) for bucket in grouped]
     return out

@@ -1,7 +1,7 @@
 """The gradient of a whole microbatch, where it is one program.
 
-What needs all of a gradient at once, or the traced program as it is, is here: clipping before the
-sum, rows of tables, shards of unlike sizes, several microbatches in a call.
+It serves forms that need all of a gradient at once, or the traced program unchanged: clipping
+before the sum, rows of tables, shards of unlike sizes, several microbatches in a call.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,11 +32,11 @@ Join = Callable[..., tuple[list[tuple[jax.Array, ...]], jax.Array]]
 def whole_gradient(
     spec: ChainSpec, mesh: Mesh | None, uneven: Uneven | None, on_cpu: bool
 ) -> Gradient:
-    """The gradient of each trained parameter; of tables that are looked up only, `Rows`.
+    """The gradient of each trained parameter; `Rows` for tables that are looked up only.
 
     Args:
-        mesh: Of the replica; None: it has one device.
-        on_cpu: Whether dots are written as a CPU likes them.
+        mesh: Mesh of the replica; None: it has one device.
+        on_cpu: Whether to write dots for CPUs.
     """
     if mesh is not None and uneven is not None:
         return uneven.gradient(mesh, spec.trained, on_cpu)
@@ -54,7 +54,7 @@ def whole_gradient(
 
 
 def _lookups(spec: ChainSpec) -> Lookups | None:
-    """The tables whose gradients are some rows, where their sum is exact: any order will do."""
+    """The tables with `Rows` as gradients: only for exact sums, equal in any order of terms."""
     if not spec.contribution.is_exact or spec.clip_norm is not None:
         return None
     heights = {i: shape[0] for i in spec.trained if (shape := spec.graph.param_shapes[i])}
@@ -73,7 +73,7 @@ def clipped(spec: ChainSpec, grads: list[jax.Array], row_S: jax.Array) -> list[j
 
 
 def clip(grads: list[jax.Array], norm: float) -> list[jax.Array]:
-    """Clip to a global norm; what is not finite stays, so that it can be named."""
+    """Clip to a global norm; gradients that are not finite stay, so that errors can name them."""
     clipped, _ = optax.clip_by_global_norm(norm).update(grads, optax.EmptyState())
     finite = jnp.isfinite(optax.tree.norm(grads))
     return [jnp.where(finite, c, g) for c, g in zip(clipped, grads, strict=True)]
@@ -82,7 +82,7 @@ def clip(grads: list[jax.Array], norm: float) -> list[jax.Array]:
 def joining_uneven(
     spec: ChainSpec, mesh: Mesh, uneven: Uneven, lay_out: Callable[[jax.Array], jax.Array]
 ) -> Join:
-    """How a microbatch joins the sums where shards are of unlike sizes: each device its shard."""
+    """How a microbatch joins the sums if shards are of unlike sizes: each device adds its shard."""
     specs, num = list(spec.specs), spec.contribution.form.num_parts
     cuts = uneven.cuts_of_sums(spec.trained, spec.tensors.is_summed)
 
@@ -91,8 +91,8 @@ def joining_uneven(
             x = lay_out(x)
             return spec.contribution.add(before, x, exponent, keep), largest(x)
         if cut.place is not None:
-            own = cut.sizes[cut.place]
-            x, *old = (narrow(whole, cut.dim, own) for whole in (x, *before))
+            size = cut.sizes[cut.place]
+            x, *old = (narrow(whole, cut.dim, size) for whole in (x, *before))
             x = lay_out(x)
             new = spec.contribution.add(old, x, exponent, keep)
             return tuple(replaced(b, n) for b, n in zip(before, new, strict=True)), largest(x)
@@ -129,8 +129,8 @@ def joining_uneven(
 def whole_program(loss: Callable[..., Any], per_call: int) -> Callable[..., Any]:
     """`SegmentPart.loss` of a whole microbatch, or of several, one after another.
 
-    Of several, `where` has a fourth number, of those that are run: the body is one for all counts,
-    so that no bit depends on them.
+    Of several, `where` has a fourth number, the count of microbatches to run. All counts share one
+    body, so no bit depends on them.
     """
 
     def hxla_micro(
@@ -151,9 +151,9 @@ def whole_program(loss: Callable[..., Any], per_call: int) -> Callable[..., Any]
         step, first, keep, num = where[0], where[1], where[2], where[3]
 
         def body(i: jax.Array, carry: tuple[DeviceSums, jax.Array]) -> tuple[DeviceSums, jax.Array]:
-            own = [jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for x in batch]
+            leaves = [jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for x in batch]
             here = jnp.stack([step, first + i, jnp.where(i == 0, keep, 1)])
-            sums, tick, _ = one(carry[0], here, own)
+            sums, tick, _ = one(carry[0], here, leaves)
             return sums, tick
 
         sums, tick = jax.lax.fori_loop(0, num, body, (sums, jnp.float32(0)))

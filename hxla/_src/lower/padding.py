@@ -1,9 +1,9 @@
-"""Arrays whose shards are padded to the largest: the true arrays, loops and updates of them.
+"""Arrays whose shards are padded to the largest: padding, unpadding, loops over slices.
 
-SPMD gives every device an array of the largest part. Element-wise work on it would take a device
-with half the units as long as one with all of them, so it runs on slices of one static size, and
-each device takes as many of them as cover its part. The last one may reach into the padding, which
-is zero and stays so.
+SPMD gives every device an array of the largest shard's shape. Element-wise work on all of it would
+take a device with half the units as long as one with all. So it runs on slices of one static size,
+and each device loops over the slices that cover its shard. The last slice may reach into the
+padding, which stays zero.
 """
 
 import dataclasses
@@ -25,14 +25,14 @@ class Padding:
     """How an array is padded.
 
     Attributes:
-        parts: For each dimension the sizes of its parts, where they are unlike; else nothing.
+        parts: For each dimension the sizes of its shards, where they are unlike; else empty.
     """
 
     parts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def is_none(self) -> bool:
-        """Whether the array is as the user has it."""
+        """Whether the array has no padding."""
         return not any(self.parts)
 
     def like(self, x: Any) -> jax.ShapeDtypeStruct:
@@ -40,33 +40,33 @@ class Padding:
         return jax.ShapeDtypeStruct(padded_shape(x.shape, self.parts), x.dtype)
 
     def pad(self, x: Any) -> Any:
-        """The padded array, of NumPy's or jax's."""
+        """The padded array, a NumPy or a jax array as `x` is."""
         of = np if isinstance(x, np.ndarray) else jnp
         for dim, parts in enumerate(self.parts):
             if parts:
                 pieces = of.split(x, np.cumsum(parts)[:-1].tolist(), axis=dim)
-                x = of.concatenate([_filled(of, p, dim, max(parts)) for p in pieces], axis=dim)
+                x = of.concatenate([_pad_dim(of, p, dim, max(parts)) for p in pieces], axis=dim)
         return x
 
     def unpad(self, x: Any) -> Any:
-        """The user's array."""
+        """The array without its padding."""
         of = np if isinstance(x, np.ndarray) else jnp
         for dim, parts in enumerate(self.parts):
             if parts:
                 pieces = of.split(x, len(parts), axis=dim)
-                own = [_first(p, dim, n) for p, n in zip(pieces, parts, strict=True)]
-                x = of.concatenate(own, axis=dim)
+                shards = [_narrow(p, dim, n) for p, n in zip(pieces, parts, strict=True)]
+                x = of.concatenate(shards, axis=dim)
         return x
 
 
 NOT_PADDED = Padding()
 
 
-def _filled(of: Any, x: Any, dim: int, size: int) -> Any:
+def _pad_dim(of: Any, x: Any, dim: int, size: int) -> Any:
     return of.pad(x, [(0, size - n) if d == dim else (0, 0) for d, n in enumerate(x.shape)])
 
 
-def _first(x: Any, dim: int, size: int) -> Any:
+def _narrow(x: Any, dim: int, size: int) -> Any:
     return x[tuple(slice(size) if d == dim else slice(None) for d in range(x.ndim))]
 
 
@@ -75,7 +75,7 @@ class StatePadding:
     """How the arrays of a state are padded.
 
     Attributes:
-        opt_state: Tree like the optimizer's state.
+        opt_state: A padding for each leaf, as a tree like the optimizer's state.
         trained: Places of the parameters that are trained.
     """
 
@@ -86,16 +86,16 @@ class StatePadding:
 
     @property
     def of_trained(self) -> list[Padding]:
-        """Of the parameters that are trained."""
+        """Padding of each trained parameter."""
         return [self.params[i] for i in self.trained]
 
     @property
     def of_opt_state(self) -> list[Padding]:
-        """In the order of its leaves."""
+        """Padding of each leaf of the optimizer's state, in order."""
         return jax.tree.leaves(self.opt_state)
 
     def leaves(self) -> list[Padding]:
-        """In the order of `ReplicaArrays.leaves`."""
+        """Padding of each leaf, in the order of `ReplicaArrays.leaves`."""
         return [*self.params, *self.aux, *self.of_opt_state]
 
     @property
@@ -105,13 +105,13 @@ class StatePadding:
 
 
 def padded(tree: Any, each: Sequence[Padding]) -> Any:
-    """The leaves of a tree, padded."""
+    """Pad the leaves of a tree."""
     leaves, treedef = jax.tree.flatten(tree)
     return jax.tree.unflatten(treedef, [p.pad(x) for p, x in zip(each, leaves, strict=True)])
 
 
 def unpadded(tree: Any, each: Sequence[Padding]) -> Any:
-    """The leaves of a tree, as the user has them."""
+    """Remove the padding of the leaves of a tree."""
     leaves, treedef = jax.tree.flatten(tree)
     return jax.tree.unflatten(treedef, [p.unpad(x) for p, x in zip(each, leaves, strict=True)])
 
@@ -122,12 +122,12 @@ def changing(
     jit: Callable[[Callable[..., Any], list[P]], Any],
     specs: Sequence[P],
 ) -> Callable[[list[Any]], list[Any]]:
-    """What pads arrays, or takes their padding away: one program of those that have any.
+    """A function that pads or unpads arrays: one program of those that have padding.
 
     Args:
-        each: How an array is padded.
-        jit: Makes the program, given how its results lie.
-        specs: How all arrays lie then.
+        each: Padding of each array.
+        jit: Makes the program, from the PartitionSpecs of its results.
+        specs: PartitionSpecs of all arrays after the change.
     """
     places = [k for k, p in enumerate(each) if not p.is_none]
     changes = [getattr(each[k], how) for k in places]
@@ -138,17 +138,17 @@ def changing(
     program = jit(run, [specs[k] for k in places])
 
     def changed(arrays: list[Any]) -> list[Any]:
-        found = dict(zip(places, program([arrays[k] for k in places]), strict=True))
-        return [found.get(k, x) for k, x in enumerate(arrays)]
+        by_place = dict(zip(places, program([arrays[k] for k in places]), strict=True))
+        return [by_place.get(k, x) for k, x in enumerate(arrays)]
 
     return changed if places else list
 
 
 def even_spec(shape: Sequence[int], spec: P, padding: Padding, sizes: Mapping[str, int]) -> P:
-    """How an array lies without its padding: cut in another dimension that divides, or whole."""
+    """PartitionSpec without padding: another dimension that divides, or none, is cut."""
     parts = [list(names) for names in from_spec(spec, len(shape))]
-    for dim, own in enumerate(padding.parts):
-        if not own:
+    for dim, sizes_of_parts in enumerate(padding.parts):
+        if not sizes_of_parts:
             continue
         names, parts[dim] = parts[dim], []
         num = math.prod(sizes[name] for name in names)
@@ -168,7 +168,7 @@ class Granules:
 
     Attributes:
         cut: How the dimension is cut.
-        size: Of each slice; a divisor of the padded size.
+        size: Size of each slice; a divisor of the padded size.
     """
 
     cut: Cut
@@ -176,22 +176,22 @@ class Granules:
 
     @classmethod
     def of(cls, cut: Cut) -> "Granules":
-        """Those with which devices do the least work beyond their own parts."""
+        """The slices with which devices do the least work on padding."""
         most = cut.padded
         sizes = [most // n for n in range(1, _MOST_GRANULES + 1) if most % n == 0]
-        return cls(cut, min(sizes, key=lambda size: (_covering(cut, size), -size)))
+        return cls(cut, min(sizes, key=lambda size: (_covered_elements(cut, size), -size)))
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Of each device."""
-        return tuple(-(-own // self.size) for own in self.cut.sizes)
+        """Slices of each device."""
+        return tuple(-(-shard // self.size) for shard in self.cut.sizes)
 
     def take(self, x: jax.Array, i: Any) -> jax.Array:
         """One slice."""
         return jax.lax.dynamic_slice_in_dim(x, i * self.size, self.size, self.cut.dim)
 
     def put(self, x: jax.Array, part: jax.Array, i: Any) -> jax.Array:
-        """The array with another slice."""
+        """The array with one slice replaced."""
         return jax.lax.dynamic_update_slice_in_dim(x, part, i * self.size, self.cut.dim)
 
     def loop(
@@ -200,24 +200,24 @@ class Granules:
         arrays: Sequence[jax.Array],
         carry: Any,
     ) -> tuple[list[jax.Array], Any]:
-        """Replace this device's part of some arrays, one slice of each after another.
+        """Replace this device's shards of some arrays, slice by slice.
 
         Args:
             step: `(i, slices, carry) -> (new slices, carry)`.
-            carry: What goes from slice to slice.
+            carry: Values passed from slice to slice.
 
         Returns:
             The arrays and the last carry.
         """
 
-        def body(i: Any, held: Any) -> Any:
-            arrays, carry = held
-            found, carry = step(i, [self.take(x, i) for x in arrays], carry)
-            return [self.put(x, new, i) for x, new in zip(arrays, found, strict=True)], carry
+        def body(i: Any, state: Any) -> Any:
+            arrays, carry = state
+            slices, carry = step(i, [self.take(x, i) for x in arrays], carry)
+            return [self.put(x, new, i) for x, new in zip(arrays, slices, strict=True)], carry
 
-        count = self.cut.own(self.counts)
+        count = self.cut.local_value(self.counts)
         return jax.lax.fori_loop(0, count, body, (list(arrays), carry))  # type: ignore[no-any-return]
 
 
-def _covering(cut: Cut, size: int) -> int:
-    return sum(-(-own // size) * size for own in cut.sizes)
+def _covered_elements(cut: Cut, size: int) -> int:
+    return sum(-(-shard // size) * size for shard in cut.sizes)

@@ -1,15 +1,15 @@
 """A pipeline as one SPMD program: a `shard_map` over the stages, a loop over the schedule's ticks.
 
-In a tick every stage does what its row of the table says: for each action that a stage could have
-to do there is a loop that runs once or not at all, so that buffers are updated in place, which no
-conditional promises. Then arrays travel to the neighbours: two permutes over the boundaries of the
-table's set for that tick. The table, the number of ticks and the numbers of the microbatches are
-arguments: another schedule or count of microbatches compiles nothing.
+In a tick every stage runs the action of its row of the table. Each possible action is a loop of one
+round or none, so that buffers are updated in place, which no conditional promises. Then arrays
+travel to the neighbours: two permutes over the boundaries of the table's set for that tick. The
+table, the number of ticks and the numbers of the microbatches are arguments: another schedule or
+count of microbatches compiles nothing.
 
 A stage may have several devices, which cut its parameters as a `Sharded` says. Filling and emptying
-the slots is manual over all axes, for each device moves its own pieces; the ticks are manual over
-`stage` only, and XLA adds the collectives inside a stage. They may stand in an action, because all
-devices of a stage take it in the same tick. What crosses a boundary is whole on each of them.
+the slots is manual over all axes, for each device moves its pieces; the ticks are manual over
+`stage` only, and XLA adds the collectives inside a stage. An action may contain them, because all
+devices of a stage run it in the same tick. Arrays that cross a boundary are whole on each device.
 
 Legend of shape suffixes: M microbatches of a step, K of one pipeline at most, T ticks or tensors, S
 stages, N devices of a stage, F fields of a table, W 32-bit words.
@@ -48,7 +48,7 @@ from .stage import check_permutes, map_specs, only
 
 
 class Compiled(NamedTuple):
-    """The programs of a pipeline, compiled; there is one for each group of those in lists."""
+    """The compiled programs of a pipeline; lists have one for each group of slots."""
 
     fills: Sequence[Any]
     ticks: Any
@@ -61,10 +61,10 @@ class Pipeline:
     """The programs of one pipeline on its devices.
 
     Args:
-        replica: Its devices; the first axis is that of the stages.
+        replica: Devices of the pipeline; the first axis is that of the stages.
 
     Attributes:
-        groups: Slots that are filled and emptied together; one, or those of `spec`.
+        groups: Slots that are filled and emptied together.
         timed: Whether `ticks` waits after each tick to take its time; the results are the same.
         times: Start and end of each tick of the last step, if it was timed.
     """
@@ -81,9 +81,9 @@ class Pipeline:
         self._batch_shapes = shapes_of(spec.graph, spec.graph.batch_values)
         self._num_ticks = len(self.program.actions(spec.most).table_TSF)
         self.groups = spec.slot_groups
-        #: Of each group the places of its slots among those that are summed.
+        #: For each group the places of its slots among the summed ones.
         self._places = [
-            [k for k, i in enumerate(spec.slots.summed) if i in own] for own in spec.groups
+            [k for k, i in enumerate(spec.slots.summed) if i in group] for group in spec.groups
         ]
         carry, slot_specs = self.program.carry_specs, self.program.slot_specs
         self._fills = [
@@ -132,12 +132,12 @@ class Pipeline:
         manual: Sequence[str] | None = None,
     ) -> Any:
         names = frozenset(self._mesh.axis_names if manual is None else manual)
-        own_ins, own_outs = map_specs(lambda s: only(s, names), (ins, outs))
+        manual_ins, manual_outs = map_specs(lambda s: only(s, names), (ins, outs))
         mapped = jax.shard_map(
             run,
             mesh=self._mesh,
-            in_specs=own_ins,
-            out_specs=own_outs,
+            in_specs=manual_ins,
+            out_specs=manual_outs,
             axis_names=names,
             check_vma=False,
         )
@@ -151,7 +151,7 @@ class Pipeline:
         )
 
     def _collect(self, g: int) -> Any:
-        """The program that brings back the sums of a group, with the first everything small."""
+        """The program that collects the sums of a group; the first also collects small arrays."""
         spec, group, acc = self.spec, self.groups[g], self.program.carry_specs.acc
         num_parts = spec.contribution.form.num_parts
         whole: Any = P()  # a tree of specs stands where arrays will be
@@ -166,7 +166,7 @@ class Pipeline:
         return self._jit(functools.partial(self.program.collect, group), ins, outs)
 
     def _sums_of(self, g: int, slots: Sequence[Any]) -> list[Any]:
-        """Of what there is for each slot that is summed, that of a group."""
+        """The entries of a group, from one for each summed slot."""
         return [slots[k] for k in self._places[g]]
 
     # -- running -----------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class Pipeline:
             ids: Microbatches of this pipeline, at least one.
 
         Returns:
-            What the stages added up, and a small array to wait on.
+            The sums of the stages, and a small array to wait on.
         """
         slots = self.filled(params)
         acc, tick = self.ticks(slots, aux, exponents, step, ids, batches)
@@ -202,20 +202,20 @@ class Pipeline:
 
     def filled(self, params: Sequence[jax.Array]) -> list[jax.Array]:
         """All slots, from parameters as they are stored."""
-        own: list[list[jax.Array]] = []
+        slots: list[list[jax.Array]] = []
         for g in range(len(self.groups)):
-            jax.block_until_ready(own)  # Gloo mixes up collectives that wait for nothing
-            own.append(self.fill(g, params))
-        return self.in_order(own)
+            jax.block_until_ready(slots)  # Gloo mixes up independent collectives
+            slots.append(self.fill(g, params))
+        return self.in_order(slots)
 
     def _collected(self, acc: Accumulated) -> DeviceSums:
         values: dict[int, tuple[jax.Array, ...]] = {}
         small: DeviceSums | None = None
         for g, group in enumerate(self.groups):
             jax.block_until_ready(values)  # see `filled`
-            found, told = self.collect(g, acc)
-            values |= zip(group.trained, found, strict=True)
-            small = told or small
+            sums, rest = self.collect(g, acc)
+            values |= zip(group.trained, sums, strict=True)
+            small = rest or small
         assert small is not None
         return small._replace(values=[values[p] for p in self.spec.slots.trained] + small.values)
 
@@ -225,7 +225,7 @@ class Pipeline:
         """The slots of a group.
 
         Args:
-            stored: Its parameters, by their places.
+            stored: The group's parameters, by their places.
         """
         params = self.groups[g].params
         return self.programs.fills[g]([stored[p] for p in params])  # type: ignore[no-any-return]
@@ -233,18 +233,18 @@ class Pipeline:
     def low_params(self) -> dict[int, str]:
         """Places of the parameters that all stages read in one dtype of 16 bits, with the dtype."""
         graph, param_of = self.spec.graph, params_of(self.spec.graph)
-        found: dict[int, set[str | None]] = {}
+        dtypes: dict[int, set[str | None]] = {}
         for part in self.spec.parts:
             low = low_params(graph, part.segment)
             for p in {param_of[entry] for entry in part.segment.params}:
-                found.setdefault(p, set()).add(low.get(p))
-        pairs = ((p, next(iter(own))) for p, own in found.items() if len(own) == 1)
+                dtypes.setdefault(p, set()).add(low.get(p))
+        pairs = ((p, next(iter(each))) for p, each in dtypes.items() if len(each) == 1)
         return {p: dtype for p, dtype in pairs if dtype is not None}
 
     def in_order(self, filled: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
         """All slots, from those of each group."""
-        numbers = [i for own in self.spec.groups for i in own]
-        arrays = dict(zip(numbers, (x for own in filled for x in own), strict=True))
+        numbers = [i for group in self.spec.groups for i in group]
+        arrays = dict(zip(numbers, (x for slots in filled for x in slots), strict=True))
         return [arrays[i] for i in range(len(numbers))]
 
     def ticks(
@@ -256,7 +256,7 @@ class Pipeline:
         ids: Sequence[int],
         batches: Sequence[PyTree],
     ) -> tuple[Accumulated, jax.Array | None]:
-        """What the stages add up, and a small array to wait on; None: there are no microbatches."""
+        """The sums of the stages, and a small array to wait on; None: there are no microbatches."""
         acc, tick = self.programs.empty_sums(), None
         if not ids:
             return acc, tick
@@ -264,7 +264,7 @@ class Pipeline:
         fixed = exponents, self._padded(table)
         batch = self._stack(batches)
         carry = Carry(self._take_buffers(), acc)
-        del acc  # it is given up
+        del acc  # the carry is donated
         spans = [(t, t + 1) for t in range(len(table))] if self.timed else [(0, len(table))]
         times = []
         for span in spans:
@@ -281,25 +281,25 @@ class Pipeline:
     def collect(
         self, g: int, acc: Accumulated
     ) -> tuple[list[tuple[jax.Array, ...]], DeviceSums | None]:
-        """The sums of a group as the parameters are stored, which the stages give up.
+        """The sums of a group, sharded as its parameters are stored.
 
         Args:
-            acc: What the stages added up; what is taken is no longer in it.
+            acc: Sums of the stages; those of the group are removed.
 
         Returns:
-            For each of its trained parameters the parts; with the first group everything small,
-            with the other variables as its values.
+            For each trained parameter of the group its parts; with the first group the small
+            arrays, whose values are the other variables'.
         """
         small = None if g else acc._replace(slots=[])
-        found = self.programs.collects[g](self._sums_of(g, acc.slots), small)
+        collected = self.programs.collects[g](self._sums_of(g, acc.slots), small)
         for k in self._places[g]:
             acc.slots[k] = ()
-        return found  # type: ignore[no-any-return]
+        return collected  # type: ignore[no-any-return]
 
     def _take_buffers(self) -> Buffers:
-        """What the last step left; at first nothing, so that lowering needs no device."""
-        found, self._buffers = self._buffers, None
-        return found or self.programs.empty_buffers()  # type: ignore[no-any-return]
+        """The last step's buffers; made when first needed, so that lowering needs no device."""
+        buffers, self._buffers = self._buffers, None
+        return buffers or self.programs.empty_buffers()  # type: ignore[no-any-return]
 
     def pieces(
         self,
@@ -308,7 +308,7 @@ class Pipeline:
         exponents: jax.Array,
         batch: PyTree,
     ) -> tuple[Callable[[np.ndarray], Callable[[], Any]], Callable[[], Any]]:
-        """What a step consists of, to be timed piece by piece, in no more memory than it takes.
+        """The pieces of a step as functions to time, in no more memory than a step takes.
 
         Returns:
             From a table of one tick, int32[1, S, F], to a function that runs it; and a function
@@ -379,19 +379,19 @@ class Pipeline:
         """Take over the programs of `lower`, compiled.
 
         Raises:
-            PlanError: If a stage's own collectives would make other stages wait for ever.
+            PlanError: If a collective inside one stage would make other stages wait for ever.
         """
         num = len(self.groups)
-        own = Compiled(
+        programs = Compiled(
             compiled[:num], compiled[num], compiled[num + 1 : -2], compiled[-2], compiled[-1]
         )
         if self.replica.axes[1:]:
-            check_permutes(own.ticks.as_text(), len(self.replica.rows[0]))
-        self._compiled = own
+            check_permutes(programs.ticks.as_text(), len(self.replica.rows[0]))
+        self._compiled = programs
 
     @property
     def programs(self) -> Compiled:
-        """Those of `adopt`."""
+        """The compiled programs."""
         assert self._compiled is not None
         return self._compiled
 
@@ -399,11 +399,11 @@ class Pipeline:
 
     @property
     def kept_bytes(self) -> int:
-        """Of one device between steps."""
+        """Bytes of one device between steps."""
         return self._bytes_of(self.program.shapes().buffers, self.program.carry_specs.buffers)
 
     def _bytes_of(self, shapes: Any, specs: Any) -> int:
-        """Of arrays on one device."""
+        """Bytes of arrays on one device."""
         like = map(
             self.replica.like,
             jax.tree.leaves(shapes),
@@ -412,15 +412,15 @@ class Pipeline:
         return sum(map(device_bytes, like))
 
     def sums_bytes(self, g: int) -> int:
-        """Of what a device adds up in the slots of a group; with the first all that is small."""
+        """Bytes of a device's sums in the slots of a group; the first has the small arrays too."""
         acc, specs = self.program.shapes().acc, self.program.carry_specs.acc
-        own = self._bytes_of(self._sums_of(g, acc.slots), self._sums_of(g, specs.slots))
+        slots = self._bytes_of(self._sums_of(g, acc.slots), self._sums_of(g, specs.slots))
         if g:
-            return own
-        return own + self._bytes_of(acc._replace(slots=[]), specs._replace(slots=[]))
+            return slots
+        return slots + self._bytes_of(acc._replace(slots=[]), specs._replace(slots=[]))
 
     def slots_bytes(self, g: int) -> int:
-        """Of a group's slots on a device."""
+        """Bytes of a group's slots on a device."""
         slots = self.groups[g].slots
         return sum(math.prod(slot.piece) * jnp.dtype(slot.dtype).itemsize for slot in slots)
 
@@ -428,7 +428,7 @@ class Pipeline:
         """Bytes that one device needs beside the state and `kept_bytes` while a step runs.
 
         Args:
-            sums_bytes: Not used: the last program makes them.
+            sums_bytes: Not used: the last programs make the sums.
         """
         each = range(len(self.groups))
         slots, acc = sum(map(self.slots_bytes, each)), sum(map(self.sums_bytes, each))
@@ -445,14 +445,14 @@ class Pipeline:
         out = []
         for i, like in enumerate(self._batch_shapes):
             stacked = np.zeros((self.spec.most, *like.shape), like.dtype)
-            for k, own in enumerate(leaves):
-                stacked[k] = own[i]
+            for k, arrays in enumerate(leaves):
+                stacked[k] = arrays[i]
             out.append(self.replica.put(stacked))
         return out
 
 
 def _fill(slots: Slots) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
-    """`Slots.fill` of the parameters that they hold, with a leading dimension of stages."""
+    """`Slots.fill` of the slots' parameters, with a leading dimension of stages."""
 
     def run(stored: Sequence[jax.Array]) -> list[jax.Array]:
         return [x[None] for x in slots.fill(dict(zip(slots.params, stored, strict=True)))]
@@ -465,10 +465,10 @@ class PieceTimes:
     """Times of a pipeline's pieces.
 
     Attributes:
-        seconds: Of each kind of action of each part.
-        meeting_seconds: Of a forward on both sides of a boundary and the exchange after it;
-            boundary b is below stage b.
-        fixed_seconds: Of filling the slots and collecting the sums, once a step.
+        seconds: By kind of action and part.
+        meeting_seconds: By boundary, a forward on both sides and the exchange after it; boundary b
+            is below stage b.
+        fixed_seconds: Filling the slots and collecting the sums, once a step.
     """
 
     seconds: dict[tuple[str, int], float]
@@ -476,10 +476,10 @@ class PieceTimes:
     fixed_seconds: float
 
     def transfer_seconds(self, num_stages: int) -> dict[int, float]:
-        """Of the exchange over each boundary, beyond the longer forward of its two sides.
+        """Seconds of the exchange over each boundary, beyond the longer forward of its two sides.
 
-        By itself, one after another, it would take a throttled process longer: there it has not
-        waited for its neighbour, and so has used up what it may run.
+        Exchanges timed alone would be too slow in a throttled process: without waits for a
+        neighbour it uses up its CPU quota.
         """
 
         def longer(boundary: int) -> float:
@@ -498,15 +498,15 @@ def piece_times(
     *,
     repeats: int,
 ) -> PieceTimes:
-    """Time everything that a step consists of.
+    """Time the pieces of a step.
 
     Returns:
-        Times of this process's stages; those of others are not in it.
+        Times of this process's stages only.
     """
     program = pipeline.program
     num_stages = pipeline.spec.slots.num_stages
     here = set(jax.local_devices())
-    own = [s for s, devices in enumerate(pipeline.replica.rows) if here & set(devices)]
+    local_stages = [s for s, devices in enumerate(pipeline.replica.rows) if here & set(devices)]
     kinds = (FORWARD, BACKWARD, WEIGHT) if program.halves else (FORWARD, BACKWARD)
     run_tick, once = pipeline.pieces(fill, aux, exponents, batch)
 
@@ -516,7 +516,7 @@ def piece_times(
         table[0, :, -1] = exchange
         return middle_seconds(run_tick(table), repeats)
 
-    found: dict[tuple[str, int], float] = {}
+    seconds: dict[tuple[str, int], float] = {}
     nothing = tick_seconds([0] * num_stages, 0)
 
     def numbers(first: int, kind: str) -> list[int]:
@@ -525,17 +525,17 @@ def piece_times(
     for kind in kinds:
         for first in range(0, len(program.stages), num_stages):
             took = tick_seconds(numbers(first, kind), 0)
-            found |= {(kind, first + s): max(0.0, took - nothing) for s in own}
+            seconds |= {(kind, first + s): max(0.0, took - nothing) for s in local_stages}
     meetings: dict[int, float] = {}
     for i, boundaries in enumerate(program.exchanges):
         new = set(boundaries) - meetings.keys()
         if new:  # the same for every process, as collectives must be
             took = tick_seconds(numbers(0, FORWARD), i)
             meetings |= dict.fromkeys(new, max(0.0, took - nothing))
-    ours = {b for b in meetings for s in own if s in (b, (b + 1) % num_stages)}
+    ours = {b for b in meetings for s in local_stages if s in (b, (b + 1) % num_stages)}
 
     return PieceTimes(
-        seconds=found,
+        seconds=seconds,
         meeting_seconds={b: meetings[b] for b in sorted(ours)},
         fixed_seconds=middle_seconds(once, repeats),
     )

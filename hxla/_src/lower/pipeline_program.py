@@ -1,9 +1,7 @@
-"""What a pipeline's SPMD program computes: the loop over ticks, its actions, its sums.
+"""A pipeline's SPMD program: the loop over ticks, its actions, its sums.
 
-Legend of shape suffixes: M microbatches of a step, T tensors, S stages, N devices of a stage.
-
-Every stage has the same buffers, as SPMD asks; parts that keep arrays of one shape share them.
-Packing them together would copy each twice.
+Every stage has the same buffers, as SPMD requires. Parts share buffers for residuals of one shape:
+packing them into one array would copy each twice.
 
 Legend of shape suffixes: M microbatches of a step, K of one pipeline at most, T ticks or tensors, S
 stages, N devices of a stage, F fields of a table, W 32-bit words.
@@ -43,7 +41,7 @@ from .stage import StagePart, StageSharding
 
 
 class Accumulated(NamedTuple):
-    """What each stage adds up over a step; every array has a leading dimension of stages."""
+    """Sums of each stage over a step; every array has a leading dimension of stages."""
 
     small_MS: jax.Array
     peaks_NT: jax.Array
@@ -53,7 +51,7 @@ class Accumulated(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """What waits between ticks; every array has a leading dimension of stages."""
+    """Arrays kept between ticks; every array has a leading dimension of stages."""
 
     inputs: jax.Array
     grads: jax.Array
@@ -73,12 +71,12 @@ _Kind = tuple[tuple[int, ...], Any]
 
 @dataclasses.dataclass(frozen=True)
 class ResidualBuffers:
-    """Which buffer each kept array of each part has.
+    """The buffer of each residual of each part.
 
     Attributes:
         kinds: Shape and dtype of each buffer's entries; random keys are kept as their data.
-        of: For each part the buffer of each of its arrays.
-        dtypes: For each part the dtype of each of its arrays.
+        of: For each part the buffers of its residuals.
+        dtypes: For each part the dtypes of its residuals.
     """
 
     kinds: tuple[_Kind, ...]
@@ -105,18 +103,18 @@ class ResidualBuffers:
         return out
 
 
-def make_kept(arrays: Sequence[Sequence[Any]]) -> ResidualBuffers:
-    """Buffers for what each part keeps.
+def assign_buffers(arrays: Sequence[Sequence[Any]]) -> ResidualBuffers:
+    """Assign buffers to the residuals of each part.
 
     Args:
-        arrays: For each part its arrays, or their shapes.
+        arrays: For each part its residuals, or their shapes.
     """
     kinds: list[_Kind] = []
     of = []
-    for own in arrays:
+    for residuals in arrays:
         used: set[int] = set()
         places = []
-        for x in own:
+        for x in residuals:
             data = jax.eval_shape(_data, x)
             kind = (tuple(data.shape), data.dtype)
             place = next((i for i, k in enumerate(kinds) if k == kind and i not in used), None)
@@ -126,7 +124,7 @@ def make_kept(arrays: Sequence[Sequence[Any]]) -> ResidualBuffers:
             used.add(place)
             places.append(place)
         of.append(tuple(places))
-    dtypes = tuple(tuple(x.dtype for x in own) for own in arrays)
+    dtypes = tuple(tuple(x.dtype for x in residuals) for residuals in arrays)
     return ResidualBuffers(kinds=tuple(kinds), of=tuple(of), dtypes=dtypes)
 
 
@@ -136,20 +134,20 @@ def _data(x: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PipelineSpec:
-    """What a pipeline's programs are made from.
+    """The inputs of a pipeline's programs.
 
     Attributes:
-        graph: Of the loss, for one microbatch, in the order in which it is cut.
-        contribution: How they join the sums.
-        parts: Of the chain: part `c * S + s` is chunk c of stage s.
-        slots: Where the stages find their parameters.
+        graph: Graph of the loss of one microbatch, in the order in which it is cut.
+        contribution: How gradients join the sums.
+        parts: Parts of the chain: part `c * S + s` is chunk c of stage s.
+        slots: Slots of the stages' parameters.
         groups: Numbers of the slots that are filled and emptied together.
         schedule: From a number of microbatches to a schedule of S stages.
-        most: Microbatches that one pipeline may be given.
-        unit: It takes multiples of this.
+        most: Most microbatches of one pipeline.
+        unit: The number of microbatches is a multiple of this.
         seed: Root of all random keys.
         recompute: Whether backwards run forwards again from kept inputs.
-        sharded: What the devices of a stage cut, by the numbers of `graph`; None: a stage has one.
+        sharded: How the devices of a stage cut `graph`; None: a stage has one device.
     """
 
     graph: Graph
@@ -174,10 +172,10 @@ class PipelineSpec:
 
 
 class PipelineProgram:
-    """The functions that a pipeline's programs are traced from.
+    """The functions from which a pipeline's programs are traced.
 
     Args:
-        replica: Its devices; the first axis is that of the stages.
+        replica: Devices of the pipeline; the first axis is that of the stages.
     """
 
     def __init__(self, spec: PipelineSpec, replica: Replica):
@@ -197,8 +195,8 @@ class PipelineProgram:
         self.halves = spec.schedule(spec.unit).has_weight
         self.programs = self._shared()
         kept = [] if spec.recompute else self.stages
-        self._residuals = make_kept([stage.residuals for stage in kept])
-        self._late = make_kept([stage.late for stage in kept if self.halves])
+        self._residuals = assign_buffers([stage.residuals for stage in kept])
+        self._late = assign_buffers([stage.late for stage in kept if self.halves])
         self.actions = functools.cache(self._lowered)
         num_stages = spec.slots.num_stages
         self.exchanges = actions.exchanges(num_stages, len(spec.parts) // num_stages)
@@ -215,7 +213,7 @@ class PipelineProgram:
         seen: dict[Any, int] = {}
         out = []
         for p, stage in enumerate(self.stages):
-            key = stage.signature(), *self._held(p)
+            key = stage.signature(), *self._slots_of(p)
             out.append(seen.setdefault(key, p))
         return tuple(out)
 
@@ -269,7 +267,7 @@ class PipelineProgram:
                 (self.slot_specs[i],) * self.spec.contribution.form.num_parts for i in self._sum_of
             ],
         )
-        cut = self.inside.axes or None  # what waits for a stage, and what is sent
+        cut = self.inside.axes or None  # arrays that wait for a stage, or are sent
         buffers = whole.buffers._replace(
             inputs=P(STAGE_AXIS, None, cut),
             grads=P(STAGE_AXIS, None, cut),
@@ -292,28 +290,28 @@ class PipelineProgram:
     ) -> tuple[Carry, jax.Array]:
         """Run the ticks from `where[2]` to `where[3]`; the first two are step and microbatch."""
         me = jax.lax.axis_index(STAGE_AXIS)
-        own_slots = [x[0] for x in slots]
+        stage_slots = [x[0] for x in slots]
         exponents = exponents[self._tensors()[me]]
         inner = jax.tree.map(lambda x: x[0], carry)
-        # Once for all ticks: some rows of a slot would be copied by each action.
-        params = {p: self._params(p, own_slots) for p in sorted(set(self.programs))}
+        # Once for all ticks: else each action would copy the rows of a slot.
+        params = {p: self._params(p, stage_slots) for p in sorted(set(self.programs))}
 
         def tick(t: jax.Array, carry: Carry) -> Carry:
             row_F = table_TSF[t, me]
             field = {name: row_F[i] for i, name in enumerate(FIELDS)}
             index = where[1] + field["microbatch"]
-            given = self._given(aux, batch_K, where[0], index, field["microbatch"])
+            env = self._env(aux, batch_K, where[0], index, field["microbatch"])
             for number, p, action in self._all_actions():
-                own = (params[p], given, field, index, exponents)
-                carry = _when(field["action"] == number, self._placing(p, action), carry, own)
+                operands = (params[p], env, field, index, exponents)
+                carry = _when(field["action"] == number, self._placing(p, action), carry, operands)
             return self._exchange(carry, field)
 
         inner = jax.lax.fori_loop(where[2], where[3], tick, inner)
         return jax.tree.map(lambda x: x[None], inner), inner.acc.small_MS[0, 0]
 
     def _placing(self, p: int, action: Callable[..., Carry]) -> Callable[..., Carry]:
-        """An action of a part whose arrays lie where they did, whatever it does with them."""
-        specs = [self.slot_specs[i] for i in self._held(p)]
+        """An action of a part that leaves its arrays' shardings as they were."""
+        specs = [self.slot_specs[i] for i in self._slots_of(p)]
 
         def run(carry: Carry, params: Any, *others: Any) -> Carry:
             carry = self.inside.place(carry, self.carry_specs)
@@ -323,7 +321,7 @@ class PipelineProgram:
         return run
 
     def _tensors(self) -> jax.Array:
-        """For each stage the tensor of every sum, and the other variables; tensor 0: padding."""
+        """For each stage the tensor of every sum, then the other variables; padding is tensor 0."""
         slots, num_aux = self.spec.slots, self._num_aux
         tensor: dict[int | None, int] = {param: i for i, param in enumerate(slots.trained)}
         aux = [len(tensor) + i for i in range(num_aux)]
@@ -333,7 +331,7 @@ class PipelineProgram:
         ]
         return jnp.array(rows, jnp.int32)
 
-    def _given(
+    def _env(
         self,
         aux: Sequence[jax.Array],
         batch_K: Sequence[jax.Array],
@@ -344,13 +342,13 @@ class PipelineProgram:
         graph = self.spec.graph
         key = microbatch_key(self.spec.seed, step, index)
         batch = [jax.lax.dynamic_index_in_dim(x, local, keepdims=False) for x in batch_K]
-        given: Env = dict(zip(graph.aux_values, aux, strict=True))
-        given |= dict(zip(graph.batch_values, batch, strict=True))
-        given[graph.key_value] = key
-        return given
+        env: Env = dict(zip(graph.aux_values, aux, strict=True))
+        env |= dict(zip(graph.batch_values, batch, strict=True))
+        env[graph.key_value] = key
+        return env
 
     def _all_actions(self) -> list[tuple[int, int, Any]]:
-        """The number of each, its part, and what it does."""
+        """For each action its number, its part and its function."""
         out: list[tuple[int, int, Any]] = []
         for p in sorted(set(self.programs)):
             stage = self.stages[p]
@@ -363,30 +361,32 @@ class PipelineProgram:
                 out.append((actions.number(p, BACKWARD), p, self._backward(p, stage)))
         return out
 
-    def _held(self, p: int) -> list[int]:
+    def _slots_of(self, p: int) -> list[int]:
         """The slots of a part's parameters."""
-        held = self.spec.slots.of[p % self.spec.slots.num_stages]
-        return [held[i] for i in self.stages[p].params]
+        slot_of = self.spec.slots.of[p % self.spec.slots.num_stages]
+        return [slot_of[i] for i in self.stages[p].params]
 
     def _params(self, p: int, slots: Sequence[jax.Array]) -> list[jax.Array]:
         graph = self.spec.graph
         shapes = [graph.values[graph.param_values[i]].shape for i in self.stages[p].params]
-        return [_first_rows(slots[i], own) for i, own in zip(self._held(p), shapes, strict=True)]
+        return [
+            _first_rows(slots[i], shape) for i, shape in zip(self._slots_of(p), shapes, strict=True)
+        ]
 
     def _forward(self, p: int, stage: StagePart) -> Any:
         def run(
-            carry: Carry, params: Any, given: Env, field: Any, index: jax.Array, exponents: Any
+            carry: Carry, params: Any, env: Env, field: Any, index: jax.Array, exponents: Any
         ) -> Carry:
             buffers, acc = carry
             inputs = self._unpacked(stage.above.words, buffers.inputs[field["input"]])
             if self.spec.recompute:
-                made = stage.forward(params, inputs, given)
+                made = stage.forward(params, inputs, env)
             else:
-                made, saved = stage.forward_and_residuals(params, inputs, given)
+                made, saved = stage.forward_and_residuals(params, inputs, env)
                 kept = self._residuals.put(buffers.residuals, p, saved, field["residual"])
                 buffers = buffers._replace(residuals=kept)
             if stage.part.is_last:
-                acc = self._record(acc, made, given, index, exponents)
+                acc = self._record(acc, made, env, index, exponents)
             else:
                 packed = self._packed(stage.below.words, made, buffers.down)
                 buffers = buffers._replace(down=packed)
@@ -396,18 +396,18 @@ class PipelineProgram:
 
     def _backward(self, p: int, stage: StagePart) -> Any:
         def run(
-            carry: Carry, params: Any, given: Env, field: Any, index: jax.Array, exponents: Any
+            carry: Carry, params: Any, env: Env, field: Any, index: jax.Array, exponents: Any
         ) -> Carry:
             buffers, acc = carry
             if self.spec.recompute:
                 grads = self._unpacked(stage.below.float_words, buffers.grads[field["grad"]])
                 inputs = self._unpacked(stage.above.words, buffers.inputs[field["input"]])
-                d_params, d_inputs, made = stage.backward(params, inputs, given, grads)
+                d_params, d_inputs, made = stage.backward(params, inputs, env, grads)
                 if stage.part.is_last:
-                    acc = self._record(acc, made, given, index, exponents)
+                    acc = self._record(acc, made, env, index, exponents)
             else:
                 saved, grads = self._waiting(p, stage, buffers, field)
-                d_params, d_inputs = stage.backward_from_residuals(params, saved, given, grads)
+                d_params, d_inputs = stage.backward_from_residuals(params, saved, env, grads)
             acc = self._add_grads(p, stage, acc, d_params, exponents)
             packed = self._packed(stage.above.float_words, d_inputs, buffers.up)
             return Carry(buffers._replace(up=packed), acc)
@@ -416,11 +416,11 @@ class PipelineProgram:
 
     def _input_grads(self, p: int, stage: StagePart) -> Any:
         def run(
-            carry: Carry, params: Any, given: Env, field: Any, _index: jax.Array, _exponents: Any
+            carry: Carry, params: Any, env: Env, field: Any, _index: jax.Array, _exponents: Any
         ) -> Carry:
             buffers = carry.buffers
             saved, grads = self._waiting(p, stage, buffers, field)
-            d_inputs, kept = stage.input_grads(params, saved, given, grads)
+            d_inputs, kept = stage.input_grads(params, saved, env, grads)
             buffers = buffers._replace(
                 late=self._late.put(buffers.late, p, kept, field["late"]),
                 up=self._packed(stage.above.float_words, d_inputs, buffers.up),
@@ -431,11 +431,11 @@ class PipelineProgram:
 
     def _weight_grads(self, p: int, stage: StagePart) -> Any:
         def run(
-            carry: Carry, params: Any, given: Env, field: Any, _index: jax.Array, exponents: Any
+            carry: Carry, params: Any, env: Env, field: Any, _index: jax.Array, exponents: Any
         ) -> Carry:
             saved, grads = self._waiting(p, stage, carry.buffers, field)
             kept = self._late.get(carry.buffers.late, p, field["late"])
-            d_params = stage.weight_grads(params, saved, given, grads, kept)
+            d_params = stage.weight_grads(params, saved, env, grads, kept)
             return carry._replace(acc=self._add_grads(p, stage, carry.acc, d_params, exponents))
 
         return run
@@ -445,9 +445,9 @@ class PipelineProgram:
         saved = self._residuals.get(buffers.residuals, p, field["residual"])
         return saved, self._unpacked(stage.below.float_words, buffers.grads[field["grad"]])
 
-    # What crosses a boundary is cut over the devices of a stage while it waits and travels, as
-    # ZeRO-R's partitioned activations are (Rajbhandari et al., SC 2020, section 6.1). It is whole
-    # where it is packed and unpacked, for XLA would move parts that do not end where arrays do.
+    # Arrays that cross a boundary are sharded over the devices of a stage while they wait and
+    # travel, as ZeRO-R's partitioned activations are (Rajbhandari et al., SC 2020, section 6.1).
+    # They are whole while packed and unpacked, for shards do not end where arrays do.
 
     def _packed(self, words: BitcastPacking, arrays: Sequence[Any], like: jax.Array) -> jax.Array:
         [packed] = self.inside.whole([words.pack(self.inside.whole(arrays), like.size)])
@@ -459,9 +459,9 @@ class PipelineProgram:
     def _add_grads(
         self, p: int, stage: StagePart, acc: Accumulated, grads: Sequence[Any], exponents: Any
     ) -> Accumulated:
-        held = self._held(p)
-        own = [held[i] for i in stage.trained]
-        places, specs = [self._sum_of[i] for i in own], [self.slot_specs[i] for i in own]
+        slots_of = self._slots_of(p)
+        summed = [slots_of[i] for i in stage.trained]
+        places, specs = [self._sum_of[i] for i in summed], [self.slot_specs[i] for i in summed]
         peaks_NT, grads = self.inside.raise_peaks(
             acc.peaks_NT, places, self.inside.place(grads, specs), specs
         )
@@ -474,17 +474,17 @@ class PipelineProgram:
         return acc._replace(slots=slots, peaks_NT=peaks_NT)
 
     def _record(
-        self, acc: Accumulated, results: list[Any], given: Env, index: jax.Array, exponents: Any
+        self, acc: Accumulated, results: list[Any], env: Env, index: jax.Array, exponents: Any
     ) -> Accumulated:
-        """Sums of a microbatch and what it did to other variables, on the last stage."""
+        """Record a microbatch's sums and its changes of other variables, on the last stage."""
         _, row_S, *new_aux = self.inside.whole(results)
-        old_aux = [given[v] for v in self.spec.graph.aux_values]
-        own, num = self.spec.tensors, self.spec.num_microbatches
-        deltas, words = changes(own, old_aux, new_aux, index, num)
+        old_aux = [env[v] for v in self.spec.graph.aux_values]
+        tensors, num = self.spec.tensors, self.spec.num_microbatches
+        deltas, words = changes(tensors, old_aux, new_aux, index, num)
         first = len(self._sum_of)
-        tensors = range(first, first + len(deltas))
+        places = range(first, first + len(deltas))
         peaks_NT, deltas = self.inside.raise_peaks(
-            acc.peaks_NT, tensors, deltas, [P(STAGE_AXIS)] * len(deltas)
+            acc.peaks_NT, places, deltas, [P(STAGE_AXIS)] * len(deltas)
         )
         add = self.spec.contribution.add
         return acc._replace(
@@ -492,13 +492,13 @@ class PipelineProgram:
             peaks_NT=peaks_NT,
             aux=[
                 add(before, x, exponents[t])
-                for t, before, x in zip(tensors, acc.aux, deltas, strict=True)
+                for t, before, x in zip(places, acc.aux, deltas, strict=True)
             ],
-            words=joined_words(own, acc.words, words),
+            words=joined_words(tensors, acc.words, words),
         )
 
     def _exchange(self, carry: Carry, field: Any) -> Carry:
-        """Arrays to the neighbours, over the boundaries of this tick."""
+        """Send arrays to the neighbours, over the boundaries of this tick."""
         buffers = carry.buffers
         num = self.spec.slots.num_stages
 
@@ -517,27 +517,26 @@ class PipelineProgram:
             return run
 
         for i, boundaries in enumerate(self.exchanges):
-            if boundaries:  # every stage does the same, for the set is the tick's
+            if boundaries:  # the same on every stage, for the set is the tick's
                 buffers = _when(field["exchange"] == i, over(boundaries), buffers, ())
         return carry._replace(buffers=buffers)
 
     def collect(
         self, group: Slots, slots: Sequence[tuple[jax.Array, ...]], small: Accumulated | None
     ) -> tuple[list[tuple[jax.Array, ...]], DeviceSums | None]:
-        """Sums of all stages in the pieces of storage.
+        """Sums of all stages, in the pieces of storage.
 
         Args:
-            group: Slots of which they are.
-            slots: The sums in those that are summed.
-            small: All else, without slots, which travels along; None: nothing.
+            slots: Sums in the trained slots of the group.
+            small: The small arrays, collected in the same exchange; None: not with this group.
 
         Returns:
-            For each trained parameter of the group its parts; and everything small, with the
-            other variables as its values.
+            For each trained parameter of the group its parts; and the small arrays, whose values
+            are the other variables'.
         """
         if small is None:
-            own = [[x[0] for x in parts] for parts in slots]
-            return _at_least_1d(group.collect(own, [])[0]), None
+            stage_sums = [[x[0] for x in parts] for parts in slots]
+            return _at_least_1d(group.collect(stage_sums, [])[0]), None
         slots, acc = jax.tree.map(lambda x: x[0], (list(slots), small))
         peaks_T = self.inside.largest(acc.peaks_NT)
         every = [acc.small_MS, peaks_T, *acc.words, *(x for parts in acc.aux for x in parts)]
@@ -559,18 +558,18 @@ def _at_least_1d(values: Sequence[tuple[jax.Array, ...]]) -> list[tuple[jax.Arra
 
 
 def _when(condition: jax.Array, run: Callable[..., Any], carry: Any, operands: Any) -> Any:
-    """`run(carry, *operands)` once or not at all, in place."""
+    """Run `run(carry, *operands)` once or not at all, in place."""
 
     def body(i: jax.Array, carry: Any) -> Any:
-        # XLA takes what does not vary out of a loop, even out of one that may never run.
-        _, carry, own = jax.lax.optimization_barrier((i, carry, operands))
-        return run(carry, *own)
+        # XLA moves invariant work out of a loop, even out of one that may never run.
+        _, carry, pinned = jax.lax.optimization_barrier((i, carry, operands))
+        return run(carry, *pinned)
 
     return jax.lax.fori_loop(0, condition.astype(jnp.int32), body, carry)
 
 
 def _first_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """What a stage uses of a slot, which is as long as the longest stage's."""
+    """A stage's rows of a slot, which is as long as the longest stage's."""
     return x if x.shape == shape else jax.lax.slice(x, (0,) * x.ndim, shape)
 
 

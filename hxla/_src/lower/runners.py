@@ -1,4 +1,4 @@
-"""What runs the microbatches of a replica, as its plan has it: a chain or a pipeline."""
+"""Makes the runner of a replica's microbatches from its plan: a chain or a pipeline."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ Runner = ChainRunner | Pipeline
 
 
 def chains(plan: Plan, spec: ChainSpec) -> Callable[[Replica], ChainRunner]:
-    """What makes the runner of a replica that is no pipeline."""
+    """A function that makes the chain runner of a replica."""
     texts = ONE_PROGRAM if plan.chain is None else plan.chain.sequence
     sequence = sequence_from_texts(len(spec.parts), texts)
     by_part = plan.placement.zero > 1
@@ -50,11 +50,11 @@ def pipeline_spec(
     trained: tuple[int, ...],
     sharded: Sharded | None,
 ) -> PipelineSpec:
-    """What the programs of a copy in stages are made from.
+    """The `PipelineSpec` of a plan.
 
     Args:
         trained: Places of the parameters that are trained.
-        sharded: What the axes inside a stage cut; None: there are none.
+        sharded: How the axes inside a stage cut the graph; None: there are none.
     """
     planned = plan.pipeline
     assert planned is not None
@@ -103,13 +103,15 @@ def pipeline_spec(
 def param_groups(
     runner: Runner, trained: Sequence[int], keeps_roundings: bool
 ) -> tuple[list[list[int]], list[dict[int, str]]]:
-    """The trained parameters that are gathered together: of each part, and last those that none
-    reads; of stages those of each group of slots.
+    """Groups of trained parameters that are gathered together.
+
+    A chain has a group for each part, and a last one of unread parameters; a pipeline one for each
+    group of slots.
 
     Args:
         trained: Places of the trained parameters, in the order of their numbers.
-        keeps_roundings: Whether no compiler may leave out a cast that the trace has; else rounding
-            before is not the same.
+        keeps_roundings: Whether compilers keep every cast of the trace; else rounding before the
+            gather could differ from it.
 
     Returns:
         For each group its parameters, and those that may travel in a low dtype, with the dtype.
@@ -119,13 +121,13 @@ def param_groups(
         read = runner.low_params() if keeps_roundings else {}
         of_slots = [group.trained for group in runner.groups]
         return (
-            [[number[p] for p in own] for own in of_slots],
-            [{number[p]: read[p] for p in own if p in read} for own in of_slots],
+            [[number[p] for p in params] for params in of_slots],
+            [{number[p]: read[p] for p in params if p in read} for params in of_slots],
         )
     groups, low = [], []
     for i in range(runner.num_parts):
         groups.append(list(dict.fromkeys(number[p] for p in runner.params_of(i) if p in number)))
-        found = runner.low_params_of(i) if keeps_roundings else {}
-        low.append({number[p]: dtype for p, dtype in found.items() if p in number})
+        dtypes = runner.low_params_of(i) if keeps_roundings else {}
+        low.append({number[p]: dtype for p, dtype in dtypes.items() if p in number})
     unread = set(number.values()).difference(*groups)
     return [*groups, sorted(unread)], [*low, {}]

@@ -1,4 +1,4 @@
-"""What one part of a chain computes for one microbatch, and adds to the sums of its parameters.
+"""One part of a chain: forward, backward, and the gradients that join the sums.
 
 Legend of shape suffixes: M microbatches of a step, S sums of a microbatch (loss, weight, metrics),
 T tensors of one part.
@@ -34,10 +34,10 @@ from .stage import StagePart
 
 
 class _Term(NamedTuple):
-    """What joins the sum of a tensor.
+    """One term of the sum of a tensor.
 
     Attributes:
-        at: The dimension and the first row where it is some rows of a stacked parameter.
+        at: Dimension and first row, if it is some rows of a stacked parameter; None: all of it.
     """
 
     tensor: int
@@ -51,17 +51,17 @@ class SegmentPart:
     Args:
         shared: See `shared_tensors`.
         wanted: See `wanted_values`.
-        on_cpu: Whether arrays are laid out as a CPU likes them.
-        replica: Whose devices run it, if there are several.
+        on_cpu: Whether to lay out arrays for CPUs.
+        replica: The replica that runs it, if it has several devices.
 
     Attributes:
-        params: The parameters that it reads, whole ones or such of which it reads rows.
-        starts: Of those of which it reads rows the first, int32.
-        batch: The places of what it reads of the batch.
-        aux: The places of the other variables that it reads.
-        packs: The sums that it adds to, by their places in `ChainSpec.packs`.
-        tensors: The tensors of those sums, in their order.
-        pending: The inputs to whose gradients a later part has added.
+        params: Places of the parameters that it reads, whole or some rows.
+        starts: The first row of each parameter read by rows, int32.
+        batch: Places of the batch's arrays that it reads.
+        aux: Places of the other variables that it reads.
+        packs: Places in `ChainSpec.packs` of the sums to which it adds.
+        tensors: The tensors of these sums, sorted.
+        pending: Inputs whose gradients have terms of later parts.
     """
 
     def __init__(
@@ -84,26 +84,26 @@ class SegmentPart:
         self.stage = StagePart(graph, part, place, trained=entries, on_cpu=on_cpu, wanted=wanted)
         self.is_last = part.is_last
         tensor_of = {p: t for t, p in enumerate(spec.trained)}
-        # The program of a whole microbatch is the traced one, which is given everything.
+        # The program of a whole microbatch is the traced one, whose arguments are complete.
         entries_of_part = range(len(param_of)) if spec.is_whole else self.stage.params
         trained = spec.trained if spec.is_whole else self.stage.trained
         self.params = tuple(param_of[entry] for entry in entries_of_part)
         self._rows = [graph.values[graph.param_values[entry]].rows for entry in entries_of_part]
-        given = set(part.segment.given)
+        reads = set(part.segment.given)
         self.batch = tuple(
-            i for i, v in enumerate(graph.batch_values) if v in given or spec.is_whole
+            i for i, v in enumerate(graph.batch_values) if v in reads or spec.is_whole
         )
-        self.aux = tuple(i for i, v in enumerate(graph.aux_values) if v in given or self.is_last)
+        self.aux = tuple(i for i, v in enumerate(graph.aux_values) if v in reads or self.is_last)
         self.starts = np.array([rows[1] for rows in self._rows if rows is not None], np.int32)
-        #: For each gradient its place among the parameters, its tensor, and its rows.
+        #: For each gradient the place of its parameter, its tensor and its rows.
         self._grads = [(i, tensor_of[self.params[i]], self._rows[i]) for i in trained]
         tensors = {t for _, t, _ in self._grads}
-        #: What no part reads has a gradient of zero.
+        #: Tensors that no part reads: their gradient is zero.
         self._unread: list[int] = []
         if self.is_last:
             entries_read = (entry for q in spec.parts for entry in q.segment.params)
-            found = {tensor_of.get(param_of[entry]) for entry in entries_read}
-            self._unread = sorted(set(tensor_of.values()) - found - tensors)
+            tensors_read = {tensor_of.get(param_of[entry]) for entry in entries_read}
+            self._unread = sorted(set(tensor_of.values()) - tensors_read - tensors)
             tensors |= {*self._unread, *range(len(tensor_of), len(spec.tensors.floats))}
         self.tensors = tuple(sorted(tensors))
         self.packs = tuple(k for k, pack in enumerate(spec.packs) if not tensors.isdisjoint(pack))
@@ -117,11 +117,11 @@ class SegmentPart:
     def forward(
         self, params: Any, starts: jax.Array, inputs: Any, aux: Any, where: jax.Array, batch: Any
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """What later parts read, and those residuals that are neither this nor an input."""
-        given = self._given(aux, self._key(where), batch)
-        own = self._own(params, starts)
-        made, saved = self.stage.forward_and_residuals(own, self._inputs(inputs), given)
-        return in_bytes(made), in_bytes([saved[i] for i in self.stage.own_residuals])
+        """The values for later parts, and the inner residuals."""
+        env = self._env(aux, self._key(where), batch)
+        arrays = self._params_or_rows(params, starts)
+        made, saved = self.stage.forward_and_residuals(arrays, self._inputs(inputs), env)
+        return in_bytes(made), in_bytes([saved[i] for i in self.stage.inner_residuals])
 
     def backward(
         self,
@@ -137,14 +137,14 @@ class SegmentPart:
         grads: Any,
         pending: Any,
     ) -> tuple[Any, ...]:
-        """The sums and the peaks of the part's tensors; gradients of the inputs."""
-        given, own = self._given(aux, self._key(where), batch), self._own(params, starts)
+        """The sums and peaks of the part's tensors, and gradients of its inputs."""
+        env, arrays = self._env(aux, self._key(where), batch), self._params_or_rows(params, starts)
         saved = from_bytes(saved, self.stage.residuals)
-        d_params, d_inputs = self.stage.backward_from_residuals(own, saved, given, grads)
+        d_params, d_inputs = self.stage.backward_from_residuals(arrays, saved, env, grads)
         terms = self._terms(d_params, starts)
-        limbs, bits_T = self._joined(terms, limbs, exponents_T, where[2])
+        limbs, bits_T = self._join(terms, limbs, exponents_T, where[2])
         peaks_T = jnp.maximum(peaks_T * where[2], bits_T)
-        return limbs, peaks_T, self._with_pending(d_inputs, pending)
+        return limbs, peaks_T, self._add_pending(d_inputs, pending)
 
     def loss(
         self,
@@ -157,19 +157,19 @@ class SegmentPart:
         where: jax.Array,
         batch: Any,
     ) -> tuple[DeviceSums, jax.Array, list[jax.Array]]:
-        """Forward and backward of the last part: sums, an array to wait on, the inputs' gradients.
+        """Forward and backward of the last part: sums, an array to wait on, input gradients.
 
-        The sums' limbs and peaks are those of the part.
+        The limbs and peaks of `sums` are those of the part only.
         """
         step, index, keep = where[0], where[1], where[2]
         key = microbatch_key(self._spec.seed, step, index)
-        found = self._gradient(params, starts, inputs, aux, key, batch)
-        (row_S, *new_aux), d_params, d_inputs = found
+        results = self._gradient(params, starts, inputs, aux, key, batch)
+        (row_S, *new_aux), d_params, d_inputs = results
         tensors, num = self._spec.tensors, self._spec.num_microbatches
         d_params = clipped(self._spec, d_params, row_S)
         deltas, words = changes(tensors, aux, new_aux, index, num)
         terms = self._terms(d_params, starts, deltas)
-        limbs, bits_T = self._joined(terms, sums.values, exponents_T, keep)
+        limbs, bits_T = self._join(terms, sums.values, exponents_T, keep)
         out = DeviceSums(
             (sums.small_MS * keep).at[index].set(row_bits(row_S)),
             jnp.maximum(sums.peaks_T * keep, bits_T),
@@ -180,30 +180,30 @@ class SegmentPart:
 
     @property
     def last_program(self) -> Any:
-        """`loss`, or that of a whole microbatch, or of several."""
+        """`loss`, or the program of one or several whole microbatches."""
         return whole_program(self.loss, self._spec.per_call) if self._spec.is_whole else self.loss
 
-    # -- what they are made of -------------------------------------------------------------------
+    # -- steps of the programs -------------------------------------------------------------------
 
     def _gradient(
         self, params: Any, starts: Any, inputs: Any, aux: Any, key: jax.Array, batch: Any
     ) -> tuple[list[Any], list[Any], list[jax.Array]]:
-        """`[sums[S], *new aux]`, the gradients of trained parameters, and those of the inputs."""
+        """`[sums[S], *new aux]`, gradients of the trained parameters, gradients of the inputs."""
         if self._spec.is_whole:
             gradient = whole_gradient(self._spec, self._mesh, self._uneven, self._on_cpu)
             (_, results), grads = gradient(params, aux, key, batch)
             return results, grads, []
-        given, own = self._given(aux, key, batch), self._own(params, starts)
+        env, arrays = self._env(aux, key, batch), self._params_or_rows(params, starts)
         d_params, d_inputs, (_, *results) = self.stage.backward(
-            own, self._inputs(inputs), given, []
+            arrays, self._inputs(inputs), env, []
         )
         return results, d_params, d_inputs
 
     def _inputs(self, inputs: Sequence[jax.Array]) -> list[jax.Array]:
         return from_bytes(inputs, shapes_of(self._spec.graph, self.stage.part.inputs))
 
-    def _own(self, params: Sequence[jax.Array], starts: jax.Array) -> list[jax.Array]:
-        """The parameters, of stacked ones the rows that are read."""
+    def _params_or_rows(self, params: Sequence[jax.Array], starts: jax.Array) -> list[jax.Array]:
+        """The parameters that the part reads; of stacked ones its rows."""
         out, k = [], 0
         for x, rows in zip(params, self._rows, strict=True):
             if rows is not None:
@@ -216,14 +216,14 @@ class SegmentPart:
     def _key(self, where: jax.Array) -> jax.Array:
         return microbatch_key(self._spec.seed, where[0], where[1])
 
-    def _given(self, aux: Any, key: jax.Array, batch: Any) -> Env:
+    def _env(self, aux: Any, key: jax.Array, batch: Any) -> Env:
         graph = self._spec.graph
-        given: Env = {graph.aux_values[i]: x for i, x in zip(self.aux, aux, strict=True)}
-        given |= {graph.batch_values[i]: x for i, x in zip(self.batch, batch, strict=True)}
-        given[graph.key_value] = key
-        return given
+        env: Env = {graph.aux_values[i]: x for i, x in zip(self.aux, aux, strict=True)}
+        env |= {graph.batch_values[i]: x for i, x in zip(self.batch, batch, strict=True)}
+        env[graph.key_value] = key
+        return env
 
-    def _with_pending(self, grads: Sequence[jax.Array], pending: Sequence[jax.Array]) -> Any:
+    def _add_pending(self, grads: Sequence[jax.Array], pending: Sequence[jax.Array]) -> Any:
         before = dict(zip(self.pending, pending, strict=True))
         pairs = zip(self.floats, grads, strict=True)
         return [before[v] + g if v in before else g for v, g in pairs]
@@ -231,7 +231,7 @@ class SegmentPart:
     def _terms(
         self, d_params: Sequence[Any], starts: jax.Array, deltas: Sequence[jax.Array] = ()
     ) -> list[_Term]:
-        """What a microbatch adds, in the order of tensors."""
+        """The terms of a microbatch, in the order of tensors."""
         order = iter(range(len(self.starts)))
         start_of = [None if rows is None else next(order) for rows in self._rows]
         terms = []
@@ -246,7 +246,7 @@ class SegmentPart:
     def _is_shared(self, pack: Sequence[int]) -> bool:
         return not self._shared.isdisjoint(pack)
 
-    def _joined(
+    def _join(
         self,
         terms: Sequence[_Term],
         before: Sequence[Any],
@@ -264,10 +264,10 @@ class SegmentPart:
         for i, term in enumerate(terms):
             places[term.tensor].append(i)
         packs = [spec.packs[k] for k in self.packs]
-        together = []  # the terms that join as one array
+        together = []  # groups of terms that join as one array
         for pack in packs:
-            own = [i for t in pack for i in places[t]]
-            together += [[i] for i in own] if self._is_shared(pack) else [own]
+            joined = [i for t in pack for i in places[t]]
+            together += [[i] for i in joined] if self._is_shared(pack) else [joined]
         arrays, bits = self._largest(terms, together)
         row_of = {t: i for i, t in enumerate(self.tensors)}
         out, joining = [], iter(arrays)
@@ -275,19 +275,19 @@ class SegmentPart:
             rows = np.array([row_of[t] for t in pack])
             if self._is_shared(pack):
                 for i in places[pack[0]]:
-                    old = self._added_to(old, next(joining), terms[i].at, exponents_T[rows[0]])
+                    old = self._add_to_shared(old, next(joining), terms[i].at, exponents_T[rows[0]])
             else:
-                old = self._added(old, next(joining), exponents_T, rows, keep)
+                old = self._add_to_pack(old, next(joining), exponents_T, rows, keep)
             out.append(old)
         if len(terms) > len(self.tensors):
             of_tensors = [[bits[i] for i in places[t]] for t in self.tensors]
-            bits = jnp.stack([functools.reduce(jnp.maximum, own) for own in of_tensors])
+            bits = jnp.stack([functools.reduce(jnp.maximum, each) for each in of_tensors])
         return out, bits
 
     def _largest(
         self, terms: Sequence[_Term], together: Sequence[Sequence[int]]
     ) -> tuple[list[Any], jax.Array]:
-        """Terms as sums read them fast, and the bit pattern of the largest magnitude of each."""
+        """Terms in the layout that sums read fast, and the bits of each one's largest magnitude."""
         values = [term.value for term in terms]
         if self._mesh is None:
             return local_largest(values, self._lay_out, together)
@@ -297,10 +297,10 @@ class SegmentPart:
     def _lay_out(self, x: jax.Array) -> jax.Array:
         return row_major(x) if self._on_cpu else x
 
-    def _added(
+    def _add_to_pack(
         self, old: Any, x: Any, exponents_T: jax.Array, rows: np.ndarray, keep: jax.Array
     ) -> Any:
-        """The sum of a pack with one term more, or with the term alone where it begins anew."""
+        """The sum of a pack with one more term; with `keep` 0 that term alone."""
         if not isinstance(x, Rows):
             exponent = exponents_T[rows[0]] if len(rows) == 1 else exponents_T[rows, None]
             return self._spec.contribution.add(old, x, exponent, keep)
@@ -308,12 +308,12 @@ class SegmentPart:
             old = jax.lax.cond(
                 keep == 0, lambda xs: [jnp.zeros_like(x) for x in xs], lambda xs: xs, list(old)
             )
-        else:  # a branch would wait for the host there
+        else:  # elsewhere a branch may wait for the host
             old = [x * keep for x in old]
         return self._spec.contribution.add_rows(old, x, exponents_T[rows[0]])
 
-    def _added_to(self, old: Any, x: jax.Array, at: Any, exponent: jax.Array) -> Any:
-        """A sum that began at zero, with a term for all of it or for some rows."""
+    def _add_to_shared(self, old: Any, x: jax.Array, at: Any, exponent: jax.Array) -> Any:
+        """A shared sum, which begins at zero, with one more term for all of it or for some rows."""
         add = self._spec.contribution.add
         if at is None:
             return add(old, x, exponent)
@@ -325,7 +325,7 @@ class SegmentPart:
 
     @property
     def key(self) -> Any:
-        """What two parts share only if their programs are the same."""
+        """Equal for two parts only if their programs are the same."""
         spec = self._spec
         order = {t: i for i, t in enumerate(self.tensors)}
         packs = [

@@ -1,6 +1,6 @@
-"""The programs of a chain: of its parts, the small ones around them, and their bytes.
+"""The programs of a chain: those of its parts, small ones around them, and their bytes.
 
-A chain of one part needs none around it but empty sums: its program takes the sums as they are.
+A chain of one part needs no small program but empty sums: its program reads the sums directly.
 
 Legend of shape suffixes: T float tensors.
 """
@@ -33,12 +33,12 @@ from .replica import Replica, device_bytes
 from .segment_part import SegmentPart
 from .stage import StagePart
 
-#: Operations of a backward beside those of its forward.
+#: Operations of a backward in proportion to its forward's.
 _BACKWARD_WORK = 2.0
 
 
 def crossing_values(parts: Sequence[ChainPart]) -> tuple[tuple[int, ...], ...]:
-    """For each part the values that earlier parts made and it or later ones read."""
+    """For each part the values that cross into it, for it or later parts."""
     made = [set(part.outputs) for part in parts]
     read = [set(part.inputs) for part in parts]
     return tuple(
@@ -54,18 +54,15 @@ def segment_costs(
     fused: bool = False,
     residuals: Sequence[int] | None = None,
 ) -> list[SegmentCost]:
-    """What the programs of each part take of a device; seconds in proportion to operations.
+    """Memory and time of each part's programs on a device; seconds in proportion to operations.
 
     Args:
-        sharded: The graph of the loss, as it is cut into parts, and how the devices of a copy cut
-            it, of which one's part counts.
-        temporary: For each part the temporaries in bytes of its forward and its backward, or of
-            its only program; None: not known before compilation, estimated as the bytes of what a
-            backward reads and makes.
+        sharded: The graph of the loss, and how the devices of a replica cut it.
+        temporary: For each part the bytes of temporaries of its forward and backward, or of its
+            only program; None: before compilation, estimated from the arrays of a backward.
         fused: Whether all parts and their backwards are one program, which keeps more.
-        residuals: For each part the bytes of what its forward leaves besides its inputs and
-            outputs; None: not known before compilation, and those in the midst of a part are taken
-            to be cut as what else has their shape there.
+        residuals: For each part the bytes of its inner residuals; None: before compilation, when
+            each is taken to be sharded as other values of its shape in the part.
     """
     crossing = crossing_values([stage.part for stage in stages])
     known = [max(stage.part.segment.flops, 1.0) for stage in stages]
@@ -75,31 +72,31 @@ def segment_costs(
         if residuals is None:
             kind = stage.kind
             if kind not in kinds:
-                kinds[kind] = _own_residuals(stage.composed, stage.part, fused=fused)
+                kinds[kind] = _inner_residuals(stage.composed, stage.part, fused=fused)
             left, reads_input = kinds[kind]
             parts = _fewest_parts(sharded, stage.part)
-            own = sum(bytes_of(v.aval.shape, v.aval.dtype) // parts(v.aval.shape) for v in left)
+            inner = sum(bytes_of(v.aval.shape, v.aval.dtype) // parts(v.aval.shape) for v in left)
         else:
-            own, reads_input = residuals[i], stage.part.is_last or stage.reads_its_input
+            inner, reads_input = residuals[i], stage.part.is_last or stage.reads_its_input
         floats = {v for later in stages[i:] for v in later.above_floats}
         grads = sum(sharded.device_bytes(v) for v in crossing[i] if v in floats)
         if temporary is None:
             forward = 0
             trained = [sharded.graph.param_values[stage.params[k]] for k in stage.trained]
-            backward = own + sum(map(sharded.device_bytes, trained))
+            backward = inner + sum(map(sharded.device_bytes, trained))
         else:
             forward, backward = temporary[i][0], temporary[i][-1]
         name = INPUT if stage.part.is_last else CUT
         both = known[i] * (1 + _BACKWARD_WORK) if stage.part.is_last else known[i] * _BACKWARD_WORK
         made = Residuals(
             name=name,
-            # Not none: only the last starts from its input alone.
-            num_bytes=0 if stage.part.is_last else max(own, 1),
+            # At least 1: only the last part starts from its input alone.
+            num_bytes=0 if stage.part.is_last else max(inner, 1),
             reads_input=stage.part.is_last or reads_input,
             forward_seconds=known[i],
             backward_seconds=both,
             forward_temporary_bytes=forward,
-            backward_temporary_bytes=backward + (own if stage.part.is_last else 0),
+            backward_temporary_bytes=backward + (inner if stage.part.is_last else 0),
         )
         out.append(
             SegmentCost(
@@ -109,44 +106,43 @@ def segment_costs(
                 forward_seconds=known[i],
                 residuals=(made,),
                 # A forward makes its residuals, whether they are kept or not.
-                forward_temporary_bytes=forward + own,
+                forward_temporary_bytes=forward + inner,
             )
         )
     return out
 
 
-def _own_residuals(
+def _inner_residuals(
     program: Composed, part: ChainPart, *, fused: bool
 ) -> tuple[list[Variable], bool]:
-    """What a forward leaves besides inputs and outputs, and whether backwards read its inputs."""
+    """The inner residuals of a forward, and whether inputs are residuals too."""
     inputs = {program.arguments[v] for v in part.inputs}
     alone, kept = (
         program.kept(part.inputs, repeats, is_last=part.is_last)
         for repeats in (is_cheap, is_fused if fused else is_cheap)
     )
-    there = inputs.union(variables(program.results))
-    return [v for v in kept if v not in there], not inputs.isdisjoint(alone)
+    outer = inputs.union(variables(program.results))
+    return [v for v in kept if v not in outer], not inputs.isdisjoint(alone)
 
 
 def _fewest_parts(sharded: Sharded, part: ChainPart) -> Callable[[Sequence[int]], int]:
-    """From a shape to how many parts arrays of it are cut into in a part, the fewest of all."""
+    """From a shape to the fewest shards of any value of that shape in a part."""
     values = values_by_shape(sharded.graph, part)
     return lambda shape: min(map(sharded.num_parts, values.get(tuple(shape), ())), default=1)
 
 
 def temporary_bytes(compiled: Any) -> int:
-    """Bytes of a compiled program beside its arguments and results; 0 if they are not known."""
+    """Bytes of a compiled program beside its arguments and results; 0 if unknown."""
     stats = compiled.memory_analysis()
     return 0 if stats is None else int(stats.temp_size_in_bytes)
 
 
 class ChainParts(NamedTuple):
-    """The parts of a chain on some kind of device: tracing them takes longest.
+    """The parts of a chain on one kind of device, shared by replicas: tracing them takes longest.
 
     Attributes:
-        each: In order.
-        same: For each the first that has the same programs.
-        replica: Whose devices are named in what they trace; None: no device is.
+        same: For each part the first one with the same programs.
+        replica: The replica whose devices the traces name; None: they name no device.
     """
 
     each: tuple[SegmentPart, ...]
@@ -155,7 +151,7 @@ class ChainParts(NamedTuple):
 
 
 def parts_for(spec: ChainSpec, replica: Replica) -> ChainParts:
-    """Make the parts; those of replicas on like devices differ in their devices only."""
+    """Make the parts of a chain; those of replicas on like devices differ in their devices only."""
     parts = _parts(spec, replica)
     same = [0] if spec.is_whole else firsts_alike(part.key for part in parts)
     return ChainParts(parts, tuple(same), replica if replica.axes else None)
@@ -172,26 +168,26 @@ def _parts(spec: ChainSpec, replica: Replica) -> tuple[SegmentPart, ...]:
 
 
 class SegmentPrograms:
-    """What a replica runs of a chain.
+    """The programs of a chain on a replica.
 
     Args:
-        by_part: Whether sums are there only while their part runs; see `LayerwiseStep`.
+        by_part: Whether sums exist only while their part runs; see `LayerwiseStep`.
 
     Attributes:
-        names: Of all programs, in the order of `lower`.
+        names: Names of all programs, in the order of `lower`.
         shared: Packs to which several parts add, whose sums begin with a step.
-        first_packs: For each part the packs whose sums begin with its backward; none if not by
-            part.
-        zeros: Empty sums.
+        first_packs: For each part the packs whose sums begin with its backward; empty if not
+            `by_part`.
+        zeros: Makes empty sums.
     """
 
     def __init__(self, spec: ChainSpec, parts: ChainParts, replica: Replica, by_part: bool):
         self._spec, self._replica, self._by_part = spec, replica, by_part
-        self._parts, self._same, self._whose = parts
+        self._parts, self._same, self._traced_for = parts
         self._distinct = sorted(set(self._same))
         shared = shared_tensors(spec.graph, spec.parts, spec.trained)
-        of_shared = [k for k, pack in enumerate(spec.packs) if not shared.isdisjoint(pack)]
-        self.shared = [] if by_part else of_shared  # else zeros are made when they are needed
+        shared_packs = [k for k, pack in enumerate(spec.packs) if not shared.isdisjoint(pack)]
+        self.shared = [] if by_part else shared_packs  # by part zeros are made when they are needed
         options = compiler_options if spec.is_whole else update_options
         self._options = options(replica.devices[0].platform, spec.contribution.form)
         #: Split a replica's scales for the parts of a chain, and join their peaks.
@@ -199,10 +195,10 @@ class SegmentPrograms:
         if not spec.is_whole:
             each = [P()] * len(self._parts)
             specs = each, each, spec.sums_specs(self.shared)
-            # Nothing of what is donated is read: it is to be used again nevertheless.
+            # The donated arrays are not read, but their memory is to be reused.
             begin = self._jit(self._begun, specs, donate_argnums=1, keep_unused=True)
             self._around = [begin, self._jit(self._whole_peaks, P())]
-        self.zeros = self._made(self._empty, self._sums_specs)
+        self.zeros = self._jit_placed(self._empty, self._sums_specs)
         self.first_packs = first_packs(spec) if by_part else []
         shapes = pack_shapes(spec.tensors, spec.packs)
         self._first_shapes = [
@@ -210,7 +206,7 @@ class SegmentPrograms:
             for packs in self.first_packs
         ]
         self._fresh = {
-            first: self._made(
+            first: self._jit_placed(
                 lambda first=first: [spec.contribution.zeros(shape) for shape, _ in first],
                 [specs for _, specs in first],
             )
@@ -243,18 +239,18 @@ class SegmentPrograms:
         return DeviceSums(*specs)
 
     def _jit(self, run: Any, specs: PyTree, **options: Any) -> Any:
-        """A program; `specs` are the PartitionSpecs of its results, None where XLA decides."""
+        """Jit a program; `specs` are the PartitionSpecs of its results, None where XLA decides."""
         if self._replica.axes:
-            return self._made(run, specs, **options)
+            return self._jit_placed(run, specs, **options)
         return jax.jit(run, compiler_options=self._options, **options)
 
-    def _made(self, run: Any, specs: PyTree, **options: Any) -> Any:
-        """The same, also of a program that reads nothing which says where it runs."""
+    def _jit_placed(self, run: Any, specs: PyTree, **options: Any) -> Any:
+        """`_jit` of a program without arguments: result shardings give its devices."""
         is_spec = lambda x: isinstance(x, P)  # noqa: E731
         where = jax.tree.map(self._replica.sharding, specs, is_leaf=is_spec)
         return jax.jit(run, compiler_options=self._options, out_shardings=where, **options)
 
-    def _of_part(self, part: SegmentPart) -> dict[str, Any]:
+    def _part_programs(self, part: SegmentPart) -> dict[str, Any]:
         spec = self._spec
         limbs: list[Any] = spec.sums_specs(part.packs)
         floats = spec.specs_of(part.floats)
@@ -264,7 +260,7 @@ class SegmentPrograms:
         stage, made = part.stage, spec.waiting_specs(part.stage.part.outputs)
         kept: list[P | None] = []
         if self._replica.axes:
-            shapes = [stage.residuals[i].shape for i in stage.own_residuals]
+            shapes = [stage.residuals[i].shape for i in stage.inner_residuals]
             kept = spec.inner_specs(stage.part, shapes)
         return {
             "forward": self._jit(part.forward, (made, kept)),
@@ -273,10 +269,10 @@ class SegmentPrograms:
 
     @functools.cached_property
     def _jitted(self) -> dict[int, dict[str, Any]]:
-        """The programs of distinct parts; they are traced again where they name other devices."""
-        is_traced = self._whose in (None, self._replica)
+        """The programs of distinct parts; traced again if traces name another replica's devices."""
+        is_traced = self._traced_for in (None, self._replica)
         parts = self._parts if is_traced else _parts(self._spec, self._replica)
-        return {i: self._of_part(parts[i]) for i in self._distinct}
+        return {i: self._part_programs(parts[i]) for i in self._distinct}
 
     def _kinds(self, i: int) -> tuple[str, ...]:
         return ("loss",) if self._parts[i].is_last else ("forward", "backward")
@@ -284,13 +280,13 @@ class SegmentPrograms:
     # -- small programs --------------------------------------------------------------------------
 
     def begin(self, exponents: jax.Array, sums: DeviceSums, shared: Any) -> Any:
-        """The scales and the peaks of each part, and zeros for sums to which several add."""
+        """The scales and peaks of each part, and zeros for sums to which several parts add."""
         if not self._around:
             return [exponents], [sums.peaks_T], []
         return self._around[0](exponents, shared)
 
     def end(self, peaks: Sequence[jax.Array]) -> jax.Array:
-        """The peaks of all tensors, from those of the parts."""
+        """The peaks of all tensors, from the peaks of each part."""
         return self._around[1](peaks) if self._around else peaks[0]  # type: ignore[no-any-return]
 
     def _begun(self, exponents_T: jax.Array, shared: Any) -> Any:
@@ -310,7 +306,7 @@ class SegmentPrograms:
     # -- compilation -----------------------------------------------------------------------------
 
     def lower(self, params: Sequence[Any], aux: Sequence[Any], exponents: Any) -> list[Any]:
-        """The programs before compilation: of each part that is like no earlier one; the rest."""
+        """The programs before compilation: those of distinct parts, then the small ones."""
         spec, like = self._spec, self._replica.like
         batch = list(map(like, self.batch_shapes(), spec.batch_specs()))
         limbs, sums = self.sums_shapes.values, jax.tree.map(like, jax.eval_shape(self._empty))
@@ -324,20 +320,20 @@ class SegmentPrograms:
         for i, programs in self._jitted.items():
             part = self._parts[i]
             stage = part.stage
-            own = [params[p] for p in part.params], part.starts
-            others, given = [aux[k] for k in part.aux], [batch[k] for k in part.batch]
+            arguments = [params[p] for p in part.params], part.starts
+            others, arrays = [aux[k] for k in part.aux], [batch[k] for k in part.batch]
             added = [limbs[k] for k in part.packs]
             inputs = self._arrays(stage.part.inputs, spec.waiting_specs)
             if part.is_last:
                 of_part = sums._replace(values=added, peaks_T=peaks[i])
-                read = *own, inputs, others, of_part, scales[i], where, given
+                read = *arguments, inputs, others, of_part, scales[i], where, arrays
                 out.append(programs["loss"].lower(*read))
                 continue
-            out.append(programs["forward"].lower(*own, inputs, others, where, given))
-            saved = self._residuals[i] = self._kept(part, inputs, out[-1])
+            out.append(programs["forward"].lower(*arguments, inputs, others, where, arrays))
+            saved = self._residuals[i] = self._residual_shapes(part, inputs, out[-1])
             joined = added, peaks[i], scales[i]
             grads, late = self._arrays(stage.below_floats), self._arrays(part.pending)
-            read_late = *own, saved, others, *joined, where, given, grads, late
+            read_late = *arguments, saved, others, *joined, where, arrays, grads, late
             out.append(programs["backward"].lower(*read_late))
         if self._around:
             begin, end = self._around
@@ -346,17 +342,17 @@ class SegmentPrograms:
 
     @functools.cached_property
     def sums_shapes(self) -> DeviceSums:
-        """Shapes of a replica's sums, with those that are there only while their part runs."""
+        """Shapes of a replica's sums, with those that exist only while their part runs."""
         shapes, specs = jax.eval_shape(self._spec.empty_sums), self._spec.sums_specs()
         placed: DeviceSums = jax.tree.map(self._replica.like, shapes)
         limbs: list[Any] = [
-            tuple(map(self._replica.like, own, each))
-            for own, each in zip(shapes.values, specs, strict=True)
+            tuple(map(self._replica.like, parts, each))
+            for parts, each in zip(shapes.values, specs, strict=True)
         ]
         return placed._replace(values=limbs)
 
     def batch_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of what a call takes of the batch."""
+        """Shapes of a call's arrays of the batch."""
         num, shapes = (
             self._spec.per_call,
             shapes_of(self._spec.graph, self._spec.graph.batch_values),
@@ -366,27 +362,27 @@ class SegmentPrograms:
         return [jax.ShapeDtypeStruct((num, *x.shape), x.dtype) for x in shapes]
 
     def _arrays(self, values: Sequence[int], specs: Any = None) -> list[Any]:
-        """Shapes of values of the graph, sharded as `specs_of` or another method says."""
+        """Shapes of values of the graph, sharded as `specs` or `specs_of` says."""
         shapes = in_bytes(shapes_of(self._spec.graph, values))
         return list(map(self._replica.like, shapes, (specs or self._spec.specs_of)(values)))
 
-    def _kept(self, part: SegmentPart, inputs: Sequence[Any], forward: Any) -> list[Any]:
-        """Shapes of the residuals of a part, as they lie.
+    def _residual_shapes(self, part: SegmentPart, inputs: Sequence[Any], forward: Any) -> list[Any]:
+        """Shapes and shardings of the residuals of a part.
 
-        Where nobody else knows how what lies in the midst of a part is cut, XLA's partitioner says.
+        XLA's partitioner decides the shardings of inner residuals.
         """
         stage = part.stage
-        own: list[Any] = in_bytes([stage.residuals[i] for i in stage.own_residuals])
-        if self._replica.axes and own:
+        inner: list[Any] = in_bytes([stage.residuals[i] for i in stage.inner_residuals])
+        if self._replica.axes and inner:
             _, where = forward.compile().output_shardings
-            own = [
+            inner = [
                 jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-                for x, sharding in zip(own, where, strict=True)
+                for x, sharding in zip(inner, where, strict=True)
             ]
         else:
-            own = list(map(self._replica.like, own))
+            inner = list(map(self._replica.like, inner))
         outputs = self._arrays(stage.part.outputs, self._spec.waiting_specs)
-        return stage.all_residuals(inputs, outputs, own)
+        return stage.all_residuals(inputs, outputs, inner)
 
     def adopt(self, compiled: Sequence[Any]) -> None:
         """Take over the programs of `lower`, compiled."""
@@ -396,10 +392,10 @@ class SegmentPrograms:
         self.zeros = next(flat)
         self._fresh = dict(zip(self._fresh, flat, strict=True))
 
-    # -- what they are ---------------------------------------------------------------------------
+    # -- compiled programs and their bytes -------------------------------------------------------
 
     def of(self, i: int) -> dict[str, Any]:
-        """Those of a part, compiled: `forward` and `backward`, or `loss`."""
+        """The compiled programs of a part: `forward` and `backward`, or `loss`."""
         return self._compiled[self._same[i]]
 
     def fresh(self, i: int) -> Any:
@@ -411,18 +407,18 @@ class SegmentPrograms:
         return tuple(map(temporary_bytes, self.of(i).values()))
 
     def residual_bytes(self, i: int) -> int:
-        """Bytes on a device of what the forward of a part leaves besides its inputs and outputs."""
+        """Bytes on a device of the inner residuals of a part."""
         part = self._parts[i]
         if part.is_last:
             return 0
-        found = self._residuals[self._same[i]]
-        own = [found[k] for k in part.stage.own_residuals]
-        return sum(map(device_bytes, own))
+        residuals = self._residuals[self._same[i]]
+        inner = [residuals[k] for k in part.stage.inner_residuals]
+        return sum(map(device_bytes, inner))
 
     def sums_bytes(self) -> list[int]:
-        """For each part the bytes of the sums that begin with its backward, if made by part."""
+        """For each part the bytes of the sums that begin with its backward, if `by_part`."""
         each, sizes = 4 * self._spec.contribution.form.num_parts, dict(self._replica.axes)
         return [
-            each * sum(math.prod(piece_shape(shape, lie[0], sizes)) for shape, lie in own)
-            for own in self._first_shapes
+            each * sum(math.prod(piece_shape(shape, specs[0], sizes)) for shape, specs in packs)
+            for packs in self._first_shapes
         ]

@@ -1,8 +1,8 @@
 """Sharded parameters: gathered for the segment that reads them, and freed after it.
 
-What only operations of low precision read travels in it, in half the bytes: they would round each
-element by itself to what it is rounded to here. It becomes float32 again when it is there, so that
-the programs that read it are the same for all that hold it otherwise.
+A parameter that only low-precision operations read travels in that precision, in half the bytes:
+each of them would round it in the same way. It is cast back to float32 after the gather, so its
+readers are the same programs as without sharding.
 
 References:
     Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models",
@@ -38,7 +38,7 @@ class _Unit:
     """Parameters that travel together.
 
     Attributes:
-        dtype: To which they are rounded before; None: they are not.
+        dtype: The dtype to which they are rounded before; None: they are not rounded.
     """
 
     tensors: tuple[int, ...]
@@ -46,7 +46,7 @@ class _Unit:
 
     @property
     def sent(self) -> Any:
-        """What travels in place of a low dtype, its bits: on CPUs bfloat16 would go as float32."""
+        """The dtype sent for a low one, with its bits: CPUs would send bfloat16 as float32."""
         return jnp.uint16 if self.dtype else None
 
 
@@ -55,16 +55,16 @@ class ShardedParams:
 
     Args:
         params: Shapes of the trained parameters, whole.
-        specs: How they lie on the axes inside a copy.
-        like: From a trained parameter and a copy to the shape of what it has.
+        specs: PartitionSpecs over the axes inside a replica.
+        like: From a trained parameter and a replica to the shape of the replica's piece.
         groups: The parameters of each group, by their numbers; one may be in several.
-        low: For each group those that are read in a dtype of 16 bits only, with the dtype.
+        low: For each group the parameters read in a dtype of 16 bits only, with the dtype.
     """
 
     def __init__(
         self,
         reducer: Reducer,
-        own: Ownership,
+        ownership: Ownership,
         params: Sequence[jax.ShapeDtypeStruct],
         specs: Sequence[P],
         like: Callable[[int, int], jax.ShapeDtypeStruct],
@@ -72,15 +72,16 @@ class ShardedParams:
         low: Sequence[Mapping[int, str]],
         options: dict[str, Any],
     ):
-        self._reducer, self._own, self._like, self._specs = reducer, own, like, list(specs)
-        self._options, shares = options, own.shares
-        #: Shapes of a device's parts, whole but for what the axes cut.
+        self._reducer, self._ownership = reducer, ownership
+        self._like, self._specs = like, list(specs)
+        self._options, shares = options, ownership.shares
+        #: Shapes of a device's pieces, which only the axes inside a replica cut.
         self._params = params = [
-            jax.ShapeDtypeStruct(piece_shape(x.shape, spec, dict(own.axes)), x.dtype)
+            jax.ShapeDtypeStruct(piece_shape(x.shape, spec, dict(ownership.axes)), x.dtype)
             for x, spec in zip(params, specs, strict=True)
         ]
         units: list[_Unit] = []
-        #: For each group its units, and those that bring the same as it is.
+        #: For each group its units, and the units that gather the same without rounding.
         self._of_group: list[tuple[list[int], list[int]]] = []
         for group, dtypes in zip(groups, low, strict=True):
             names = dict.fromkeys(dtypes.get(t) for t in group)
@@ -89,9 +90,9 @@ class ShardedParams:
             ]
             as_they_are = [dataclasses.replace(unit, dtype=None) for unit in kinds]
             places = []
-            for own_units in (kinds, as_they_are):
-                places.append([*range(len(units), len(units) + len(own_units))])
-                units += own_units
+            for more in (kinds, as_they_are):
+                places.append([*range(len(units), len(units) + len(more))])
+                units += more
             self._of_group.append((places[0], places[1]))
         self._units = units
         #: For each unit the first that has the same programs.
@@ -105,20 +106,20 @@ class ShardedParams:
             )
             for unit in units
         )
-        # What is gathered as it is for an evaluation only is compiled when there is one.
-        used = {self._same[u] for own_units, _ in self._of_group for u in own_units}
+        # Gathers without rounding serve evaluations only, and are compiled by the first one.
+        used = {self._same[u] for rounded, _ in self._of_group for u in rounded}
         self._distinct = sorted(used)
         self._chunks = [
             Chunks(shares, unit.tensors, tuple(params[t].size for t in unit.tensors))
             for unit in units
         ]
-        #: For each group that comes the pieces of each local copy, where they wait on the host.
+        #: For each group being fetched from the host the pieces of each local replica.
         self._coming: dict[int, list[dict[int, jax.Array]]] = {}
         self._packs: dict[int, list[Any]] = {}
         self._gathers: dict[int, Any] = {}
 
     def lower(self) -> list[Any]:
-        """The gathers of all groups before compilation; of like ones there is one."""
+        """The distinct gathers of all groups, before compilation."""
         return [self._gather_program(u) for u in self._distinct]
 
     def adopt(self, compiled: Sequence[Any]) -> None:
@@ -127,7 +128,7 @@ class ShardedParams:
             self._adopt(u, program)
 
     def _adopt(self, u: int, program: Any) -> None:
-        local, key = self._reducer.local, self._own.program_key
+        local, key = self._reducer.local, self._ownership.program_key
         self._gathers[u] = program
         self._packs[u] = for_each(local, functools.partial(self._pack_program, u), key)
 
@@ -136,40 +137,40 @@ class ShardedParams:
         return unit.sent or gathered_dtype([self._params[t] for t in unit.tensors])
 
     def _pack_program(self, u: int, i: int) -> Any:
-        """From what a local copy has of a unit to one array, as long as the longest."""
+        """Packs a local replica's pieces of a unit into one array of the longest chunk's length."""
         chunks, replica, unit = self._chunks[u], self._reducer.local[i], self._units[u]
-        sent, copy = self._sent_dtype(u), self._own.member(replica.index)
+        sent, member = self._sent_dtype(u), self._ownership.member(replica.index)
 
         def hxla_pack(pieces: list[jax.Array]) -> jax.Array:
             flat = [x.reshape(-1).astype(unit.dtype or sent) for x in pieces]
             if unit.sent:
                 flat = [jax.lax.bitcast_convert_type(x, sent) for x in flat]
-            return chunks.chunk(flat, copy)
+            return chunks.chunk(flat, member)
 
-        lie = self._own.parts_spec
-        like = [replica.like(self._like(t, copy), lie) for t in unit.tensors]
+        parts_spec = self._ownership.parts_spec
+        like = [replica.like(self._like(t, member), parts_spec) for t in unit.tensors]
         run: Any = hxla_pack
         if replica.axes:
             run = jax.shard_map(
                 run,
                 mesh=replica.mesh,
-                in_specs=([lie] * len(like),),
-                out_specs=lie,
+                in_specs=([parts_spec] * len(like),),
+                out_specs=parts_spec,
                 check_vma=False,
             )
-        # A copy that owns nothing of the unit makes zeros, and makes them where it is.
-        where = replica.sharding(lie)
+        # A replica that owns nothing of the unit makes zeros on its devices.
+        where = replica.sharding(parts_spec)
         return jax.jit(run, out_shardings=where, compiler_options=self._options).lower(like)
 
     def _gather_program(self, u: int) -> Any:
         chunks, unit = self._chunks[u], self._units[u]
-        own, sent = [self._params[t] for t in unit.tensors], self._sent_dtype(u)
+        params, sent = [self._params[t] for t in unit.tensors], self._sent_dtype(u)
 
         def hxla_gather(chunk: jax.Array) -> list[jax.Array]:
             flat = all_gather(chunk, chunks.lengths, DATA_AXIS)
             if unit.dtype:
                 flat = jax.lax.bitcast_convert_type(flat, jnp.dtype(unit.dtype))
-            return unflat(chunks, flat, own)
+            return unflat(chunks, flat, params)
 
         arrays = self._reducer.arrays
         mapped = jax.shard_map(
@@ -186,41 +187,43 @@ class ShardedParams:
         )
 
     def fetch(self, g: int, pieces: Sequence[Sequence[jax.Array]]) -> None:
-        """Begin to bring the pieces of a group from host memory, if they wait there."""
+        """Begin to fetch the pieces of a group, if they are in host memory."""
         tensors = {t for u in self._of_group[g][0] for t in self._units[u].tensors}
-        if g not in self._coming and any(is_on_host(own[t]) for own in pieces for t in tensors):
-            self._coming[g] = [{t: on_device(own[t]) for t in tensors} for own in pieces]
+        if g not in self._coming and any(
+            is_on_host(arrays[t]) for arrays in pieces for t in tensors
+        ):
+            self._coming[g] = [{t: on_device(arrays[t]) for t in tensors} for arrays in pieces]
 
     def gather(
         self, g: int, pieces: Sequence[Sequence[jax.Array]], *, as_they_are: bool = False
     ) -> list[dict[int, jax.Array]]:
-        """The parameters of a group, whole on each local copy, by their numbers.
+        """The parameters of a group, whole on each local replica, by their numbers.
 
         Args:
-            pieces: For each local copy what it has of each trained parameter.
-            as_they_are: Whether what is read in a low dtype is not to be rounded to it.
+            pieces: For each local replica its piece of each trained parameter.
+            as_they_are: Whether to gather in full precision what is read in a low dtype.
         """
-        found: list[dict[int, jax.Array]] = [{} for _ in pieces]
+        whole: list[dict[int, jax.Array]] = [{} for _ in pieces]
         here = self._coming.pop(g, None) or pieces
         units = self._of_group[g][as_they_are]
         for u in units:
-            for own, more in zip(found, self._gather(u, here), strict=True):
-                own |= more
+            for params, more in zip(whole, self._gather(u, here), strict=True):
+                params |= more
             if len(units) > 1 and self._reducer.arrays.is_ring:
-                # Gloo mixes up collectives that wait for nothing of each other.
-                jax.block_until_ready(found)
-        return found
+                # Gloo mixes up independent collectives.
+                jax.block_until_ready(whole)
+        return whole
 
     def _gather(self, u: int, pieces: Sequence[Any]) -> list[dict[int, jax.Array]]:
         unit, same = self._units[u], self._same[u]
         if same not in self._gathers:
             self._adopt(same, self._gather_program(same).compile())
         packs = zip(self._packs[same], pieces, strict=True)
-        packed = [pack([on_device(own[t]) for t in unit.tensors]) for pack, own in packs]
+        packed = [pack([on_device(arrays[t]) for t in unit.tensors]) for pack, arrays in packs]
         chunk = self._reducer.arrays.join(packed, self._chunks[u].lengths)
-        found = self._gathers[same](chunk)
-        lie = [self._specs[t] for t in unit.tensors]
-        each = list(map(self._reducer.arrays.local_parts, found, lie))
+        whole = self._gathers[same](chunk)
+        specs = [self._specs[t] for t in unit.tensors]
+        each = list(map(self._reducer.arrays.local_parts, whole, specs))
         return [
             {t: parts[i] for t, parts in zip(unit.tensors, each, strict=True)}
             for i in range(len(pieces))
@@ -228,7 +231,7 @@ class ShardedParams:
 
     @property
     def num_groups(self) -> int:
-        """As many as were given."""
+        """Number of groups."""
         return len(self._of_group)
 
     def num_bytes(self, g: int) -> int:
@@ -236,25 +239,25 @@ class ShardedParams:
         return sum(self._whole_bytes(u) for u in self._of_group[g][0])
 
     def _whole_bytes(self, u: int) -> int:
-        own = [self._params[t] for t in self._units[u].tensors]
-        return sum(x.size * x.dtype.itemsize for x in own)
+        params = [self._params[t] for t in self._units[u].tensors]
+        return sum(x.size * x.dtype.itemsize for x in params)
 
     def piece_bytes(self, g: int) -> int:
-        """Bytes of what a device of the first local copy has of a group."""
-        copy, tensors = self._reducer.local[0].index, set[int]()
+        """Bytes of the pieces of a group on a device of the first local replica."""
+        replica, tensors = self._reducer.local[0].index, set[int]()
         for u in self._of_group[g][0]:
             tensors.update(self._units[u].tensors)
-        own = [self._like(t, copy) for t in tensors]
+        pieces = [self._like(t, replica) for t in tensors]
         num = self._reducer.arrays.num_inner
-        return sum(x.size * jnp.dtype(x.dtype).itemsize for x in own) // num
+        return sum(x.size * jnp.dtype(x.dtype).itemsize for x in pieces) // num
 
     def gather_bytes(self, g: int) -> int:
-        """Bytes of one device while a group's parameters are made whole, once it is compiled."""
-        there = most = 0
+        """Bytes of one device while a group's parameters are gathered, once it is compiled."""
+        whole = most = 0
         for u in self._of_group[g][0]:
             chunk = jnp.dtype(self._sent_dtype(u)).itemsize * self._chunks[u].longest
-            most = max(most, there + chunk + extra_bytes(self._gathers[self._same[u]]))
-            there += self._whole_bytes(u)
+            most = max(most, whole + chunk + extra_bytes(self._gathers[self._same[u]]))
+            whole += self._whole_bytes(u)
         return most
 
 
@@ -262,12 +265,12 @@ class GroupCollectives:
     """Gathers parameters and sums gradients of one group after another.
 
     Args:
-        reducer: The sums over all copies, with its groups.
-        sharded: Gathers the parameters of each group; None: all copies have them.
+        reducer: The sums over all replicas, with its groups.
+        sharded: Gathers the parameters of each group; None: all replicas have them.
         trained: Places of the parameters that are trained.
 
     Attributes:
-        under_way: What is there when the last collective is done.
+        under_way: Arrays that are ready when the last collective is done.
     """
 
     def __init__(self, reducer: Reducer, sharded: ShardedParams | None, trained: Sequence[int]):
@@ -275,29 +278,29 @@ class GroupCollectives:
         self.under_way: Any = None
 
     def wait(self) -> None:
-        """Until the last collective is done: Gloo mixes up those that wait for nothing."""
+        """Wait for the last collective: Gloo mixes up independent ones."""
         if self.reducer.arrays.is_ring:
             jax.block_until_ready(self.under_way)
 
-    def pieces(self, held: Sequence[ReplicaArrays]) -> list[list[jax.Array]]:
-        """For each local copy what it has of each trained parameter."""
-        return [[own.params[p] for p in self._trained] for own in held]
+    def pieces(self, replicas: Sequence[ReplicaArrays]) -> list[list[jax.Array]]:
+        """For each local replica its piece of each trained parameter."""
+        return [[arrays.params[p] for p in self._trained] for arrays in replicas]
 
     def gather(
         self, g: int, pieces: Sequence[Sequence[jax.Array]], *, as_they_are: bool = False
     ) -> list[dict[int, jax.Array]]:
-        """See `ShardedParams.gather`; by the places of the parameters."""
+        """`ShardedParams.gather`, by the places of the parameters."""
         assert self.sharded is not None
         self.wait()
         gathered = self.sharded.gather(g, pieces, as_they_are=as_they_are)
-        self.under_way = [smallest(own.values()) for own in gathered]
-        return [{self._trained[t]: x for t, x in own.items()} for own in gathered]
+        self.under_way = [smallest(params.values()) for params in gathered]
+        return [{self._trained[t]: x for t, x in params.items()} for params in gathered]
 
     def add_group(self, k: int, values: Sequence[Sequence[Any]], before: Any) -> Any:
-        """See `Reducer.add_group`; what it gives to the next wave."""
+        """`Reducer.add_group`, for the next wave's `before`."""
         self.wait()
-        found, self.under_way = self.reducer.add_group(k, values, before)
-        return found
+        added, self.under_way = self.reducer.add_group(k, values, before)
+        return added
 
     def sum_group(
         self,
@@ -306,25 +309,25 @@ class GroupCollectives:
         totals: Sequence[list[jax.Array]],
         before: Any = None,
     ) -> None:
-        """See `Reducer.sum_group`; each local copy's totals are put behind those it has."""
+        """`Reducer.sum_group`, whose totals are appended to those of each local replica."""
         self.wait()
         self.under_way = self.reducer.sum_group(k, values, before)
-        for own, new in zip(totals, self.under_way, strict=True):
-            own += new
+        for sums, new in zip(totals, self.under_way, strict=True):
+            sums += new
 
-    def whole(self, held: Sequence[ReplicaArrays]) -> list[list[jax.Array]]:
-        """All parameters whole on each local copy; every process calls this."""
-        found = [list(own.params) for own in held]
+    def whole(self, replicas: Sequence[ReplicaArrays]) -> list[list[jax.Array]]:
+        """All parameters whole on each local replica; every process calls this."""
+        whole = [list(arrays.params) for arrays in replicas]
         if self.sharded is None:
-            return found
-        pieces = self.pieces(held)
+            return whole
+        pieces = self.pieces(replicas)
         for g in range(self.sharded.num_groups):
-            for params, own in zip(found, self.gather(g, pieces, as_they_are=True), strict=True):
-                for p, x in own.items():
+            for params, new in zip(whole, self.gather(g, pieces, as_they_are=True), strict=True):
+                for p, x in new.items():
                     params[p] = x
-        return found
+        return whole
 
 
 def smallest(arrays: Iterable[jax.Array]) -> jax.Array | None:
-    """One of what a program makes, all of which is there at once; whoever holds it holds little."""
+    """The smallest result of a program, to wait on: all are ready at once."""
     return min(arrays, key=lambda x: x.size, default=None)

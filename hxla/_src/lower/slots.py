@@ -1,21 +1,17 @@
 """Parameters on the stages of a pipeline: slots of like shapes, filled from evenly cut storage.
 
-A stacked parameter whose layers the stages divide among them is stored cut between its rows, so a
-stage stores some layers and runs others, mostly the same ones. Stage t sends to stage s only what s
-runs of what t stores; a permute serves all pairs of the same distance, and for an even cut into
-stages nothing moves at all.
-
-Legend of shape suffixes: S stages.
-
-Between steps every parameter is cut over all stages in one of its own dimensions, so the optimizer
+Between steps every parameter is sharded over all stages in one of its dimensions. So the optimizer
 sees the user's tree, its state is even on unlike stages, and a checkpoint knows nothing of stages.
-For a step each stage holds the whole of the parameters it reads, in *slots*: arrays of which each
-stage has one of the same shape, as SPMD asks. One all-to-all fills them and one brings back what
-was summed in them, or one each for a group of slots. A slot that a stage has no use for is padding.
-Where a stage has several devices, each of them does this with its own piece of every parameter.
 
-Of a stacked parameter a stage holds the rows of its own iterations, in a slot that is as long as
-the longest stage's; see `_layer_rows` for one that is stored cut between its rows.
+For a step each stage has whole copies of the parameters it reads, in *slots*: SPMD arrays of one
+shape on every stage. One all-to-all fills them and one brings back their sums, or one of each for a
+group of slots. A slot that a stage does not need is padding. Where a stage has several devices,
+each does this with its piece of every parameter.
+
+Of a stacked parameter a stage reads the rows of its iterations, in a slot of the longest stage's
+length. If such a parameter is stored cut between its rows, a stage stores some layers and runs
+others, mostly the same ones. Then stage t sends stage s only the rows that t stores and s runs. One
+permute serves all pairs of the same distance; for an even cut into stages nothing moves.
 
 Legend of shape suffixes: S stages.
 """
@@ -37,11 +33,11 @@ from .contribution import buckets
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackRows:
-    """The rows that each stage holds of parameters that are stacked alike.
+    """The rows that each stage reads of parameters that are stacked alike.
 
     Attributes:
         dim: The dimension of the rows.
-        num_rows: Those of a whole parameter.
+        num_rows: Rows of a whole parameter.
         spans: For each stage the first of its rows and the one after the last; None: it has none.
     """
 
@@ -55,7 +51,7 @@ class StackRows:
         return max(span[1] - span[0] for span in self.spans if span is not None)
 
     def shape_of(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of an array that has `length` rows, but else is like one of this shape."""
+        """A shape with `length` rows in place of its number of rows."""
         return _resized(shape, self.dim, self.length)
 
     def taken(self, x: jax.Array, stage: int) -> jax.Array:
@@ -66,7 +62,7 @@ class StackRows:
         return _with_zeros(rows, self.dim, 0, self.length - rows.shape[self.dim])
 
     def put(self, x: jax.Array, stage: int) -> jax.Array:
-        """What `taken` took in its place, zeros elsewhere."""
+        """The rows of `taken` in their place, zeros elsewhere."""
         span = self.spans[stage]
         assert span is not None
         start, stop = span
@@ -79,7 +75,7 @@ class StoredRows:
     """A slot for rows of parameters that are stored cut between their rows.
 
     Attributes:
-        params: For each stage the parameter of which it holds them.
+        params: For each stage the parameter of its rows; None: padding.
     """
 
     stack: StackRows
@@ -96,22 +92,21 @@ class StoredRows:
         return self.stack.num_rows // self.num_stages
 
     def starts(self, param: int, distance: int) -> tuple[int, ...]:
-        """For each stage where the rows begin that the stage at a distance before it stores.
+        """For each stage where the rows stored `distance` stages before it begin in its slot.
 
-        The place is in the slot with `num_stored` more rows before and behind it; 0 where that
-        stage stores no row that this one holds.
+        The slot has `num_stored` more rows before and behind it; 0: none of those rows is read.
         """
         starts = []
-        for stage, (own, span) in enumerate(zip(self.params, self.stack.spans, strict=True)):
+        for stage, (read, span) in enumerate(zip(self.params, self.stack.spans, strict=True)):
             stored = (stage - distance) * self.num_stored
             start = 0
-            if own == param and span is not None and 0 <= stored < self.stack.num_rows:
+            if read == param and span is not None and 0 <= stored < self.stack.num_rows:
                 start = max(0, stored + self.num_stored - span[0]) if stored < span[1] else 0
             starts.append(start)
         return tuple(starts)
 
     def moves(self) -> list[tuple[int, int]]:
-        """Each parameter with each distance over which rows of it travel."""
+        """Pairs of a parameter and a distance over which its rows travel."""
         distances = range(1 - self.num_stages, self.num_stages)
         params = dict.fromkeys(p for p in self.params if p is not None)
         return [(p, d) for p in params for d in distances if any(self.starts(p, d))]
@@ -120,7 +115,7 @@ class StoredRows:
 def fill_rows(
     slots: Sequence[StoredRows], stored: Sequence[jax.Array] | Mapping[int, jax.Array]
 ) -> list[jax.Array]:
-    """The slots of this stage from what all stages store; inside a `shard_map`.
+    """The slots of this stage from the storage of all stages; inside a `shard_map`.
 
     Args:
         stored: Each parameter as this device stores it.
@@ -146,17 +141,17 @@ def fill_rows(
 def collect_rows(
     slots: Sequence[StoredRows], sums: Sequence[Sequence[jax.Array]]
 ) -> list[tuple[int, list[jax.Array]]]:
-    """What the stages summed in slots, on the stages that store it; inside a `shard_map`.
+    """Sums in the slots, sent to the stages that store them; inside a `shard_map`.
 
     Args:
-        sums: For each slot the arrays that are added up.
+        sums: For each slot its sums, in one or more parts.
 
     Returns:
-        Parameters, each with what is to be added to its sums on this device.
+        Parameters, each with the terms of its sums on this device.
     """
     around = [
-        [_with_zeros(x, slot.stack.dim, slot.num_stored, slot.num_stored) for x in own]
-        for slot, own in zip(slots, sums, strict=True)
+        [_with_zeros(x, slot.stack.dim, slot.num_stored, slot.num_stored) for x in parts]
+        for slot, parts in zip(slots, sums, strict=True)
     ]
     me = jax.lax.axis_index(STAGE_AXIS)
     out = []
@@ -173,22 +168,22 @@ def collect_rows(
 
 
 def _by_distance(slots: Sequence[StoredRows]) -> dict[int, list[tuple[int, int]]]:
-    """For each distance the slots and parameters of which rows travel so far."""
-    found: dict[int, list[tuple[int, int]]] = {}
+    """For each distance the slots and parameters whose rows travel over it."""
+    by_distance: dict[int, list[tuple[int, int]]] = {}
     for i, slot in enumerate(slots):
         for p, distance in slot.moves():
-            found.setdefault(distance, []).append((i, p))
-    return dict(sorted(found.items()))
+            by_distance.setdefault(distance, []).append((i, p))
+    return dict(sorted(by_distance.items()))
 
 
 def _pairs(slot: StoredRows, param: int, distance: int) -> list[tuple[int, int]]:
-    """The stages that store rows, each with the stage that holds them."""
+    """Pairs of the stage that stores rows and the stage that reads them."""
     starts = slot.starts(param, distance)
     return [(s - distance, s) for s, start in enumerate(starts) if start]
 
 
 def _permuted(arrays: Sequence[jax.Array], pairs: Sequence[tuple[int, int]]) -> list[jax.Array]:
-    """What each stage is sent by its partner; zeros, or its own, where it is sent nothing."""
+    """The arrays of each stage's partner; zeros, or unchanged arrays, without a partner."""
     if all(a == b for a, b in pairs):
         return list(arrays)
     words = BitcastPacking.like(arrays)
@@ -209,17 +204,16 @@ def _with_zeros(x: jax.Array, dim: int, before: int, behind: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slot:
-    """An array that every stage has.
+    """An array of one shape on every stage, for one parameter of each.
 
     Attributes:
-        shape: Of a parameter in it, whole, or of the rows of one.
-        dtype: Of the same.
-        spec: How the devices of a stage cut those parameters.
-        piece: Shape of what each of these devices has.
-        dim: Dimension in which stages store those pieces cut; None: every stage stores them.
-        params: For each stage the parameter in it, or None: padding.
-        trained: Whether they are trained, and so summed.
-        stack: The rows that are in it; None: whole parameters.
+        shape: Shape of its parameters, or of their rows.
+        spec: PartitionSpec of its parameters over the devices of a stage.
+        piece: Shape on each of these devices.
+        dim: Dimension in which the pieces are stored cut over stages; None: every stage stores all.
+        params: For each stage the parameter in it; None: padding.
+        trained: Whether its parameters are trained, so that their gradients are summed.
+        stack: The rows in it; None: whole parameters.
     """
 
     shape: tuple[int, ...]
@@ -233,21 +227,21 @@ class Slot:
 
     @property
     def is_stored_by_rows(self) -> bool:
-        """Whether stages store the parameters cut in the dimension of which it holds rows."""
+        """Whether its parameters are stored cut in the dimension of their rows."""
         return self.stack is not None and self.stack.dim == self.dim
 
     @property
     def stored_rows(self) -> StoredRows:
-        """The same of which `is_stored_by_rows` is true."""
+        """This slot as `StoredRows`, if `is_stored_by_rows`."""
         assert self.stack is not None
         return StoredRows(stack=self.stack, params=self.params)
 
     def rows(self, x: jax.Array, stage: int) -> jax.Array:
-        """The part of a parameter that is in it on a stage, with zeros up to its length."""
+        """A parameter as it is in the slot of a stage: its rows, with zeros up to the length."""
         return x if self.stack is None else self.stack.taken(x, stage)
 
     def in_place(self, x: jax.Array, stage: int) -> jax.Array:
-        """What is in it on a stage, as a part of a parameter that is zero elsewhere."""
+        """The slot of a stage as a whole parameter, zero outside of its rows."""
         return x if self.stack is None else self.stack.put(x, stage)
 
 
@@ -258,7 +252,7 @@ class Slots:
     Attributes:
         of: For each stage its parameters and ranges of parameters, and their slots.
         specs: PartitionSpec of each parameter between steps.
-        trained: Those parameters that are trained.
+        trained: Parameters that are trained.
     """
 
     num_stages: int
@@ -274,35 +268,35 @@ class Slots:
 
     @property
     def params(self) -> tuple[int, ...]:
-        """The parameters that are in them, in their order."""
+        """The parameters in the slots, sorted."""
         return tuple(sorted({p for slot in self.slots for p in slot.params if p is not None}))
 
     def groups(self) -> list[tuple[int, ...]]:
-        """Slots that can be filled and emptied apart: no other group has their parameters.
+        """Slots that can be filled and emptied apart: groups share no parameter.
 
-        A group is no larger than it must be for the largest of them. What is not trained is in the
-        first besides, for nothing of it is shared out.
+        The largest set of slots that share parameters limits a group. Untrained parameters are in
+        the first group, for they are never sharded over replicas.
         """
         frozen = tuple(i for i, slot in enumerate(self.slots) if not slot.trained)
         first: dict[int, int] = {}
         root = list(range(len(self.slots)))
         for i, slot in enumerate(self.slots):
-            own = {_root(root, first.setdefault(p, i)) for p in slot.params if p is not None}
-            for j in own | {i}:
-                root[j] = min(own | {i})
+            roots = {_root(root, first.setdefault(p, i)) for p in slot.params if p is not None}
+            for j in roots | {i}:
+                root[j] = min(roots | {i})
         tied: dict[int, list[int]] = {}
         for i in self.summed:
             tied.setdefault(_root(root, i), []).append(i)
         every = list(tied.values())
-        sizes = [sum(math.prod(self.slots[i].piece) for i in own) for own in every]
-        found = [[i for k in bucket for i in every[k]] for bucket in buckets(sizes, max(sizes))]
-        return [tuple(sorted((*frozen * (not n), *own))) for n, own in enumerate(found)]
+        sizes = [sum(math.prod(self.slots[i].piece) for i in group) for group in every]
+        groups = [[i for k in bucket for i in every[k]] for bucket in buckets(sizes, max(sizes))]
+        return [tuple(sorted((*frozen * (not n), *group))) for n, group in enumerate(groups)]
 
     def only(self, numbers: Sequence[int]) -> "Slots":
-        """Those of one of the `groups`, to be filled or emptied without the others."""
-        own = dataclasses.replace(self, slots=tuple(self.slots[i] for i in numbers))
-        trained = [p for p in self.trained if p in own.params]
-        return dataclasses.replace(own, trained=tuple(trained))
+        """The slots of one of the `groups`, to be filled or emptied without the others."""
+        group = dataclasses.replace(self, slots=tuple(self.slots[i] for i in numbers))
+        trained = [p for p in self.trained if p in group.params]
+        return dataclasses.replace(group, trained=tuple(trained))
 
     def fill(self, stored: Sequence[jax.Array] | Mapping[int, jax.Array]) -> list[jax.Array]:
         """The slots of this stage from its pieces of all parameters; inside a `shard_map`.
@@ -333,7 +327,7 @@ class Slots:
     def _piece(
         self, slot: Slot, stored: Sequence[jax.Array] | Mapping[int, jax.Array]
     ) -> list[jax.Array]:
-        """For each stage what this device stores of its parameter, zeros where it has none."""
+        """For each stage this device's piece of the parameter in the slot; zeros: padding."""
         some, stage = next((p, s) for s, p in enumerate(slot.params) if p is not None)
         like = jax.eval_shape(lambda x: slot.rows(x, stage), stored[some])
         empty = jnp.zeros(like.shape, slot.dtype)
@@ -342,20 +336,20 @@ class Slots:
     def collect(
         self, sums: Sequence[Sequence[jax.Array]], small: Sequence[jax.Array]
     ) -> tuple[list[tuple[jax.Array, ...]], list[jax.Array]]:
-        """What all stages summed, back in the pieces of storage; inside a `shard_map`.
+        """The sums of all stages, back in the pieces of storage; inside a `shard_map`.
 
         Args:
             sums: For each slot of `summed` its sums, in one or more parts of the piece's shape.
-            small: Arrays that every stage is to see of every stage.
+            small: Arrays to gather from every stage on every stage.
 
         Returns:
             For each trained parameter its parts, as this device stores it, added over the stages
             that read it; and each small array with a leading dimension of stages.
         """
         num = self.num_stages
-        every = [(self.slots[i], own) for i, own in zip(self.summed, sums, strict=True)]
-        summed = [(slot, own) for slot, own in every if not slot.is_stored_by_rows]
-        by_rows = [(slot, own) for slot, own in every if slot.is_stored_by_rows]
+        every = [(self.slots[i], parts) for i, parts in zip(self.summed, sums, strict=True)]
+        summed = [(slot, parts) for slot, parts in every if not slot.is_stored_by_rows]
+        by_rows = [(slot, parts) for slot, parts in every if slot.is_stored_by_rows]
         totals: dict[int, list[Any]] = {}
 
         def add(param: int, parts: Sequence[jax.Array]) -> None:
@@ -367,19 +361,19 @@ class Slots:
             )
 
         def message(stage: int) -> list[jax.Array]:
-            own = [_chunk(part, slot.dim, stage, num) for slot, parts in summed for part in parts]
-            return [*small, *own]
+            chunks = [_chunk(x, slot.dim, stage, num) for slot, parts in summed for x in parts]
+            return [*small, *chunks]
 
         of_stage = _exchanged([message(i) for i in range(num)])
         first = len(small)
-        for slot, own in summed:
+        for slot, sent in summed:
             for stage, param in enumerate(slot.params):
                 if param is not None:
-                    parts = of_stage[stage][first : first + len(own)]
+                    parts = of_stage[stage][first : first + len(sent)]
                     add(param, [slot.in_place(x, stage) for x in parts])
-            first += len(own)
+            first += len(sent)
         collected = collect_rows(
-            [slot.stored_rows for slot, _ in by_rows], [own for _, own in by_rows]
+            [slot.stored_rows for slot, _ in by_rows], [parts for _, parts in by_rows]
         )
         for param, parts in collected:
             add(param, parts)
@@ -401,30 +395,29 @@ def make_slots(
     """Give each stage's parameters slots of their shapes.
 
     Args:
-        shapes: Of every parameter.
-        dtypes: Of every parameter.
-        read_by: For each stage the entries it reads; what nobody reads is the first stage's.
-        specs: How parameters lie between steps, over the stages too.
+        shapes: Shape of every parameter.
+        dtypes: Dtype of every parameter.
+        read_by: For each stage the entries it reads; unread ones go to the first stage.
+        specs: PartitionSpecs of parameters between steps, over the stages too.
         axes: Mesh axes inside a stage, with their sizes.
         trained: Parameters that are trained; None: all.
-        entries: What stages read: parameters, with the dimension, the first row and the one after
-            the last where it is some rows of one. All parameters come first; None: there are no
-            others.
+        entries: Parameters that stages read; for rows of one also their dimension, the first row
+            and the one after the last. All whole parameters come first; None: no rows.
     """
     num_params, num_stages = len(shapes), len(read_by)
     trained = tuple(range(num_params) if trained is None else trained)
     entries = [(p, None) for p in range(num_params)] if entries is None else entries
-    unread = set(range(num_params)) - {entries[i][0] for own in read_by for i in own}
-    held = [sorted(set(own) | (unread if s == 0 else set())) for s, own in enumerate(read_by)]
+    unread = set(range(num_params)) - {entries[i][0] for read in read_by for i in read}
+    numbers = [sorted(set(read) | (unread if s == 0 else set())) for s, read in enumerate(read_by)]
     inside = [without_stages(spec) for spec in specs]
     pieces = [
         piece_shape(shape, spec, dict(axes))
         for shape, (spec, _) in zip(shapes, inside, strict=True)
     ]
     table: dict[Any, list[list[int | None]]] = {}
-    for stage, own in enumerate(held):
+    for stage, entries_of_stage in enumerate(numbers):
         used: dict[Any, int] = {}
-        for i in own:
+        for i in entries_of_stage:
             p, rows = entries[i]
             stacked = None if rows is None else rows[0]
             dtype = jnp.dtype(dtypes[p])
@@ -477,9 +470,9 @@ def _root(root: Sequence[int], i: int) -> int:
 
 
 def _exchanged(messages: Sequence[Sequence[jax.Array]]) -> list[list[jax.Array]]:
-    """What each stage sent to this one, from what this one sends to each; one all-to-all."""
+    """Exchange one message with each stage, in one all-to-all."""
     words = BitcastPacking.like(messages[0])
-    sent = jnp.stack([words.pack(own) for own in messages])
+    sent = jnp.stack([words.pack(arrays) for arrays in messages])
     received = jax.lax.all_to_all(sent, STAGE_AXIS, 0, 0, tiled=True)
     return [words.unpack(received[i]) for i in range(len(messages))]
 

@@ -2,9 +2,9 @@
 
 Everything is a pure function of arrays; buffers, ticks and permutes are the pipeline's business.
 
-XLA cuts what these devices compute, so everything that must lie somewhere is constrained: what
-enters and leaves a loop, for propagation alone would be free to move it, and what crosses a
-boundary, which is whole on each of them.
+XLA shards the computation over the devices of a stage. So arrays that enter and leave a loop have
+sharding constraints, for propagation alone could move them. So do arrays that cross a boundary,
+which are whole on each device.
 
 Legend of shape suffixes: N devices of a stage, T tensors.
 """
@@ -42,8 +42,8 @@ class Crossing:
     """The arrays of one boundary.
 
     Attributes:
-        floats: Places of those whose gradient comes back.
-        float_words: How the gradients are packed.
+        floats: Places of the values whose gradient comes back.
+        float_words: Packing of these gradients.
     """
 
     values: tuple[int, ...]
@@ -55,7 +55,7 @@ class Crossing:
 def crossing(
     graph: Graph, values: Sequence[int], wanted: Collection[int] | None = None
 ) -> Crossing:
-    """Of the values that cross a boundary; a gradient of those `wanted` alone comes back."""
+    """The crossing of these values, with gradients of the `wanted` ones only; None: of all."""
     shapes = shapes_of(graph, values)
     floats = tuple(
         i
@@ -74,11 +74,11 @@ class StagePart:
     """One part, ready to be traced into a program.
 
     Args:
-        place: Where arrays lie on a stage's devices.
+        place: Placement of arrays on a stage's devices.
         trained: Parameters that are trained: others have no gradient.
-        on_cpu: Whether dots are written as a CPU likes them.
+        on_cpu: Whether to write dots for CPUs.
         wanted: Values whose gradient is wanted, if they have one; None: all.
-        composer: Of the graph, which knows equations of other parts too; None: a new one.
+        composer: Residual estimator of the graph, shared by its parts; None: a new one.
     """
 
     def __init__(
@@ -100,54 +100,54 @@ class StagePart:
         self.trained = tuple(i for i, p in enumerate(self.params) if p in trained)
         self.above = crossing(graph, part.inputs, wanted)
         self.below = crossing(graph, part.outputs, wanted)
-        self._given = part.segment.given
+        self._env_values = part.segment.given
         self._run = run_part(graph, part, place)
 
     @property
     def kind(self) -> Any:
-        """Equal for those whose programs compute the same from arrays of the same shapes."""
+        """Equal for parts that compute the same from arrays of the same shapes."""
         part = self.part
-        own = segment_kind(self._graph, part.segment, ())
+        segment = segment_kind(self._graph, part.segment, ())
         crossing = len(part.inputs), self.above.floats, len(part.outputs), self.below.floats
-        return own, self.trained, crossing, part.is_last
+        return segment, self.trained, crossing, part.is_last
 
     @functools.cached_property
     def composed(self) -> Composed:
-        """Its forward and backward before they are traced, to tell what waits between them."""
-        part, own = self.part, [self._graph.param_values[p] for p in self.params]
+        """An estimate of its forward and backward, whose residuals are known without a trace."""
+        part, params = self.part, [self._graph.param_values[p] for p in self.params]
         results = self._graph.result_values if part.is_last else part.outputs
         made = [v for v in results if isinstance(v, int)]
-        given_back = made[:1] if part.is_last else self.below_floats
-        wanted = [*(own[i] for i in self.trained), *self.above_floats]
-        arguments = (*own, *part.inputs, *self._given)
+        cotangents = made[:1] if part.is_last else self.below_floats
+        wanted = [*(params[i] for i in self.trained), *self.above_floats]
+        arguments = (*params, *part.inputs, *self._env_values)
         composer = self._composer or ResidualEstimator(self._graph)
-        return composer.program(part.segment.ops, arguments, made, given_back, wanted)
+        return composer.program(part.segment.ops, arguments, made, cotangents, wanted)
 
     @functools.cached_property
     def _whole(self) -> ClosedJaxpr:
-        """`(params, inputs, given, grads) -> (made, gradients of trained ones and of inputs)`."""
+        """`(params, inputs, arrays of env, grads) -> (made, gradients of params and inputs)`."""
 
-        def run(params: Any, inputs: Any, given: Any, grads: Any) -> Any:
-            again = dict(zip(self._given, given, strict=True))
-            d_params, d_floats, made = self.backward(params, inputs, again, grads)
+        def run(params: Any, inputs: Any, arrays: Any, grads: Any) -> Any:
+            env = dict(zip(self._env_values, arrays, strict=True))
+            d_params, d_floats, made = self.backward(params, inputs, env, grads)
             return made, d_params, d_floats
 
         return jax.make_jaxpr(run)(*self._shapes)
 
     @functools.cached_property
     def _shapes(self) -> tuple[list[jax.ShapeDtypeStruct], ...]:
-        own = (
+        groups = (
             [self._graph.param_values[p] for p in self.params],
             self.part.inputs,
-            self._given,
+            self._env_values,
             [self.below.values[i] for i in self.below.floats],
         )
-        return tuple(shapes_of(self._graph, values) for values in own)
+        return tuple(shapes_of(self._graph, values) for values in groups)
 
     @functools.cached_property
     def _passes(self) -> Halves:
         """Forward and backward, which may run some equations of the forward again."""
-        ends = np.cumsum([len(own) for own in self._shapes])
+        ends = np.cumsum([len(shapes) for shapes in self._shapes])
         num_grads = len(self.trained) + len(self.above.floats)
         return halve(
             self._whole,
@@ -158,25 +158,25 @@ class StagePart:
 
     @functools.cached_property
     def _backward_halves(self) -> Halves:
-        """The gradients of the inputs, and those of the parameters."""
+        """The backward in two halves: gradients of the inputs, then of the parameters."""
         num = len(self.trained)
 
         def run(arguments: Any, kept: Any) -> Any:
             made = self._passes.run_late(arguments, kept)
             return made[num:], made[:num]
 
-        params, _, given, grads = self._shapes
-        closed = jax.make_jaxpr(run)([*params, *given, *grads], list(self._passes.kept))
+        params, _, env, grads = self._shapes
+        closed = jax.make_jaxpr(run)([*params, *env, *grads], list(self._passes.kept))
         return halve(closed, len(self.above.floats))
 
     @property
     def residuals(self) -> Sequence[jax.ShapeDtypeStruct]:
-        """Shapes of what `forward_and_residuals` keeps."""
+        """Shapes of the residuals of `forward_and_residuals`."""
         return self._passes.kept
 
     @functools.cached_property
-    def _found(self) -> list[tuple[str, int]]:
-        """For each residual where it is found: among inputs, outputs, or on its own."""
+    def _residual_places(self) -> list[tuple[str, int]]:
+        """For each residual its place among the inputs, the outputs or the inner values."""
         halves = self._passes
         early = halves.early
         ends = len(early.invars) - len(self._shapes[2])
@@ -184,7 +184,7 @@ class StagePart:
         made = enumerate(early.outvars[: halves.num_first])
         outputs = {v: i for i, v in made if not isinstance(v, Literal)}
         out: list[tuple[str, int]] = []
-        own = 0
+        num_inner = 0
         for v in early.outvars[halves.num_first :]:
             is_literal = isinstance(v, Literal)
             if not is_literal and v in inputs:
@@ -192,50 +192,52 @@ class StagePart:
             elif not is_literal and v in outputs:
                 out.append(("output", outputs[v]))
             else:
-                out.append(("own", own))
-                own += 1
+                out.append(("inner", num_inner))
+                num_inner += 1
         return out
 
     @property
     def below_floats(self) -> tuple[int, ...]:
-        """Values that it makes whose gradient comes back."""
+        """Output values whose gradient comes back."""
         return tuple(self.below.values[i] for i in self.below.floats)
 
     @property
     def above_floats(self) -> tuple[int, ...]:
-        """Values that it reads of whose gradient it makes a part."""
+        """Input values whose gradient it makes, or a term of it."""
         return tuple(self.above.values[i] for i in self.above.floats)
 
     @property
     def reads_its_input(self) -> bool:
-        """Whether the backward reads inputs of the forward as they are."""
-        return any(where == "input" for where, _ in self._found)
+        """Whether inputs of the forward are residuals."""
+        return any(where == "input" for where, _ in self._residual_places)
 
     @property
-    def own_residuals(self) -> list[int]:
+    def inner_residuals(self) -> list[int]:
         """Places of the residuals that are neither inputs nor outputs."""
-        return [i for i, (where, _) in enumerate(self._found) if where == "own"]
+        return [i for i, (where, _) in enumerate(self._residual_places) if where == "inner"]
 
     @functools.cached_property
     def residual_values(self) -> list[int | None]:
-        """For each residual its value in the graph; None: it is no input or output."""
+        """For each residual its value in the graph; None: an inner one."""
         values = {"input": self.part.inputs, "output": self.part.outputs}
-        return [None if where == "own" else values[where][i] for where, i in self._found]
+        return [
+            None if where == "inner" else values[where][i] for where, i in self._residual_places
+        ]
 
     def all_residuals(
-        self, inputs: Sequence[Any], outputs: Sequence[Any], own: Sequence[Any]
+        self, inputs: Sequence[Any], outputs: Sequence[Any], inner: Sequence[Any]
     ) -> list[Any]:
-        """All that a backward reads, from what a forward read and made."""
-        kinds = {"input": inputs, "output": outputs, "own": own}
-        return [kinds[where][i] for where, i in self._found]
+        """All residuals, from a forward's inputs, outputs and inner residuals."""
+        kinds = {"input": inputs, "output": outputs, "inner": inner}
+        return [kinds[where][i] for where, i in self._residual_places]
 
     @property
     def late(self) -> Sequence[jax.ShapeDtypeStruct]:
-        """Shapes of what `input_grads` keeps."""
+        """Shapes of the residuals of `input_grads`."""
         return self._backward_halves.kept
 
     def _function(
-        self, inputs: Sequence[Any], given: Env
+        self, inputs: Sequence[Any], env: Env
     ) -> Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]:
         """`(params, floating inputs) -> (floating outputs or the loss, all outputs)`."""
 
@@ -243,72 +245,71 @@ class StagePart:
             all_inputs = list(inputs)
             for i, x in zip(self.above.floats, floats, strict=True):
                 all_inputs[i] = x
-            made = self._run(params, all_inputs, given)
+            made = self._run(params, all_inputs, env)
             if self.part.is_last:
                 return [made[0]], made
             return [made[i] for i in self.below.floats], made
 
         return run
 
-    def forward(self, params: Sequence[Any], inputs: Sequence[Any], given: Env) -> list[Any]:
-        """What crosses to the next part, of the last part the program's results."""
-        _, made = self._function(inputs, given)(params, [inputs[i] for i in self.above.floats])
+    def forward(self, params: Sequence[Any], inputs: Sequence[Any], env: Env) -> list[Any]:
+        """The values for the next part; of the last part the program's results."""
+        _, made = self._function(inputs, env)(params, [inputs[i] for i in self.above.floats])
         return made
 
     def forward_and_residuals(
-        self, params: Sequence[Any], inputs: Sequence[Any], given: Env
+        self, params: Sequence[Any], inputs: Sequence[Any], env: Env
     ) -> tuple[list[Any], list[Any]]:
-        """`forward`, and what the backward needs besides parameters and what is given."""
-        return self._passes.run_early([*params, *inputs, *self._read(given)])
+        """`forward`, and the residuals: the backward reads them, parameters and `env`."""
+        return self._passes.run_early([*params, *inputs, *self._env_arrays(env)])
 
     def backward_from_residuals(
-        self, params: Sequence[Any], saved: Sequence[Any], given: Env, grads: Sequence[Any]
+        self, params: Sequence[Any], saved: Sequence[Any], env: Env, grads: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Gradients of the trained parameters and of the floating inputs."""
-        made = self._passes.run_late([*params, *self._read(given), *grads], saved)
+        made = self._passes.run_late([*params, *self._env_arrays(env), *grads], saved)
         return made[: len(self.trained)], made[len(self.trained) :]
 
     def backward(
-        self, params: Sequence[Any], inputs: Sequence[Any], given: Env, grads: Sequence[Any]
+        self, params: Sequence[Any], inputs: Sequence[Any], env: Env, grads: Sequence[Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """The forward again: its results, after the gradients of what is trained and floating."""
+        """Gradients as of `backward_from_residuals`, and the results of the forward, run again."""
         floats = [inputs[i] for i in self.above.floats]
-        function = self._function(inputs, given)
+        function = self._function(inputs, env)
 
         def run(trained: Sequence[Any], floats: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            own = dict(zip(self.trained, trained, strict=True))
-            return function([own.get(i, x) for i, x in enumerate(params)], floats)
+            by_place = dict(zip(self.trained, trained, strict=True))
+            return function([by_place.get(i, x) for i, x in enumerate(params)], floats)
 
-        own = [params[i] for i in self.trained]
-        _, vjp, made = jax.vjp(run, own, floats, has_aux=True)
-        return *self._pulled_back(vjp, grads), made
+        trained = [params[i] for i in self.trained]
+        _, vjp, made = jax.vjp(run, trained, floats, has_aux=True)
+        return *self._pull_back(vjp, grads), made
 
     def input_grads(
-        self, params: Sequence[Any], saved: Sequence[Any], given: Env, grads: Sequence[Any]
+        self, params: Sequence[Any], saved: Sequence[Any], env: Env, grads: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Gradients of the floating inputs, and what `weight_grads` needs besides."""
-        return self._backward_halves.run_early([*params, *self._read(given), *grads, *saved])
+        """Gradients of the floating inputs, and the residuals of `weight_grads`."""
+        return self._backward_halves.run_early([*params, *self._env_arrays(env), *grads, *saved])
 
     def weight_grads(
         self,
         params: Sequence[Any],
         saved: Sequence[Any],
-        given: Env,
+        env: Env,
         grads: Sequence[Any],
         kept: Sequence[Any],
     ) -> list[Any]:
         """Gradients of the trained parameters, after `input_grads`."""
-        arguments = [*params, *self._read(given), *grads, *saved]
+        arguments = [*params, *self._env_arrays(env), *grads, *saved]
         return self._backward_halves.run_late(arguments, kept)
 
-    def _read(self, given: Env) -> list[Any]:
-        return [given[v] for v in self._given]
+    def _env_arrays(self, env: Env) -> list[Any]:
+        return [env[v] for v in self._env_values]
 
     def signature(self) -> str:
         """Text that two parts share only if they compute the same from arrays of the same shapes.
 
-        It is that of the backward, in which the gradient rules of the user's functions are written
-        out.
+        It is the text of the backward, which contains the gradient rules of the user's functions.
         """
         closed = self._whole
         words = (self.above.words, self.above.floats, self.below.words, self.below.floats)
@@ -316,7 +317,7 @@ class StagePart:
         text += [f"{c.dtype}{c.shape}{np.asarray(c).tobytes().hex()}" for c in closed.consts]
         return "\n".join(text)
 
-    def _pulled_back(
+    def _pull_back(
         self, vjp: Callable[..., Any], grads: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Gradients of the parameters and of the floating inputs, from those of the outputs."""
@@ -331,9 +332,9 @@ class StageSharding:
     """The mesh axes inside a stage.
 
     Attributes:
-        mesh: Of the pipeline; its first axis is that of the stages.
-        axes: Names of the others; none where a stage has one device.
-        on_cpu: Whether arrays are laid out as a CPU likes them.
+        mesh: Mesh of the pipeline; its first axis is that of the stages.
+        axes: Names of the other axes; none where a stage has one device.
+        on_cpu: Whether to lay out arrays for CPUs.
     """
 
     mesh: Mesh
@@ -341,7 +342,7 @@ class StageSharding:
     on_cpu: bool
 
     def place(self, tree: PyTree, specs: PyTree) -> PyTree:
-        """Constrain the arrays of one stage; `specs` are those over all stages."""
+        """Constrain the arrays of one stage; `specs` include the axis of the stages."""
         if not self.axes:
             return tree
         return jax.tree.map(lambda x, s: place_in(self.mesh, x, P(*s[1:])), tree, specs)
@@ -364,15 +365,15 @@ class StageSharding:
         values: Sequence[jax.Array],
         specs: Sequence[P],
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """Largest magnitudes that each device saw in its own pieces: nothing is communicated.
+        """Update each device's largest magnitudes of its pieces, without communication.
 
         Args:
-            peaks_NT: Bit patterns of those so far.
+            peaks_NT: Bit patterns of the largest magnitudes so far.
             tensors: Columns of `peaks_NT`.
-            specs: How they lie, over all stages.
+            specs: PartitionSpecs of the values, over all stages.
 
         Returns:
-            The new peaks, and the values as sums read them fast.
+            The new peaks, and the values in the layout that sums read fast.
         """
         if not values:
             return peaks_NT, []
@@ -388,44 +389,44 @@ class StageSharding:
 
         if not self.axes:
             return run(peaks_NT, values)
-        own = [P(*s[1:]) for s in specs]
+        inner = [P(*s[1:]) for s in specs]
         mapped = jax.shard_map(
             run,
             mesh=jax.sharding.get_abstract_mesh(),
-            in_specs=(P(self.axes), own),
-            out_specs=(P(self.axes), own),
+            in_specs=(P(self.axes), inner),
+            out_specs=(P(self.axes), inner),
             axis_names=frozenset(self.axes),
             check_vma=False,
         )
         return mapped(peaks_NT, values)  # type: ignore[no-any-return]
 
     def largest(self, peaks_NT: jax.Array) -> jax.Array:
-        """Over all devices of a stage; inside a `shard_map` over every axis."""
+        """Largest magnitudes over a stage's devices; inside a `shard_map` over every axis."""
         [peaks_T] = peaks_NT
         return jax.lax.pmax(peaks_T, self.axes) if self.axes else peaks_T
 
 
 def map_specs(run: Callable[[P], Any], specs: PyTree) -> PyTree:
-    """`run` of every PartitionSpec of a tree."""
+    """Map `run` over the PartitionSpecs of a tree."""
     return jax.tree.map(run, specs, is_leaf=lambda s: isinstance(s, P))
 
 
 def only(spec: P, names: Collection[str]) -> P:
-    """What a spec says of these mesh axes."""
+    """A spec with these mesh axes only."""
     return P(*(tuple(n for n in names_of(part) if n in names) or None for part in spec))
 
 
 def check_permutes(text: str, per_stage: int) -> None:
-    """Refuse a compiled program in which only some stages would come to a collective-permute.
+    """Refuse a compiled program in which a collective-permute runs on some stages only.
 
-    All devices of a program take part in one, but an action runs on its own stage only. All other
-    collectives inside a stage wait for its own devices.
+    All devices of a program take part in a permute, but an action runs on one stage only. Other
+    collectives inside a stage wait for its devices only.
 
     Args:
-        per_stage: Devices of a stage; those of one stage have consecutive numbers.
+        per_stage: Devices of a stage, which have consecutive numbers.
 
     Raises:
-        PlanError: If there is one between devices of the same stage.
+        PlanError: If there is a permute between devices of the same stage.
     """
     for pairs in re.findall(r"collective-permute.*?source_target_pairs=\{(\{.*?\})\}", text):
         for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs):

@@ -1,14 +1,13 @@
 """A traced loss on shards of unlike sizes: manual over the axis that cuts it.
 
-Between two collectives the devices of an uneven split need nothing of each other, so all that they
-cut there is one function of local arrays, compiled for each of the few sizes that occur. A device
-takes its own branch. Arrays enter and leave padded to the largest part, for SPMD knows one shape;
-what the backward keeps crosses in the same way: the fewest bytes from which it needs no more than
-element-wise work again.
+Between two collectives the devices of an uneven split are independent, so their sharded operations
+there are one *block*: a function of local arrays, compiled for each of the few sizes that occur. A
+device runs the branch of its size, so half the units are half the work. Arrays enter and leave a
+block padded to the largest shard, for SPMD has one shape. So do residuals: the fewest bytes from
+which the backward repeats only element-wise work.
 
-Each device runs the same equations. What a plan leaves whole it runs on whole arrays; what the plan
-cuts it runs on its own part, in blocks between collectives (`_blocks`), so half the units are half
-the work. Collectives stand outside of the blocks, so every device comes to each of them.
+Each device runs the same equations: replicated ones on whole arrays, sharded ones on its shard.
+Collectives are outside of blocks, so every device runs all of them.
 
 References:
     Jia et al., "Whale", USENIX ATC 2022, section 3.3.1 (uneven sharding of a `split`).
@@ -39,15 +38,15 @@ from ..plan.sharding import Sharded
 from .contribution import gradient_of
 from .padding import Padding
 from .replica import Replica
-from .uneven_collectives import Cut, added, entered, extreme, gathered, narrow, own_part, widen
+from .uneven_collectives import Cut, added, entered, extreme, gathered, local_shard, narrow, widen
 
-#: A dimension and for each size class the size of the part in it; None for a whole array.
+#: A dimension and for each size class the size of its shard; None for a whole array.
 Width = tuple[int, tuple[int, ...]] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
-    """What devices do between two collectives.
+    """The operations of devices between two collectives.
 
     Attributes:
         run: `(size class, offsets, inputs) -> results` on arrays of true sizes.
@@ -55,8 +54,8 @@ class Block:
         is_differentiable: For each input whether a gradient flows back through it.
         results: How the results are cut.
         num_classes: The distinct sizes of devices.
-        own_class: That of the one device that the program is for; None: any device runs it.
-        lay_out: How an array is laid out before it is padded: a CPU is slow at both at once.
+        only_class: Class of the one device that runs the program; None: any device runs it.
+        lay_out: Lays an array out before it is padded: a CPU is slow at both at once.
     """
 
     run: Callable[[int, Any, Sequence[Any]], list[Any]]
@@ -64,62 +63,62 @@ class Block:
     is_differentiable: tuple[bool, ...]
     results: tuple[Width, ...]
     num_classes: int
-    own_class: int | None
+    only_class: int | None
     lay_out: Callable[[Any], Any]
 
     def __call__(self, size_class: Any, offsets: Any, inputs: Sequence[Any]) -> list[Any]:
         """The results on this device, padded.
 
         Args:
-            size_class: Of this device, int32.
+            size_class: Class of this device, int32.
         """
         is_float = self._float_results(offsets, inputs)
         halves = self._halves(offsets, inputs, is_float)
-        kept = [tuple(own.kept[k].shape for own in halves) for k in range(len(halves[0].kept))]
+        kept = [tuple(half.kept[k].shape for half in halves) for k in range(len(halves[0].kept))]
         widths = list(itertools.compress(self.results, is_float))
         of_grads = list(itertools.compress(self.inputs, self.is_differentiable))
 
         def forward(size_class: Any, offsets: Any, inputs: Sequence[Any]) -> tuple[Any, Any]:
             def branch(c: int) -> Callable[..., Any]:
                 def run(offsets: Any, inputs: Sequence[Any]) -> tuple[Any, Any]:
-                    own = _narrowed(c, inputs, self.inputs)
-                    found, held = halves[c].run_early([offsets, *own])
-                    wide = [_as_wide(x, shapes) for x, shapes in zip(held, kept, strict=True)]
-                    return self._widened(found, self.results), wide
+                    narrowed = _narrowed(c, inputs, self.inputs)
+                    results, residuals = halves[c].run_early([offsets, *narrowed])
+                    wide = [_widest(x, shapes) for x, shapes in zip(residuals, kept, strict=True)]
+                    return self._widened(results, self.results), wide
 
                 return run
 
             return self._switch(branch, size_class, offsets, inputs)
 
         def backward(saved: Any, cotangents: Sequence[Any]) -> tuple[None, None, list[Any]]:
-            size_class, offsets, inputs, held = saved
+            size_class, offsets, inputs, residuals = saved
             floats = list(itertools.compress(cotangents, is_float))
 
             def branch(c: int) -> Callable[..., Any]:
-                def run(offsets: Any, inputs: Any, held: Any, floats: Any) -> list[Any]:
-                    own = _narrowed(c, inputs, self.inputs)
+                def run(offsets: Any, inputs: Any, residuals: Any, floats: Any) -> list[Any]:
+                    narrowed = _narrowed(c, inputs, self.inputs)
                     back = _narrowed(c, floats, widths)
-                    narrow = [_of_shape(x, s[c]) for x, s in zip(held, kept, strict=True)]
-                    found = halves[c].run_late([offsets, *own, *back], narrow)
-                    return self._widened(found, of_grads)
+                    narrow = [_narrow_to(x, s[c]) for x, s in zip(residuals, kept, strict=True)]
+                    gradients = halves[c].run_late([offsets, *narrowed, *back], narrow)
+                    return self._widened(gradients, of_grads)
 
                 return run
 
-            found = iter(self._switch(branch, size_class, offsets, inputs, held, floats))
-            return None, None, [next(found) if d else None for d in self.is_differentiable]
+            gradients = iter(self._switch(branch, size_class, offsets, inputs, residuals, floats))
+            return None, None, [next(gradients) if d else None for d in self.is_differentiable]
 
         call = jax.custom_vjp(lambda *arguments: forward(*arguments)[0])
 
         def call_forward(*arguments: Any) -> tuple[Any, Any]:
-            results, held = forward(*arguments)
-            return results, (*arguments, held)
+            results, residuals = forward(*arguments)
+            return results, (*arguments, residuals)
 
         call.defvjp(call_forward, backward)
         return call(size_class, offsets, list(inputs))  # type: ignore[no-any-return]
 
     def _switch(self, branch: Callable[[int], Any], size_class: Any, *operands: Any) -> Any:
-        if self.own_class is not None or self.num_classes == 1:
-            return branch(self.own_class or 0)(*operands)
+        if self.only_class is not None or self.num_classes == 1:
+            return branch(self.only_class or 0)(*operands)
         return jax.lax.switch(size_class, [branch(c) for c in range(self.num_classes)], *operands)
 
     def _widened(self, arrays: Sequence[Any], widths: Sequence[Width]) -> list[Any]:
@@ -131,7 +130,7 @@ class Block:
     # -- tracing ---------------------------------------------------------------------------------
 
     def _shapes(self, c: int, inputs: Sequence[Any]) -> list[Any]:
-        """Of the inputs of a class."""
+        """Shapes of the inputs of a class."""
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
         return [
             x if width is None else _with_size(x, width[0], width[1][c])
@@ -148,14 +147,14 @@ class Block:
     def _halves(
         self, offsets: Any, inputs: Sequence[Any], is_float: Sequence[bool]
     ) -> list[Halves]:
-        """Forward and backward of each class, between which the same is kept."""
+        """Forward and backward of each class, with the same residuals."""
         programs = [self._program(c, offsets, inputs, is_float) for c in range(self.num_classes)]
         num = 1 + len(inputs)
         late = range(num, num + sum(is_float))
         first = halve(programs[0], len(self.results), only_late=late)
         words = [[eqn.primitive.name for eqn in p.jaxpr.eqns] for p in programs]
-        # A size of one may be traced in another way; then the backward begins with the inputs.
-        places = first.places if all(own == words[0] for own in words) else ()
+        # A size of one may be traced in another way; then the inputs are the residuals.
+        places = first.places if all(names == words[0] for names in words) else ()
         return [halve(p, len(self.results), only_late=late, places=places) for p in programs]
 
     def _program(
@@ -165,19 +164,19 @@ class Block:
         num = len(inputs)
 
         def run(offsets: Any, *arguments: Any) -> list[Any]:
-            given, cotangents = arguments[:num], arguments[num:]
+            primals, cotangents = arguments[:num], arguments[num:]
 
-            def forward(own: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-                rest = iter(own)
+            def forward(floats: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+                rest = iter(floats)
                 every = [
                     next(rest) if d else x
-                    for x, d in zip(given, self.is_differentiable, strict=True)
+                    for x, d in zip(primals, self.is_differentiable, strict=True)
                 ]
                 results = self.run(c, offsets, every)
                 return list(itertools.compress(results, is_float)), results
 
-            own = list(itertools.compress(given, self.is_differentiable))
-            _, back, results = jax.vjp(forward, own, has_aux=True)
+            floats = list(itertools.compress(primals, self.is_differentiable))
+            _, back, results = jax.vjp(forward, floats, has_aux=True)
             [gradients] = back(list(cotangents))
             return [*results, *gradients]
 
@@ -193,14 +192,14 @@ def _narrowed(c: int, arrays: Sequence[Any], widths: Sequence[Width]) -> list[An
     ]
 
 
-def _as_wide(x: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
-    """As large as in any class."""
+def _widest(x: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
+    """An array widened to the largest shape of any class."""
     for dim, sizes in enumerate(zip(*shapes, strict=True)):
         x = widen(x, dim, max(sizes))
     return x
 
 
-def _of_shape(x: Any, shape: tuple[int, ...]) -> Any:
+def _narrow_to(x: Any, shape: tuple[int, ...]) -> Any:
     for dim, size in enumerate(shape):
         x = narrow(x, dim, size)
     return x
@@ -212,10 +211,10 @@ def _with_size(x: Any, dim: int, size: int) -> Any:
 
 
 class Uneven:
-    """A graph whose one inner axis has parts of unlike sizes.
+    """A graph whose one inner axis has shards of unlike sizes.
 
     Args:
-        place: Of the one device that its programs are for; None: any device runs them.
+        place: Place of the one device that runs its programs; None: any device runs them.
     """
 
     def __init__(self, sharded: Sharded, parts: Parts, place: int | None = None):
@@ -225,15 +224,15 @@ class Uneven:
         self.linked = parts.linked
 
     def on(self, replica: Replica) -> "Uneven":
-        """For the devices of a copy that are here.
+        """The graph for the local devices of a replica.
 
-        A process with one of them compiles what this one runs: its own sizes and no branches. So
-        processes have unlike programs, which come to the same collectives in the same order.
+        A process with one of them compiles for its sizes only, without branches. So processes have
+        unlike programs, which run the same collectives in the same order.
         """
         return Uneven(self.sharded, self.parts, replica.only_place)
 
     def cut_of(self, v: int) -> Cut | None:
-        """How a value is cut as its maker leaves it; None if it is whole."""
+        """How a value is cut by the operation that makes it; None: it is whole."""
         group, dim = self.linked.of_value(v), self.assigned.made.get(v)
         if group is None or dim is None:
             return None
@@ -243,9 +242,9 @@ class Uneven:
         return Cut(dim, self.parts.sizes(group, size), self.axis, self.place)
 
     def cuts(self, op: Op) -> bool:
-        """Whether devices do different things in an operation.
+        """Whether devices compute different results in an operation.
 
-        What only reads a cut value whole, all do alike.
+        An operation that reads a cut value whole is the same on all.
         """
         made, wanted = self.assigned.made, self.assigned.wanted
         if any(made.get(v) is not None for v in op.outputs):
@@ -254,10 +253,10 @@ class Uneven:
             return any(map(self.cuts, op.body))
         if op.kind == "custom":
             return any(isinstance(v, int) and made.get(v) is not None for v in op.inputs)
-        return any(dim is not None for own in op.outputs[:1] for dim in wanted.get(own, ()))
+        return any(dim is not None for v in op.outputs[:1] for dim in wanted.get(v, ()))
 
     def aux_paddings(self) -> list[Padding]:
-        """Of each other variable."""
+        """Padding of each other variable."""
         cuts = [self.cut_of(v) for v in self.graph.aux_values]
         return [
             Padding()
@@ -272,11 +271,11 @@ class Uneven:
         ]
 
     def cuts_of_sums(self, trained: Sequence[int], summed: Sequence[bool]) -> list[Cut | None]:
-        """How each float tensor of the sums is cut, where its parts are unlike; else None.
+        """How each float tensor of the sums is cut, where its shards are unlike; else None.
 
         Args:
             trained: Places of the parameters that are trained.
-            summed: For each other variable whether its changes are such a tensor.
+            summed: For each other variable whether its changes are a float tensor.
         """
         graph = self.graph
         aux = itertools.compress(graph.aux_values, summed)
@@ -292,7 +291,7 @@ class Uneven:
 
         Args:
             trained: Places of the parameters that are trained.
-            on_cpu: Whether dots are written as a CPU likes them.
+            on_cpu: Whether to write dots for CPUs.
         """
         params, aux = self.sharded.param_specs(), self.sharded.aux_specs()
 
@@ -321,7 +320,7 @@ class Uneven:
         *,
         on_cpu: bool = False,
     ) -> list[Any]:
-        """The results of the loss on this device: the first two whole, the others as their own."""
+        """The results of the loss on this device: two whole, then the shards of other variables."""
         graph = self.graph
         env: Env = dict(graph.consts)
         for numbers, arrays in (
@@ -343,9 +342,9 @@ class _Level:
 
     Args:
         ops: In order.
-        env: Arrays that the operations read, those that are cut padded.
-        ends: Values that are wanted of them.
-        on_cpu: Whether arrays are laid out as a CPU likes them.
+        env: Arrays that the operations read; cut ones are padded.
+        ends: Values that must be there after the operations.
+        on_cpu: Whether to lay out arrays for CPUs.
     """
 
     def __init__(
@@ -363,21 +362,21 @@ class _Level:
         self._values = uneven.graph.values
         self._assigned, self._linked = uneven.assigned, uneven.linked
         self._pending: list[Op] = []
-        self._made: set[int] = set()  # by those
+        self._made: set[int] = set()  # by the pending operations
         self._last = {v: i for i, op in enumerate(ops) for v in op.inputs if isinstance(v, int)}
         self._last |= {v: len(ops) for v in ends if isinstance(v, int)}
         self._whole: dict[int, Any] = {}
         self._entered: dict[int, Any] = {}
 
     def run(self) -> None:
-        """All operations, what they make added to the arrays."""
+        """Run all operations and add their results to the arrays."""
         for i, op in enumerate(self._ops):
             inputs = [v for v in op.inputs if isinstance(v, int)]
             if not self._uneven.cuts(op):
                 self._before(i, inputs)
-                own = {v: self.whole(v) for v in inputs}
-                run_ops([op], own, prefix=self._prefix)
-                self._env.update((v, own[v]) for v in op.outputs)
+                arrays = {v: self.whole(v) for v in inputs}
+                run_ops([op], arrays, prefix=self._prefix)
+                self._env.update((v, arrays[v]) for v in op.outputs)
             elif op.body and op.kind != "custom":
                 self._before(i, inputs)
                 self._with_body(op)
@@ -408,24 +407,24 @@ class _Level:
         return self._whole[v]
 
     def as_cut(self, v: Any, cut: Cut | None) -> Any:
-        """A value as another is cut."""
+        """A value, cut as `cut` says."""
         if cut is None:
             return self.whole(v)
         if isinstance(v, int) and self._uneven.cut_of(v) == cut:
             return self._env[v]
-        return own_part(jnp.asarray(self.whole(v)), cut)
+        return local_shard(jnp.asarray(self.whole(v)), cut)
 
     def _made_dim(self, v: int) -> int | None:
         return self._assigned.made.get(v)
 
     def _wanted(self, op: Op) -> tuple[int | None, ...]:
-        """The dimension in which each operand is cut inside."""
+        """The dimension in which the operation reads each operand cut."""
         if op.kind == "custom":
             return tuple(self._made_dim(v) if isinstance(v, int) else None for v in op.inputs)
         return self._assigned.wanted[op.outputs[0]]
 
     def _before(self, i: int, values: Sequence[int]) -> None:
-        """Run what is pending, if it makes one of these values."""
+        """Run the pending operations, if they make one of these values."""
         if not self._made.isdisjoint(values):
             self._flush(i)
 
@@ -438,28 +437,28 @@ class _Level:
     # -- blocks ----------------------------------------------------------------------------------
 
     def _run_block(self, ops: Sequence[Op], end: int) -> list[tuple[int, Any]]:
-        """What a block makes for operations from `end` on, its partial results completed."""
+        """Run a block: its values that operations from `end` on read, partial results completed."""
         uneven, made = self._uneven, set().union(*(op.outputs for op in ops))
-        given: dict[tuple[int, bool], None] = {}  # a value, and whether it is read as it is cut
+        read: dict[tuple[int, bool], None] = {}  # a value, and whether it is read as it is cut
         for op in ops:
             for v, dim in zip(op.inputs, self._wanted(op), strict=True):
                 if isinstance(v, int) and v not in made:
-                    given[v, dim is not None and self._made_dim(v) == dim] = None
+                    read[v, dim is not None and self._made_dim(v) == dim] = None
         results = [v for op in ops for v in op.outputs if self._last.get(v, -1) >= end]
         groups = sorted({g for op in ops for g in self._groups(op)})
         units = [tuple(uneven.parts.units[g][d] for g in groups) for d in range(self._num)]
         classes = sorted(set(units), reverse=True)
-        of_class = [dict(zip(groups, own, strict=True)) for own in classes]
+        of_class = [dict(zip(groups, each, strict=True)) for each in classes]
 
         def width(v: int) -> Width:
             group, dim = self._linked.of_value(v), self._made_dim(v)
             if group is None or dim is None:
                 return None
             each = self._values[v].shape[dim] // self._linked.groups[group].num_units
-            return dim, tuple(own[group] * each for own in of_class)
+            return dim, tuple(units_of[group] * each for units_of in of_class)
 
         def run(c: int, offsets: Any, inputs: Sequence[Any]) -> list[Any]:
-            env = dict(zip(given, inputs, strict=True))
+            env = dict(zip(read, inputs, strict=True))
             starts = {g: offsets[k] for k, g in enumerate(groups)}
 
             def part(group: int) -> Callable[[int], tuple[int, Any]]:
@@ -470,34 +469,34 @@ class _Level:
                 return of
 
             for op in ops:
-                with self._named(op):
-                    found = self._run_own(op, env, part)
-                env.update(((v, self._made_dim(v) is not None), x) for v, x in found)
+                with self._name_scope(op):
+                    made_here = self._run_local(op, env, part)
+                env.update(((v, self._made_dim(v) is not None), x) for v, x in made_here)
             return [env[v, self._made_dim(v) is not None] for v in results]
 
         block = Block(
             run=run,
-            inputs=tuple(width(v) if as_cut else None for v, as_cut in given),
-            is_differentiable=tuple(self._values[v].differentiable for v, _ in given),
+            inputs=tuple(width(v) if as_cut else None for v, as_cut in read),
+            is_differentiable=tuple(self._values[v].differentiable for v, _ in read),
             results=tuple(map(width, results)),
             num_classes=len(classes),
-            own_class=None if uneven.place is None else classes.index(units[uneven.place]),
+            only_class=None if uneven.place is None else classes.index(units[uneven.place]),
             lay_out=row_major if self._on_cpu else lambda x: x,
         )
         of_device = Cut(0, (1,) * self._num, uneven.axis, uneven.place)
         starts = jnp.stack(
             [
-                of_device.own([sum(uneven.parts.units[g][:d]) for d in range(self._num)])
+                of_device.local_value([sum(uneven.parts.units[g][:d]) for d in range(self._num)])
                 for g in groups
             ]
         )
-        inputs = [self._env[v] if as_cut else self._enter(v) for v, as_cut in given]
-        size_class = of_device.own([classes.index(own) for own in units])
-        found = block(size_class, starts, inputs)
+        inputs = [self._env[v] if as_cut else self._enter(v) for v, as_cut in read]
+        size_class = of_device.local_value([classes.index(each) for each in units])
+        outputs = block(size_class, starts, inputs)
         maker = {v: op for op in ops for v in op.outputs}
         return [
             (v, x if self._made_dim(v) is not None else self._completed(maker[v], x))
-            for v, x in zip(results, found, strict=True)
+            for v, x in zip(results, outputs, strict=True)
         ]
 
     @property
@@ -505,13 +504,13 @@ class _Level:
         return self._assigned.num_devices
 
     def _groups(self, op: Op) -> set[int]:
-        found = {self._linked.of_value(v) for v in op.outputs}
+        groups = {self._linked.of_value(v) for v in op.outputs}
         if op.kind == "custom":
-            found |= {self._linked.of_value(v) for v in op.inputs if isinstance(v, int)}
+            groups |= {self._linked.of_value(v) for v in op.inputs if isinstance(v, int)}
         else:
-            own = (self._linked.of_operand(op, k) for k in range(len(op.inputs)))
-            found |= {pair[0] for pair in own if pair is not None}
-        return {g for g in found if g is not None}
+            factors = (self._linked.of_operand(op, k) for k in range(len(op.inputs)))
+            groups |= {pair[0] for pair in factors if pair is not None}
+        return {g for g in groups if g is not None}
 
     def _enter(self, v: int) -> Any:
         """A whole value for a block."""
@@ -521,14 +520,14 @@ class _Level:
             self._entered[v] = entered(x, self._uneven.axis) if is_differentiable else x
         return self._entered[v]
 
-    def _run_own(
+    def _run_local(
         self, op: Op, env: dict[tuple[int, bool], Any], part: Any
     ) -> list[tuple[int, Any]]:
-        """An operation on this device's part."""
+        """An operation on this device's shard."""
         states = self._wanted(op)
         [group, *others] = self._groups(op)
         assert not others, "a factor is one group"
-        own = part(group)
+        part_of = part(group)
         operands = []
         for v, dim in zip(op.inputs, states, strict=True):
             if not isinstance(v, int):
@@ -537,38 +536,38 @@ class _Level:
                 operands.append(env[v, True])
             else:
                 x = env[v, False]
-                operands.append(x if dim is None else take(x, dim, own))
-        results = [self._made_dim(v) for v in op.outputs]
+                operands.append(x if dim is None else take(x, dim, part_of))
+        made_dims = [self._made_dim(v) for v in op.outputs]
         if op.kind != "custom":
             return list(
-                zip(op.outputs, run_part(op.eqn, operands, states, results, own), strict=True)
+                zip(op.outputs, run_part(op.eqn, operands, states, made_dims, part_of), strict=True)
             )
-        found, dims = run_custom(op.eqn, operands, states, own)
-        for i, (dim, wanted) in enumerate(zip(dims, results, strict=True)):
+        results, dims = run_custom(op.eqn, operands, states, part_of)
+        for i, (dim, wanted) in enumerate(zip(dims, made_dims, strict=True)):
             if dim is None and wanted is not None:
-                found[i] = take(found[i], wanted, own)
+                results[i] = take(results[i], wanted, part_of)
             elif dim != wanted:
                 raise PlanError(
-                    f"{op.name} ({op.source}) has rules of its own for gradients, and cuts inside "
-                    "what leaves it whole: leave it out of the split"
+                    f"{op.name} ({op.source}) has gradient rules of its own, and cuts inside "
+                    "a result that is whole outside: leave it out of the split"
                 )
-        return list(zip(op.outputs, found, strict=True))
+        return list(zip(op.outputs, results, strict=True))
 
     def _completed(self, op: Op, x: Any) -> Any:
-        """A partial result of all devices."""
+        """Complete a partial result over all devices."""
         axis, name = self._uneven.axis, op.name
         if name in SUMS:
             return added(x, axis)
         if name not in EXTREMES:
             raise PlanError(
-                f"hxla does not know how partial results of {name} are completed over parts of "
+                f"hxla does not know how to complete partial results of {name} over parts of "
                 "unlike sizes: leave it out of the split, or let the parts be alike"
             )
         if x.dtype == bool:
             return extreme(x.astype(jnp.int32), axis, EXTREMES[name]).astype(bool)
         return extreme(x, axis, EXTREMES[name])
 
-    def _named(self, op: Op) -> Any:
+    def _name_scope(self, op: Op) -> Any:
         stack = op.stack.removeprefix(self._prefix)
         stack = stack.removesuffix(str(op.eqn.source_info.name_stack)).strip("/")
         return jax.named_scope(stack) if stack else contextlib.nullcontext()
@@ -576,7 +575,7 @@ class _Level:
     # -- bodies ----------------------------------------------------------------------------------
 
     def _with_body(self, op: Op) -> None:
-        """A `remat` or a `scan` in which something is cut."""
+        """Run a `remat` or a `scan` with cut values in its body."""
         inner = self._uneven.cut_of
 
         def body(*arrays: Any) -> "_Level":
@@ -598,8 +597,8 @@ class _Level:
                 level = body(*arrays)
                 return [level.as_cut(v, c) for v, c in zip(op.body_outputs, cuts, strict=True)]
 
-            found = checkpoint_like(op.eqn, run)(*operands)
-            self._env.update(zip(op.outputs, found, strict=True))
+            results = checkpoint_like(op.eqn, run)(*operands)
+            self._env.update(zip(op.outputs, results, strict=True))
             return
         self._scan(op, body)
 
@@ -608,14 +607,17 @@ class _Level:
         num_consts, num_carry = scan_counts(op.eqn)
         first = num_consts + num_carry
         cuts = [cut_of(v) for v in op.body_inputs]
-        cuts = [*cuts[:first], *(_shifted(cut) for cut in cuts[first:])]
+        cuts = [*cuts[:first], *(_cut_of_stack(cut) for cut in cuts[first:])]
         operands = [self.as_cut(v, cut) for v, cut in zip(op.inputs, cuts, strict=True)]
-        outs = [*cuts[num_consts:first], *(_inside(cut_of(v)) for v in op.outputs[num_carry:])]
+        outs = [
+            *cuts[num_consts:first],
+            *(_cut_of_slice(cut_of(v)) for v in op.outputs[num_carry:]),
+        ]
 
         def step(carry: Any, xs: Any) -> Any:
             level = body(*operands[:num_consts], *carry, *xs)
-            found = [level.as_cut(v, c) for v, c in zip(op.body_outputs, outs, strict=True)]
-            return found[:num_carry], found[num_carry:]
+            results = [level.as_cut(v, c) for v, c in zip(op.body_outputs, outs, strict=True)]
+            return results[:num_carry], results[num_carry:]
 
         carry, ys = jax.lax.scan(
             step,
@@ -628,11 +630,11 @@ class _Level:
         self._env.update(zip(op.outputs, [*carry, *ys], strict=True))
 
 
-def _shifted(cut: Cut | None) -> Cut | None:
-    """Of the stack of slices that are cut so."""
+def _cut_of_stack(cut: Cut | None) -> Cut | None:
+    """The cut of a stack whose slices are cut so."""
     return None if cut is None else dataclasses.replace(cut, dim=cut.dim + 1)
 
 
-def _inside(cut: Cut | None) -> Cut | None:
-    """Of one slice of a stack that is cut so."""
+def _cut_of_slice(cut: Cut | None) -> Cut | None:
+    """The cut of one slice of a stack that is cut so."""
     return None if cut is None else dataclasses.replace(cut, dim=cut.dim - 1)

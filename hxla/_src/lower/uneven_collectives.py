@@ -1,8 +1,8 @@
-"""What the devices of an uneven split say to each other, with its gradients, inside a `shard_map`.
+"""Collectives of an uneven split with their gradients, inside a `shard_map`.
 
-A value that is whole is the same on all devices, and so is its cotangent. It becomes different
-where a device's own part of the work reads it (`entered`), and the same again where partial
-results are completed or parts are gathered; each has one collective, forward or backward.
+A whole value is the same on all devices, and so is its cotangent. It becomes different where the
+sharded work of a device reads it (`entered`). It is the same again where partial results are
+completed or shards are gathered. Each of these has one collective, forward or backward.
 
 References:
     Shoeybi et al., "Megatron-LM", 2019, section 3 (the conjugate operators f and g).
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def entered(x: jax.Array, _axis: str) -> jax.Array:
-    """A whole value that each device reads for its own part: backward its cotangents are added."""
+    """A whole value that sharded work reads: its cotangents are added over devices."""
     return x
 
 
@@ -36,7 +36,7 @@ entered.defvjp(_enter, _entered_back)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def added(x: jax.Array, axis: str) -> jax.Array:
-    """Partial sums completed."""
+    """The sum of all devices' partial sums."""
     return jax.lax.psum(x, axis)
 
 
@@ -53,7 +53,7 @@ added.defvjp(_add, _added_back)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def extreme(x: jax.Array, axis: str, largest: bool) -> jax.Array:
-    """The largest or smallest of partial ones; equal ones share the gradient."""
+    """The largest or smallest of partial extremes; equal ones share the gradient."""
     return _extreme(x, axis, largest)
 
 
@@ -68,10 +68,10 @@ def _take_extreme(x: jax.Array, axis: str, largest: bool) -> tuple[jax.Array, ja
 
 
 def _extreme_back(
-    axis: str, _largest: bool, is_own: jax.Array, cotangent: jax.Array
+    axis: str, _largest: bool, is_extreme: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array]:
-    own = is_own.astype(cotangent.dtype)
-    return (cotangent * own / jax.lax.psum(own, axis),)
+    share = is_extreme.astype(cotangent.dtype)
+    return (cotangent * share / jax.lax.psum(share, axis),)
 
 
 extreme.defvjp(_take_extreme, _extreme_back)
@@ -83,7 +83,7 @@ class Cut:
 
     Attributes:
         axis: Name of the mesh axis.
-        place: Of the one device that a program is for; None: any device runs it.
+        place: Place of the one device that runs a program; None: any device runs it.
     """
 
     dim: int
@@ -93,33 +93,33 @@ class Cut:
 
     @property
     def padded(self) -> int:
-        """Of every device's part, with what pads it."""
+        """Size of every device's padded shard."""
         return max(self.sizes)
 
-    def own(self, of_each: Sequence[int]) -> jax.Array:
-        """A number of this device's, int32."""
+    def local_value(self, of_each: Sequence[int]) -> jax.Array:
+        """This device's entry of a list over devices, int32."""
         if self.place is not None:
             return jnp.int32(of_each[self.place])
         return jnp.asarray(of_each, jnp.int32)[jax.lax.axis_index(self.axis)]
 
     def narrowed(self, x: jax.Array) -> jax.Array:
-        """The part of the one device that the program is for, without padding."""
+        """The shard of the one device that runs the program, without its padding."""
         assert self.place is not None
         return narrow(x, self.dim, self.sizes[self.place])  # type: ignore[no-any-return]
 
     def widened(self, x: jax.Array) -> jax.Array:
-        """A device's part with zeros that pad it."""
+        """A device's shard, padded with zeros."""
         return widen(x, self.dim, self.padded)  # type: ignore[no-any-return]
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where each part begins."""
+        """Where each shard begins."""
         return tuple(sum(self.sizes[:d]) for d in range(len(self.sizes)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gathered(x: jax.Array, cut: Cut) -> jax.Array:
-    """The parts of all devices, whole on each."""
+    """All-gather the shards without their padding."""
     return _gather(x, cut)
 
 
@@ -134,21 +134,21 @@ def _gather_forward(x: jax.Array, cut: Cut) -> tuple[jax.Array, None]:
 
 
 def _gathered_back(cut: Cut, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    return (own_part(cotangent, cut),)
+    return (local_shard(cotangent, cut),)
 
 
 gathered.defvjp(_gather_forward, _gathered_back)
 
 
-def own_part(x: jax.Array, cut: Cut) -> jax.Array:
-    """This device's part of a whole array, padded with zeros."""
+def local_shard(x: jax.Array, cut: Cut) -> jax.Array:
+    """This device's shard of a whole array, padded with zeros."""
     most = cut.padded
     room = widen(x, cut.dim, x.shape[cut.dim] + most)
-    part = jax.lax.dynamic_slice_in_dim(room, cut.own(cut.offsets), most, cut.dim)
+    part = jax.lax.dynamic_slice_in_dim(room, cut.local_value(cut.offsets), most, cut.dim)
     if len(set(cut.sizes)) == 1:
         return part
     places = jax.lax.broadcasted_iota(jnp.int32, part.shape, cut.dim)
-    return jnp.where(places < cut.own(cut.sizes), part, jnp.zeros((), part.dtype))
+    return jnp.where(places < cut.local_value(cut.sizes), part, jnp.zeros((), part.dtype))
 
 
 def narrow(x: Any, dim: int, size: int) -> Any:

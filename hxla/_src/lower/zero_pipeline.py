@@ -1,9 +1,9 @@
-"""A step of pipelines of which each copy has its share of parameters or of the sums.
+"""A step of ZeRO 2 and 3 for pipelines: replicas shard the sums, or the parameters too.
 
-A stage needs its parameters from its first forward to its last backward, and adds up its gradients
-as long. So what is shared out travels once in a step, for some slots after others: the parameters
-before the first tick, whole only in the slots, and the sums after the last one. The programs are
-those of a pipeline, so no bit differs.
+A stage needs its parameters and its sums from its first forward to its last backward. So shards
+travel once in a step, one group of slots after another: parameters are gathered before the first
+tick, whole in the slots only, and sums are reduced after the last. The programs are those of a
+pipeline, so no bit differs.
 
 References:
     Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models",
@@ -26,13 +26,13 @@ from .sum import Reducer
 
 
 class ZeroPipeline:
-    """Runs the microbatches of all local copies; it is used as `LayerwiseStep` is.
+    """Runs the microbatches of all local replicas; it is used as `LayerwiseStep` is.
 
     Args:
-        reducer: The sums over all copies, with these groups.
+        reducer: The sums over all replicas, with these groups.
         groups: See `stage_groups`.
         trained: Places of the parameters that are trained.
-        sharded: Gathers the parameters of each group of slots; None: all copies have them.
+        sharded: Gathers the parameters of each group of slots; None: all replicas have them.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ZeroPipeline:
 
     def run(
         self,
-        held: Sequence[ReplicaArrays],
+        replicas: Sequence[ReplicaArrays],
         exponents: Sequence[jax.Array],
         step: int,
         ids: Sequence[Sequence[int]],
@@ -58,62 +58,66 @@ class ZeroPipeline:
         spans: Sequence["Spans[Any]"],
     ) -> tuple[list[DeviceSums], list[list[jax.Array]]]:
         """Run a step's microbatches; see `LayerwiseStep.run`."""
-        slots = self.filled(held)
-        begins = [smallest(own) for own in slots]
+        slots = self.filled(replicas)
+        begins = [smallest(arrays) for arrays in slots]
         self.wait()
         added = []
         for i, runner in enumerate(self._runners):
-            acc, tick = runner.ticks(slots[i], held[i].aux, exponents[i], step, ids[i], batches[i])
-            slots[i] = []  # parameters are whole no longer than they must be
+            acc, tick = runner.ticks(
+                slots[i], replicas[i].aux, exponents[i], step, ids[i], batches[i]
+            )
+            slots[i] = []  # free the whole parameters
             if tick is not None:
                 spans[i].put((begins[i], tick))
             added.append(acc)
         self._collectives.under_way = [acc.peaks_NT for acc in added]
-        totals: list[list[jax.Array]] = [[] for _ in held]
+        totals: list[list[jax.Array]] = [[] for _ in replicas]
         small: list[DeviceSums] = []
         for g in range(len(self._runners[0].groups)):
             self.wait()
-            found = [
+            collected = [
                 runner.collect(g, acc) for runner, acc in zip(self._runners, added, strict=True)
             ]
-            values = [own for own, _ in found]
-            small += [told for _, told in found if told is not None]
-            del found
+            values = [sums for sums, _ in collected]
+            small += [sums for _, sums in collected if sums is not None]
+            del collected
             self._collectives.under_way = values
             self._collectives.sum_group(g, values, totals)
-            del values  # they are there while the next group is collected, else
+            del values  # else they stay in memory while the next group is collected
         if len(self._groups) > len(self._runners[0].groups):
-            others = [list(own.values) for own in small]
+            others = [list(sums.values) for sums in small]
             self._collectives.sum_group(len(self._groups) - 1, others, totals)
-        return [own._replace(values=[]) for own in small], totals
+        return [sums._replace(values=[]) for sums in small], totals
 
-    def filled(self, held: Sequence[ReplicaArrays]) -> list[list[jax.Array]]:
-        """The slots of each local copy; every process calls this."""
-        pieces = self._collectives.pieces(held)
-        filled: list[list[list[jax.Array]]] = [[] for _ in held]
+    def filled(self, replicas: Sequence[ReplicaArrays]) -> list[list[jax.Array]]:
+        """The slots of each local replica; every process calls this."""
+        pieces = self._collectives.pieces(replicas)
+        filled: list[list[list[jax.Array]]] = [[] for _ in replicas]
         for g in range(len(self._runners[0].groups)):
-            stored = [dict(enumerate(own.params)) for own in held]
+            stored = [dict(enumerate(arrays.params)) for arrays in replicas]
             if self._sharded is not None:
                 gathered = self._collectives.gather(g, pieces)
-                stored = [own | found for own, found in zip(stored, gathered, strict=True)]
+                stored = [params | whole for params, whole in zip(stored, gathered, strict=True)]
                 del gathered
             self.wait()
-            new = [runner.fill(g, own) for runner, own in zip(self._runners, stored, strict=True)]
-            del stored  # with the last name of what was gathered
-            for copy, own_slots in zip(filled, new, strict=True):
-                copy.append(own_slots)
+            new = [
+                runner.fill(g, params) for runner, params in zip(self._runners, stored, strict=True)
+            ]
+            del stored  # the last name of the gathered parameters
+            for groups, slots in zip(filled, new, strict=True):
+                groups.append(slots)
             del new
-            self._collectives.under_way = [smallest(own[-1]) for own in filled]
+            self._collectives.under_way = [smallest(groups[-1]) for groups in filled]
             if self._sharded is not None:
-                # Programs wait in a queue with their arguments: one group may be there twice.
+                # Queued programs keep their arguments: one group may be in memory twice.
                 jax.block_until_ready(self._collectives.under_way)
-        return [runner.in_order(own) for runner, own in zip(self._runners, filled, strict=True)]
+        return [runner.in_order(slots) for runner, slots in zip(self._runners, filled, strict=True)]
 
     def memory_bytes(self, num: int) -> int:
-        """Bytes that one device needs beside the state and what pipelines keep between steps.
+        """Bytes that one device needs beside the state and the pipelines' buffers.
 
         Args:
-            num: Its microbatches of a step; it does not matter how many.
+            num: Not used: any number of microbatches takes the same.
         """
         del num
         runner = self._runners[0]
@@ -129,26 +133,26 @@ class ZeroPipeline:
         most = max(most, slots + sums + extra_bytes(runner.programs.ticks))
         totals = 0
         for k in range(len(self._groups)):
-            own = self._reducer.group_bytes(k)
+            reduced = self._reducer.group_bytes(k)
             if k in each:
                 most = max(most, sums + totals + extra_bytes(runner.programs.collects[k]))
                 sums -= runner.sums_bytes(k)
-            most = max(most, sums + totals + own.sums + own.adding)
-            totals += own.totals
+            most = max(most, sums + totals + reduced.sums + reduced.adding)
+            totals += reduced.totals
         return most
 
 
 def stage_groups(
     of_slots: Sequence[Sequence[int]], trained: Sequence[int], num_tensors: int
 ) -> list[tuple[int, ...]]:
-    """The tensors that are summed together, for each group of slots, and last the other variables.
+    """Tensors that are reduced together: for each group of slots, and last the other variables.
 
     Args:
         of_slots: For each group the trained parameters in its slots, by their places.
-        trained: Places of all of them, in the order of their tensors.
-        num_tensors: Parameters and float variables that are no parameters.
+        trained: Places of all trained parameters, in the order of their tensors.
+        num_tensors: Trained parameters and other float variables.
     """
     number = {p: t for t, p in enumerate(trained)}
-    groups = [tuple(number[p] for p in own) for own in of_slots]
+    groups = [tuple(number[p] for p in params) for params in of_slots]
     others = tuple(range(len(trained), num_tensors))
     return [*groups, others] if others else groups
