@@ -127,7 +127,6 @@ class ChainRunner:
 
     Args:
         parts: The parts of `spec` for the platform of the devices.
-        sequence: The operations of a microbatch.
         by_part: Whether sums exist only while their part runs; see `LayerwiseStep`.
     """
 

@@ -122,7 +122,6 @@ def chain_spec(
     """The `ChainSpec` of a plan.
 
     Args:
-        trained: Places of the parameters that are trained.
         alone: Tensors that are packed with no other.
         specs: PartitionSpec of each float tensor over the axes inside a replica.
         inner: How these axes cut the graph; None: there are none.

@@ -347,7 +347,6 @@ def gradient_of(
     Args:
         run: `(params, aux, key, batch leaves) -> [loss, sums[S], *new aux]`.
         trained: Places of the parameters whose gradients are wanted.
-        on_cpu: Whether to write dots for CPUs.
     """
 
     def gradient(params: Any, aux: Any, key: Any, batch: Any) -> tuple[Any, list[jax.Array]]:

@@ -22,8 +22,6 @@ class Evaluation:
     """Evaluates microbatches on replicas, each with its sharded arrays.
 
     Args:
-        model: The model as pure functions.
-        seed: Root of all random keys.
         microbatch_size: Examples of a microbatch; the last one may have fewer.
         forward: Makes a `Forward` for the replicas from its first three arguments.
     """

@@ -9,7 +9,7 @@ and limbs are added as integers, which is associative: over microbatches, device
 collective algorithm the sum is the same. `bits` is chosen so that `num_terms` terms cannot
 overflow. Two limbs keep all but tiny elements to float32 precision, so the only error left is the
 final rounding. One limb alone, `hi`, takes half of the memory and traffic. All elements of a tensor
-then have the absolute error of its largest (`Limbs.error_bound`), so one limb is worse than a
+then have the absolute error of its largest (`Limbs.error_bound`). So one limb is worse than a
 float32 sum on tensors whose elements differ widely, such as embeddings.
 
 The scale follows the largest magnitude of the last step. A step in which some magnitude leaves

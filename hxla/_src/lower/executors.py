@@ -25,7 +25,6 @@ class Executors:
     """The executors of one device.
 
     Args:
-        num: Number of executors, at least two.
         like: Shapes and shardings of a replica's sums.
         keeps: Whether the sums of executors stay in memory from step to step.
     """

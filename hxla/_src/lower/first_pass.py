@@ -39,7 +39,6 @@ class OverBatchPass:
 
     Args:
         traced: The loss, with the shapes of a microbatch.
-        forward: Embeds one microbatch.
         replica: The first local one.
     """
 
@@ -248,11 +247,7 @@ class OverBatchPasses:
         return {} if self.first is None else {"program of the whole batch": self.first.text}
 
     def compile(self, tell: Callable[[str], None]) -> None:
-        """Compile the programs of a step.
-
-        Args:
-            tell: Called with a line of progress.
-        """
+        """Compile the programs of a step."""
         if self.first is not None:
             tell("compiling the losses over the whole batch")
             self.first.compile((np.int32(0), np.int32(0)))

@@ -23,7 +23,6 @@ class Forward:
 
     Args:
         name: Name of the program in profiles.
-        call: The call, a pure function.
         key: From `where`, int32 scalars or arrays that identify a microbatch, to its random key.
         model: The model whose parameters and other variables are the call's arguments.
         like: From a replica's number to the shapes and shardings of its parameters and of its

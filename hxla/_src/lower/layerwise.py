@@ -61,7 +61,6 @@ class LayerwiseStep:
     Args:
         reducer: The sums over all replicas, with these groups.
         groups: See `sum_groups`.
-        trained: Places of the parameters that are trained.
         sharded: Gathers the parameters of each segment; None: all replicas have them.
         placement: The plan's number of waves, the same for each process whatever its counts, and
             where shards of the parameters are kept between uses.
@@ -106,7 +105,6 @@ class LayerwiseStep:
         """Run a step's microbatches; every process calls this, also where it has none.
 
         Args:
-            replicas: Arrays of each local replica.
             spans: Where the busy spans of each replica are put.
 
         Returns:

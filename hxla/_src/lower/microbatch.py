@@ -36,7 +36,6 @@ def whole_gradient(
 
     Args:
         mesh: Mesh of the replica; None: it has one device.
-        on_cpu: Whether to write dots for CPUs.
     """
     if mesh is not None and uneven is not None:
         return uneven.gradient(mesh, spec.trained, on_cpu)

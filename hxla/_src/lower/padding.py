@@ -76,7 +76,6 @@ class StatePadding:
 
     Attributes:
         opt_state: A padding for each leaf, as a tree like the optimizer's state.
-        trained: Places of the parameters that are trained.
     """
 
     params: list[Padding]
@@ -125,7 +124,6 @@ def changing(
     """A function that pads or unpads arrays: one program of those that have padding.
 
     Args:
-        each: Padding of each array.
         jit: Makes the program, from the PartitionSpecs of its results.
         specs: PartitionSpecs of all arrays after the change.
     """
@@ -204,7 +202,6 @@ class Granules:
 
         Args:
             step: `(i, slices, carry) -> (new slices, carry)`.
-            carry: Values passed from slice to slice.
 
         Returns:
             The arrays and the last carry.

@@ -53,7 +53,6 @@ def pipeline_spec(
     """The `PipelineSpec` of a plan.
 
     Args:
-        trained: Places of the parameters that are trained.
         sharded: How the axes inside a stage cut the graph; None: there are none.
     """
     planned = plan.pipeline

@@ -51,7 +51,6 @@ class SegmentPart:
     Args:
         shared: See `shared_tensors`.
         wanted: See `wanted_values`.
-        on_cpu: Whether to lay out arrays for CPUs.
         replica: The replica that runs it, if it has several devices.
 
     Attributes:

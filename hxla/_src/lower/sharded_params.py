@@ -267,7 +267,6 @@ class GroupCollectives:
     Args:
         reducer: The sums over all replicas, with its groups.
         sharded: Gathers the parameters of each group; None: all replicas have them.
-        trained: Places of the parameters that are trained.
 
     Attributes:
         under_way: Arrays that are ready when the last collective is done.

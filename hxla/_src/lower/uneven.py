@@ -274,7 +274,6 @@ class Uneven:
         """How each float tensor of the sums is cut, where its shards are unlike; else None.
 
         Args:
-            trained: Places of the parameters that are trained.
             summed: For each other variable whether its changes are a float tensor.
         """
         graph = self.graph
@@ -287,12 +286,7 @@ class Uneven:
     def gradient(
         self, mesh: Mesh, trained: Sequence[int], on_cpu: bool
     ) -> Callable[..., tuple[Any, list[Any]]]:
-        """`(params, aux, key, batch) -> ((loss, [sums, *new aux]), gradients)`, padded.
-
-        Args:
-            trained: Places of the parameters that are trained.
-            on_cpu: Whether to write dots for CPUs.
-        """
+        """`(params, aux, key, batch) -> ((loss, [sums, *new aux]), gradients)`, padded."""
         params, aux = self.sharded.param_specs(), self.sharded.aux_specs()
 
         def local(params: Any, aux: Any, key: Any, batch: Any) -> list[Any]:
@@ -341,10 +335,8 @@ class _Level:
     """Operations of one program: of the loss, or of a body in it.
 
     Args:
-        ops: In order.
         env: Arrays that the operations read; cut ones are padded.
         ends: Values that must be there after the operations.
-        on_cpu: Whether to lay out arrays for CPUs.
     """
 
     def __init__(

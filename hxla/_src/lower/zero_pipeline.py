@@ -31,7 +31,6 @@ class ZeroPipeline:
     Args:
         reducer: The sums over all replicas, with these groups.
         groups: See `stage_groups`.
-        trained: Places of the parameters that are trained.
         sharded: Gathers the parameters of each group of slots; None: all replicas have them.
     """
 
