@@ -140,7 +140,7 @@ DIFFERENT = {
     "evaluation": ["examples of the evaluation: 16 on rank 0; 24 on rank 1"],
     "every": ["eval_every: 2 on rank 0; 3 on rank 1"],
     "own batch": ["batch of step 2: ['x']"],
-    "state": ["after 3 steps the copies of the state", "rank 1 has another kernel than rank 0"],
+    "state": ["after 3 steps the replicas of the state", "rank 1 has another kernel than rank 0"],
 }
 
 

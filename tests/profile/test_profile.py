@@ -156,11 +156,11 @@ def test_a_trial_ends_after_enough_steps_with_the_same_counts():
     observer = Observer()
     # Two are not counted, and the counts move once.
     steps = [((4, 4), 9.0)] * 5 + [((6, 2), 1.0)] * 20
-    told = [observer.has_told_enough(record(i, *step)) for i, step in enumerate(steps)]
+    told = [observer.has_enough_steps(record(i, *step)) for i, step in enumerate(steps)]
     assert told.index(True) == 5 + 10 - 1
     assert observer.most == ((6, 2), 1.0)
     short = Observer()
-    told = [short.has_told_enough(record(i, (8,), 0.25)) for i in range(30)]
+    told = [short.has_enough_steps(record(i, (8,), 0.25)) for i in range(30)]
     assert told.index(True) == 2 + 4 / 0.25 - 1  # ten steps would not do
 
 
@@ -186,7 +186,7 @@ def test_a_copy_on_several_devices_is_not_profiled(profile_here):
     )
     code, _, error = profile_here(text=text)
     assert code != 0
-    assert "put a copy of this one on 2: profile it without them" in error
+    assert "put a replica of this one on 2: profile it without them" in error
 
 
 def example(**changes):

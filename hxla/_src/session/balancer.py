@@ -1,8 +1,7 @@
 """Microbatch counts that follow the measured speed of devices.
 
-Every process sees the same measured times (they travel with the sum of the step), and decides by
-this same pure arithmetic, so all of them move to the same counts at the same step without asking
-each other.
+Measured times are all-gathered with the sums of a step, and decisions are pure arithmetic on them.
+So all processes move to the same counts at the same step without further communication.
 """
 
 import collections
@@ -16,48 +15,48 @@ from ..core.config import BalanceConfig
 from ..report.history import Rebalance
 
 _NEW_SPEED = 1.2  # ratio beyond which two samples in a row are no noise
-_FEW = 3  # swings of which a median says something
-# Standard deviations of normal noise over medians: of the magnitude of a difference of two samples,
-# 1.4826 / sqrt(2), and of a median of many samples over that of their mean, sqrt(pi / 2).
-_OF_SWING = 1.4826 / math.sqrt(2)
-_OF_MEDIAN = math.sqrt(math.pi / 2)
+_FEW = 3  # fewest swings for a median
+# For normal noise: standard deviation of a sample over the median difference of two samples, and
+# standard error of a median of many samples over that of their mean.
+_SWING_FACTOR = 1.4826 / math.sqrt(2)
+_MEDIAN_FACTOR = math.sqrt(math.pi / 2)
 
 
 class Pace:
     """Seconds of a microbatch on one device.
 
     Args:
-        window: Steps whose median it is.
-        first: What a measurement before training said; 0: nothing. Samples take its place.
+        window: Number of steps for the median.
+        first: Estimate before the first sample; 0 if never measured.
     """
 
     def __init__(self, window: int, first: float):
         self._first = first
         self._samples: collections.deque[float] = collections.deque(maxlen=window)
-        # From a sample to the next, as logarithms of ratios; a new speed is one of many.
+        # Logarithms of the ratios of consecutive samples.
         self._swings: collections.deque[float] = collections.deque(maxlen=2 * window)
 
     @property
     def seconds(self) -> float:
-        """Present estimate; 0: never measured."""
+        """Present estimate; 0 if never measured."""
         return statistics.median(self._samples) if self._samples else self._first
 
     @property
     def noise(self) -> float | None:
-        """Relative standard deviation of a sample, by how samples differ from the ones before them.
+        """Relative standard deviation of a sample, from differences of consecutive samples.
 
-        None as long as there are too few to tell.
+        None while there are too few samples.
         """
         if len(self._swings) < _FEW:
             return None
-        return _OF_SWING * statistics.median(self._swings)
+        return _SWING_FACTOR * statistics.median(self._swings)
 
     def error(self, noise: float) -> float:
-        """Relative standard error of `seconds` where samples have this noise."""
-        return _OF_MEDIAN * noise / max(1, len(self._samples)) ** 0.5
+        """Relative standard error of `seconds` for samples with this noise."""
+        return _MEDIAN_FACTOR * noise / max(1, len(self._samples)) ** 0.5
 
     def learn(self, seconds: float) -> bool:
-        """Take in a sample; two alike that are far from the median mean a new speed, not noise.
+        """Add a sample; two similar samples far from the median are a new speed, not noise.
 
         Returns:
             Whether it is a new speed.
@@ -77,26 +76,26 @@ class Pace:
         return is_new
 
     def forget(self) -> None:
-        """Estimate anew from the next sample."""
+        """Drop all samples."""
         self._samples.clear()
 
 
-_SETTLE_STEPS = 5  # steps after a move whose median is the achieved step time
+_SETTLE_STEPS = 5  # steps after a move, whose median is the achieved step time
 _SURE = 2.0  # standard errors that a gain must exceed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Move:
-    """A change of counts that is on trial.
+    """A rebalance whose gain is not known yet.
 
     Attributes:
-        change: What is told of it.
-        wall: Median seconds of a step before it.
-        finish: Median seconds of the slowest device before it.
-        seconds: Of a microbatch on each device before it.
-        walls: Seconds of steps since, the first of which was measured before it took effect.
-        finishes: Seconds of the slowest device in steps since.
-        samples: For each step since the seconds of a microbatch on each device.
+        change: Its record.
+        wall: Median seconds of a step before the move.
+        finish: Median seconds of the slowest device before the move.
+        seconds: Seconds of a microbatch on each device before the move.
+        walls: Seconds of later steps; the first was measured before the move took effect.
+        finishes: Seconds of the slowest device in later steps.
+        samples: Seconds of a microbatch on each device in later steps.
     """
 
     change: Rebalance
@@ -107,8 +106,8 @@ class _Move:
     finishes: list[float] = dataclasses.field(default_factory=list)
     samples: list[tuple[float, ...]] = dataclasses.field(default_factory=list)
 
-    def longer(self) -> float:
-        """How much longer the slowest device needs since, beyond what all devices need longer."""
+    def slowdown(self) -> float:
+        """Relative slowdown of the slowest device since the move, beyond that of all devices."""
         pairs = zip(self.seconds, zip(*self.samples, strict=True), strict=True)
         ratios = [statistics.median(s) / old for old, s in pairs if all(s)] or [1.0]
         common = max(1.0, min(ratios)) * min(1.0, max(ratios))
@@ -116,14 +115,14 @@ class _Move:
 
 
 class Balancer:
-    """Watches measured times and says when counts should move.
+    """Decides by measured times when counts move.
 
     Counts move where the predicted gain is larger than `min_gain` and than what the spread of the
-    measured times explains, and back where steps have become longer since.
+    measured times explains, and back if steps have become longer.
 
     Args:
-        limits: Most microbatches each device can take.
-        seconds: Measured seconds of a microbatch on each device, if known.
+        limits: Most microbatches of each device; None for no limit.
+        seconds: Seconds of a microbatch on each device; None if not measured.
     """
 
     def __init__(
@@ -143,31 +142,32 @@ class Balancer:
         self._walls: collections.deque[float] = collections.deque(maxlen=config.window_steps)
         self._finishes: collections.deque[float] = collections.deque(maxlen=config.window_steps)
         self._move: _Move | None = None
-        self._refused: dict[tuple[int, ...], int] = {}  # counts that did not pay, until which step
+        self._refused: dict[
+            tuple[int, ...], int
+        ] = {}  # step until which slow counts are not tried again
         self._after_trial: tuple[int, ...] | None = None
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Present estimate of one microbatch's seconds on each device (0: never measured)."""
+        """Estimated seconds of a microbatch on each device; 0 if never measured."""
         return tuple(pace.seconds for pace in self._paces)
 
     @property
     def fixed(self) -> tuple[float, ...]:
-        """Present estimate of each device's seconds per step outside microbatches."""
+        """Estimated seconds per step of each device outside microbatches."""
         return tuple(statistics.median(s) if s else 0.0 for s in self._fixed)
 
     def observe(
         self, step: int, busy: Sequence[float], update: Sequence[float]
     ) -> Rebalance | None:
-        """Take in the times of a step that ran with `counts`; maybe change `counts`.
+        """Add the times of a step that ran with `counts`; maybe change `counts`.
 
         Args:
-            step: The step that was measured.
             busy: Seconds of each device's microbatches.
-            update: Seconds of each device's previous update (0: none yet).
+            update: Seconds of each device's previous update; 0 before the first.
 
         Returns:
-            The change that takes effect with step `step + 1`, or None.
+            The rebalance that takes effect with step `step + 1`, or None.
         """
         self._learn(busy, update)
         if self._after_trial is not None:
@@ -175,9 +175,9 @@ class Balancer:
         if not all(self.seconds):
             return None
         self._parked = [0 if c else p + 1 for c, p in zip(self.counts, self._parked, strict=True)]
-        unpaid = self._unpaid(step)
-        if unpaid is not None:
-            return unpaid
+        reverted = self._revert_slow_move(step)
+        if reverted is not None:
+            return reverted
         best = best_counts(sum(self.counts), self.seconds, self.fixed, self._limits)
         gain = self._gain(best)
         worth = max(self._config.min_gain, _SURE * self._error(best))
@@ -188,7 +188,7 @@ class Balancer:
             return None
         speeds = "/".join(f"{s * 1e3:.3g}" for s in self.seconds)
         reason = f"a microbatch takes {speeds} ms on devices 0 to {len(best) - 1}"
-        if self._move is not None and self._move.finishes and self._move.longer() > 0:
+        if self._move is not None and self._move.finishes and self._move.slowdown() > 0:
             self._refuse(step)
         change = self._changed(step, best, reason, gain)
         self._move = _Move(
@@ -204,10 +204,10 @@ class Balancer:
     def _learn(self, busy: Sequence[float], update: Sequence[float]) -> None:
         samples = tuple(b / c if c else 0.0 for b, c in zip(busy, self.counts, strict=True))
         is_new = [pace.learn(s) for pace, s in zip(self._paces, samples, strict=True) if s]
-        if any(is_new):  # what was found with other speeds says nothing of these
+        if any(is_new):  # earlier measurements are of other speeds
             self._walls.clear()
             self._finishes.clear()
-            if self._move is None:  # else other counts may have made them
+            if self._move is None:  # otherwise the move may be the cause
                 self._refused.clear()
         for fixed, seconds in zip(self._fixed, update, strict=True):
             if seconds:
@@ -225,18 +225,18 @@ class Balancer:
         return max(self._finish(self.counts)) / max(self._finish(best)) - 1
 
     def _error(self, best: Sequence[int]) -> float:
-        """Relative standard error of the gain: of the device that is slowest now beside others."""
+        """Relative standard error of the gain, from the slowest device before and after it."""
         now, then = self._finish(self.counts), self._finish(best)
         slowest = max(range(len(now)), key=now.__getitem__)
         others = [d for d in range(len(then)) if d != slowest and best[d]]
         last = max(others, key=then.__getitem__, default=slowest)
-        known = [pace.noise for pace in self._paces]
-        most = max((noise for noise in known if noise is not None), default=math.inf)
+        noises = [pace.noise for pace in self._paces]
+        most = max((noise for noise in noises if noise is not None), default=math.inf)
 
         def error(d: int, counts: Sequence[int], finish: Sequence[float]) -> float:
-            noise = known[d]
-            own = self._paces[d].error(most if noise is None else noise)
-            return own * counts[d] * self.seconds[d] / finish[d]
+            noise = noises[d]
+            pace_error = self._paces[d].error(most if noise is None else noise)
+            return pace_error * counts[d] * self.seconds[d] / finish[d]
 
         return math.hypot(error(slowest, self.counts, now), error(last, best, then))
 
@@ -247,30 +247,30 @@ class Balancer:
         self._agreeing, self.counts = 0, counts
         return change
 
-    def _unpaid(self, step: int) -> Rebalance | None:
-        """Take a move back after which the slowest device needed longer than before."""
+    def _revert_slow_move(self, step: int) -> Rebalance | None:
+        """Take back a move after which the slowest device became slower."""
         move = self._move
         if move is None or len(move.finishes) != _SETTLE_STEPS:
             return None
-        longer = move.longer()
-        if longer < self._config.min_gain:
+        slowdown = move.slowdown()
+        if slowdown < self._config.min_gain:
             return None
         self._refuse(step)
         self._finishes.clear()
         return self._changed(
             step,
             move.change.before,
-            f"steps have become {longer:.1%} longer since the move",
-            longer,
+            f"steps have become {slowdown:.1%} longer since the move",
+            slowdown,
         )
 
     def _refuse(self, step: int) -> None:
-        """Leave the counts of the last move alone for a while."""
+        """Refuse the counts of the last move for `retry_steps`."""
         if self._move is not None:
             self._refused[self._move.change.after] = step + self._config.retry_steps
 
     def _try_parked(self) -> None:
-        """Give a device without microbatches one for a single step, to learn its speed anew."""
+        """Move one microbatch to an idle device for a step, to measure its speed."""
         for d, parked in enumerate(self._parked):
             if parked >= self._config.retry_steps and self._limits[d] != 0:
                 self._parked[d] = 0
@@ -283,10 +283,10 @@ class Balancer:
                 return
 
     def stepped(self, seconds: float) -> Rebalance | None:
-        """Take in the wall time of the step just done.
+        """Add the wall time of a step.
 
         Returns:
-            The last change with its achieved gain, once enough steps have run since.
+            The last rebalance with its achieved gain, once enough steps have run.
         """
         self._walls.append(seconds)
         move = self._move

@@ -37,22 +37,22 @@ def record_bits(
 ) -> BitsRecord:
     """Run the first microbatch of a job forward and backward, and keep a digest of every result.
 
-    Each equation of the traced gradient is compiled alone and run on what the equations before it
-    made; scans run iteration by iteration. Then the whole microbatch is compiled as one program and
-    run too. Parameters are those that training would begin with.
+    Each equation of the traced gradient is compiled alone and run on the results of the equations
+    before it; scans run iteration by iteration. Then the whole microbatch is compiled as one
+    program and run too. The parameters are the initial ones of a training run.
 
     Args:
-        job: What would be trained.
-        device: The platform and number of a device, `gpu:0`; None: jax's first one.
-        microbatch_size: The examples of the microbatch; None: what `pipeline.num_micro_batch` says,
-            else the whole batch.
+        job: The job whose microbatch is run.
+        device: The platform and number of a device, such as `gpu:0`; None takes jax's first device.
+        microbatch_size: The number of examples in the microbatch. None takes the size by
+            `pipeline.num_micro_batch`, or else the whole batch.
 
     Returns:
-        The record: write it to a file and compare it with that of another machine or version.
+        The record, to be written to a file and compared with that of another machine or version.
 
     Raises:
         InspectError: If there is no such device.
-        ConfigError: If the size does not divide the batch, or there is nothing to begin with.
+        ConfigError: If the size does not divide the batch, or the model has no initial arrays.
         WeightsError: If the job's weights and its model do not suit each other.
         LossError: If the loss returns another form.
 
@@ -71,8 +71,8 @@ def record_bits(
     References:
         Li et al., "EasyScale", SC 2023, section 3.3.
     """
-    found = None if device is None else device_of(device)
-    [record] = _records(JobContext(job), [found or jax.devices()[0]], microbatch_size)
+    chosen = None if device is None else device_of(device)
+    [record] = _records(JobContext(job), [chosen or jax.devices()[0]], microbatch_size)
     return record
 
 
@@ -83,18 +83,19 @@ def inspect_bits(
     job: Job | None = None,
     microbatch_size: int | None = None,
 ) -> BitsComparison:
-    """Compare what two sides compute, and name the first equation whose result differs in bits.
+    """Compare the results of two sides, and name the first equation whose bits differ.
 
     Args:
-        a: A record of `hxla.record_bits`, the file of one, or, with a job, a device of this
-            process, `cpu:0`.
-        b: Likewise. Of two devices both run every equation on what the first one computed, so every
-            equation is judged; of two records those are judged that read the same bits.
-        job: What would be trained, where `a` and `b` are devices.
-        microbatch_size: The examples of the microbatch, see `record_bits`.
+        a: A record of `hxla.record_bits`, its file, or, with a job, a device of this process such
+            as `cpu:0`.
+        b: The other side, of the same kinds. Two devices run every equation on the results of the
+            first device, so every equation is compared. Of two records only equations that read
+            the same bits are compared.
+        job: The job to run, where `a` and `b` are devices.
+        microbatch_size: The number of examples in the microbatch, see `record_bits`.
 
     Returns:
-        The comparison; `print` tells it.
+        The comparison; `print` shows it.
 
     Raises:
         InspectError: If a file holds no record, or there is no such device.
@@ -135,31 +136,31 @@ def device_of(name: Any) -> jax.Device:
     """A device of this process by its platform and number.
 
     Raises:
-        InspectError: If there is none, with those there are.
+        InspectError: If there is no such device, with the devices there are.
     """
     if not (isinstance(name, str) and _DEVICE.fullmatch(name)):
         raise InspectError(f"{name!r} is no device: give platform and number, cpu:0 or gpu:0")
     platform, number = name.split(":")
     try:
-        found = jax.local_devices(backend=platform)
+        devices = jax.local_devices(backend=platform)
     except RuntimeError as error:
         raise InspectError(f"{name}: jax has no {platform} here: {error}") from None
-    if int(number) >= len(found):
-        raise InspectError(f"{name}: the {platform} devices here are 0 to {len(found) - 1}")
-    return found[int(number)]
+    if int(number) >= len(devices):
+        raise InspectError(f"{name}: the {platform} devices here are 0 to {len(devices) - 1}")
+    return devices[int(number)]
 
 
 def _records(
     job: JobContext, devices: Sequence[jax.Device], microbatch_size: int | None
 ) -> list[BitsRecord]:
-    """A record of each device; a second one is given the operands of the first."""
+    """A record of each device; a second device runs on the operands of the first."""
     size = (
         size_asked(workloads(job), PlanRequest(microbatch_size=microbatch_size)) or job.batch_size
     )
     graph, model = job.graph(size), job.functional(size)
     params, aux = _initial(job, size)
     trained = model.trained_places
-    # Arithmetic of whole numbers, the same on every device.
+    # Integer arithmetic, equal on every device.
     key = microbatch_key(job.seed, jnp.int32(0), jnp.int32(0))
     batch = job.as_inputs(job.first_batch(0, size))
     shapes = jax.tree.leaves(job.shapes(size))
@@ -184,28 +185,30 @@ def _records(
             microbatch_size=size,
             inputs=tuple(zip(names, digests, strict=True)),
             equations=tuple(runs.equations),
-            runs=tuple(own),
+            runs=tuple(device_runs),
             compiled=tuple(zip(made, _whole(graph, trained, arguments, device), strict=True)),
         )
-        for device, own in zip(devices, runs.runs, strict=True)
+        for device, device_runs in zip(devices, runs.runs, strict=True)
     ]
 
 
 def _initial(job: JobContext, size: int) -> tuple[list[Any], list[Any]]:
-    """Parameters and other variables as training begins with them, made on a CPU."""
+    """Initial parameters and other variables, made on a CPU."""
     model = job.training(size, 0).model
     read = job.opened_weights(size)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         tree: PyTree = (model.params, model.aux)
         if model.initialise is not None:
             tree = jax.jit(model.initialise)(*model.init_arguments)
-    params, aux = (jax.tree.leaves(own) for own in tree)
+    params, aux = (jax.tree.leaves(part) for part in tree)
     if read is not None:
-        own = [*params, *aux]
+        arrays = [*params, *aux]
         for i, from_file in enumerate(read):
             if from_file is not None:
-                own[i] = np.asarray(from_file((slice(None),) * len(own[i].shape)), own[i].dtype)
-        params, aux = own[: len(params)], own[len(params) :]
+                arrays[i] = np.asarray(
+                    from_file((slice(None),) * len(arrays[i].shape)), arrays[i].dtype
+                )
+        params, aux = arrays[: len(params)], arrays[len(params) :]
     return params, aux
 
 
@@ -228,7 +231,7 @@ def _grouped(graph: Graph, arguments: Sequence[Any]) -> tuple[list[Any], list[An
 def _whole(
     graph: Graph, trained: tuple[int, ...], arguments: Sequence[Any], device: jax.Device
 ) -> list[str]:
-    """SHA-256 of what the microbatch gives as one program."""
+    """SHA-256 of each result of the microbatch as one program."""
     gradient = _gradient(graph, trained, on_cpu=device.platform == "cpu")
     options = compiler_options(device.platform, SumsForm())
     placed = [jax.device_put(x, device) for x in arguments]
@@ -240,17 +243,16 @@ def _whole(
 
 
 def record_script(script: str, path: str, *, device: str | None, size: int | None) -> None:
-    """`hxla inspect SCRIPT --bits-record FILE`: record what a script would train.
+    """`hxla inspect SCRIPT --bits-record FILE`: record the job of a script.
 
     Args:
         script: A Python script and its arguments, as in a shell.
-        device: See `record_bits`.
-        size: The examples of a microbatch.
+        size: Examples of a microbatch.
     """
-    found = None if device is None else device_of(device)
-    job, wishes = job_of(_command(script))
+    chosen = None if device is None else device_of(device)
+    job, request = job_of(_command(script))
     [record] = _records(
-        job, [found or jax.devices()[0]], size or size_asked(workloads(job), wishes)
+        job, [chosen or jax.devices()[0]], size or size_asked(workloads(job), request)
     )
     record.write(path)
     print(f"written: {path}, {len(record.equations):,} equations in {len(record.runs):,} runs")
@@ -260,12 +262,12 @@ def compare_sides(script: str | None, sides: Sequence[str], size: int | None) ->
     """`hxla inspect [SCRIPT] --bits A B`: of devices with a script, else of records and scripts.
 
     Raises:
-        InspectError: If a side is neither, or a script's record cannot be made.
+        InspectError: If a side is of no such kind, or a script's record cannot be made.
     """
     if script is not None:
         devices = [device_of(side) for side in sides]
-        job, wishes = job_of(_command(script))
-        return compare_bits(*_records(job, devices, size or size_asked(workloads(job), wishes)))
+        job, request = job_of(_command(script))
+        return compare_bits(*_records(job, devices, size or size_asked(workloads(job), request)))
     for side in sides:
         if _DEVICE.fullmatch(side):
             raise InspectError(
@@ -279,7 +281,7 @@ def _side(side: str, size: int | None) -> BitsRecord:
     if os.path.isfile(side) and not side.endswith(".py"):
         return BitsRecord.read(side)
     _command(side)
-    # Each by itself: modules of one name may be others beside the other script.
+    # A process for each script, as modules of one name may differ between scripts.
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "bits.json")
         command = [sys.executable, "-m", "hxla", "inspect", side, "--bits-record", path]

@@ -1,4 +1,4 @@
-"""A script run for the job it describes: `hxla plan` and `hxla profile` stop it at the first."""
+"""Runs a script up to its first job, for `hxla plan` and `hxla profile`."""
 
 import contextvars
 from collections.abc import Sequence
@@ -13,34 +13,34 @@ _is_wanted = contextvars.ContextVar("hxla_capture", default=False)
 
 
 class Captured(BaseException):
-    """Carries a job out of the script that made it; no script's `except Exception` takes it."""
+    """Carries a job out of its script, past any `except Exception` of the script."""
 
-    def __init__(self, job: JobContext, wishes: PlanRequest):
+    def __init__(self, job: JobContext, request: PlanRequest):
         super().__init__("a job was captured")
-        self.job, self.wishes = job, wishes
+        self.job, self.request = job, request
 
 
-def offer(job: JobContext, wishes: PlanRequest) -> None:
-    """End the script here, if its job is all that is wanted."""
+def offer(job: JobContext, request: PlanRequest) -> None:
+    """End the script here if it runs for its job only."""
     if _is_wanted.get():
-        raise Captured(job, wishes)
+        raise Captured(job, request)
 
 
 def job_of(command: Sequence[str]) -> tuple[JobContext, PlanRequest]:
-    """The first job that a script plans, opens or trains, and what it asks of its plan.
+    """The first job that a script plans, opens or trains, and its plan request.
 
     Args:
         command: A Python script and its arguments.
 
     Raises:
-        ConfigError: If the script ends without one.
+        ConfigError: If the script ends without a job.
     """
     token = _is_wanted.set(True)
     try:
         with brief_absence():  # scripts often make shapes only
             run_as_main(command)
-    except Captured as found:
-        return found.job, found.wishes
+    except Captured as captured:
+        return captured.job, captured.request
     finally:
         _is_wanted.reset(token)
     raise ConfigError(f"{command[0]} ended without a call of hxla.train, Job.plan or Job.open")

@@ -1,4 +1,4 @@
-"""`hxla plan`: what a script would train, planned for any cluster and not trained."""
+"""`hxla plan`: plan the job of a script for any cluster."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -25,29 +25,28 @@ def plan_script(
     write: str | None = None,
     draw: str | None = None,
 ) -> None:
-    """Plan what a script would train; print, write, draw.
+    """Plan the job of a script; print the plan, write it and draw it.
 
-    A script that says how its devices share the model, by annotations, a mesh or stages, is planned
-    so; any other by search.
+    A script with annotations, a mesh or stages is planned by them, any other by search.
 
     Args:
         command: A Python script and its arguments.
-        meshes: Clusters to plan for; two are compared.
+        meshes: One cluster, or two to compare.
         write: File for the first cluster's plan.
         draw: Folder for pictures and traces.
 
     Raises:
-        HxlaError: If the script has no job, or nothing fits.
+        HxlaError: If the script has no job, or no plan fits.
     """
-    job, wishes = job_of(command)
+    job, request = job_of(command)
     plans = []
     for mesh in meshes:
-        found = make_plan(job, mesh, wishes, SessionMeasure, profile=profile, search=search)
-        plans.append(found.plan)
-        print(f"{found.plan.cluster}: {found.plan.explain()}")
-        print(f"  {determinism(job.graph(found.plan.microbatch_size), found.plan)}")
+        made = make_plan(job, mesh, request, SessionMeasure, profile=profile, search=search)
+        plans.append(made.plan)
+        print(f"{made.plan.cluster}: {made.plan.explain()}")
+        print(f"  {determinism(job.graph(made.plan.microbatch_size), made.plan)}")
         if draw is not None:
-            _draw(local_path(draw, "--draw", ConfigError), found.plan, found.timelines)
+            _draw(local_path(draw, "--draw", ConfigError), made.plan, made.timelines)
     if len(plans) == 2:
         print(plans[0].compare(plans[1]))
     if write is not None:

@@ -1,4 +1,4 @@
-"""How a session ends, by a signal or an error: state saved, report written."""
+"""The end of a session, by a signal or an error: save the state and write the report."""
 
 import contextlib
 import os
@@ -18,17 +18,18 @@ from .recorder import Recorder
 from .values import SessionOptions
 from .watch import PipelineWatch
 
-_SAID = b"\nhxla: Ctrl-C: training ends after this step; once more ends it at once\n"
+_INTERRUPT_NOTE = b"\nhxla: Ctrl-C: training ends after this step; once more ends it at once\n"
 
 
 class Preempted(SystemExit):
-    """SIGTERM or Ctrl-C: the step at hand was finished and, with a checkpoint folder, saved.
+    """Raised after SIGTERM or Ctrl-C, once the present step is finished and saved.
 
-    It is a `SystemExit`: a script that does not catch it ends with exit code 75, and run again it
-    resumes. Without a checkpoint folder the code is that of the signal, 143 or 130.
+    It is a `SystemExit`. A script that does not catch it ends with exit code 75, and resumes when
+    it is run again. Without a checkpoint folder nothing is saved, and the exit code is that of the
+    signal, 143 or 130.
 
     Attributes:
-        step: The updates done.
+        step: The number of updates done.
     """
 
     def __init__(self, step: int, signal_name: str = "SIGTERM", *, is_kept: bool = True):
@@ -45,20 +46,20 @@ class Termination:
     """Whether SIGTERM or SIGINT arrived, from the constructor until `close`.
 
     Attributes:
-        arrived: The name of the signal that arrived first; empty: none has.
-        hurries: Whether a second Ctrl-C ends all at once.
+        arrived: The name of the first signal; empty without one.
+        hurries: Whether a second Ctrl-C ends the process at once.
     """
 
     def __init__(self) -> None:
         self.arrived, self.hurries = "", False
         self._num_interrupts = 0
         self._before: dict[int, Any] = {}
-        # Only the main thread may handle signals; elsewhere the caller keeps its own handling.
+        # Only the main thread may handle signals; in other threads the caller handles them.
         if threading.current_thread() is threading.main_thread():
             self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._terminate)
 
     def heed_interrupts(self) -> None:
-        """Take the first Ctrl-C as a SIGTERM from now on, unless the script handles it itself."""
+        """Treat the first Ctrl-C like SIGTERM from now on, unless the script has a handler."""
         if self._before and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
 
@@ -71,27 +72,23 @@ class Termination:
         if self._num_interrupts > 1:
             self.hurries = True
             raise KeyboardInterrupt
-        os.write(2, _SAID)  # a handler may not print: it may have interrupted a print
+        os.write(2, _INTERRUPT_NOTE)  # a handler may not print: it may have interrupted a print
 
     def left(self, step: int, *, is_kept: bool) -> Preempted:
-        """The exit of this process after a step, with the code for a state kept or lost."""
+        """The exception that ends this process after a step; its code says if the state is kept."""
         return Preempted(step, self.arrived or "SIGTERM", is_kept=is_kept)
 
     def close(self) -> None:
-        """Give the signals back to whoever handled them before."""
+        """Restore the previous signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
 
-_MEET_SECONDS = 5.0  # for processes that the same error left at the same step
+_MEET_SECONDS = 5.0  # for processes that end by the same error at the same step
 
 
 class Ending:
-    """The end of a session.
-
-    Args:
-        termination: Whether signals arrived.
-    """
+    """Saves and reports a session when it ends."""
 
     def __init__(
         self,
@@ -107,7 +104,7 @@ class Ending:
 
     @contextlib.contextmanager
     def halfway(self) -> Iterator[None]:
-        """While an update changes the state: what ends here leaves no whole one."""
+        """Mark an update: an error within it leaves no complete state."""
         self._is_halfway = True
         yield
         self._is_halfway = False
@@ -115,7 +112,7 @@ class Ending:
     @staticmethod
     @contextlib.contextmanager
     def noting(error: BaseException | None) -> Iterator[None]:
-        """While a session closes that an error ended: what else fails is a note on that error."""
+        """Add failures of closing a session as notes to the error that ended it."""
         try:
             yield
         except CheckpointError as failure:
@@ -132,12 +129,11 @@ class Ending:
         step: int,
         save: Callable[[], None] | None,
     ) -> None:
-        """Save the state that an error leaves behind and write the report, as far as possible.
+        """Save the state after an error and write the report, as far as possible.
 
         Args:
-            error: Ends the session, and is the one to be seen.
-            plan: That ran last.
-            save: Writes a checkpoint, and waits for it; None: there is nothing new to write.
+            error: The error that ends the session, and that the user sees.
+            save: Writes a checkpoint and waits for it; None if nothing is new.
         """
         if save is not None and not self._termination.hurries:
             self._save(error, step, save)
@@ -145,10 +141,10 @@ class Ending:
             self.report(history, plan, step)
 
     def _save(self, error: BaseException, step: int, save: Callable[[], None]) -> None:
-        """If the state is whole, and the same error left all processes at this step."""
+        """Save if the state is complete, and all processes ended by an error at this step."""
         if self._is_halfway or isinstance(error, LaunchError | CheckpointError | Preempted):
             return
-        if jax.process_count() > 1 and (is_lost_peer(error) or not _all_are_left(step)):
+        if jax.process_count() > 1 and (is_lost_peer(error) or not _all_at_step(step)):
             return
         try:
             save()
@@ -158,7 +154,7 @@ class Ending:
             self._recorder.log(f"an error ends the session: its state is saved as step {step}")
 
     def report(self, history: History, plan: Plan, step: int) -> None:
-        """Print a summary and write the report, unless they tell of this step already."""
+        """Print a summary and write the report, once for a step."""
         if self._reported == step:
             return
         self._reported, pictures, run_dir = step, {}, self._options.run_dir
@@ -167,16 +163,16 @@ class Ending:
         self._recorder.report(history, plan, pictures)
 
 
-def _all_are_left(step: int) -> bool:
-    """Whether an error left every process at this step; one that has left alone saves nothing.
+def _all_at_step(step: int) -> bool:
+    """Whether an error ended every process at this step.
 
-    Twice, so that one which comes late learns that the others did not wait.
+    Asked twice, so that a late process learns that the others did not wait.
     """
     try:
-        told = [
+        steps = [
             gather(what, str(step), timeout_seconds=_MEET_SECONDS)
             for what in ("left by an error", "about to save")
         ]
-    except Exception:  # whatever the service raises when the time is over
+    except Exception:  # any error of the service after the timeout
         return False
-    return len({text for texts in told for text in texts}) == 1
+    return len({text for texts in steps for text in texts}) == 1

@@ -1,4 +1,4 @@
-"""An evaluation of the present parameters, shared out as the work of a step is."""
+"""Evaluation of the present parameters, distributed like the work of a step."""
 
 import functools
 import math
@@ -25,15 +25,14 @@ def evaluated(
     step: int,
     beat: Callable[[str], object],
 ) -> EvalRecord:
-    """The mean loss and metrics over a data set, the same for every spread of the work.
+    """The mean loss and metrics over a data set, equal for every placement of the work.
 
     Args:
-        reducer: Knows the copies of the model.
-        data: Of any kind that a job takes but an unbounded one.
+        data: Any kind of data of a job except an unbounded one.
         beat: Called with the phase that begins.
 
     Raises:
-        DataError: If the data is empty or of no known kind.
+        DataError: If the data is empty or of an unknown kind.
     """
     began = time.perf_counter()
     size, fetch = eval_batches(data, plan.microbatch_size)

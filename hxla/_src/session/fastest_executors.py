@@ -1,4 +1,4 @@
-"""More executors on the copy of the model that is here, while they pay."""
+"""Find the fastest number of executors for the local replica."""
 
 import math
 import os
@@ -12,8 +12,8 @@ from ..plan.plan import Plan
 from .step import Stepper
 
 _REPEATS = 5
-_MOST_OF_WORK = 1 / 20  # that trials may take
-_LONG_SECONDS = 0.1  # of a run beside which adding up the sums of executors is little
+_MOST_OF_WORK = 1 / 20  # largest share of the remaining work for trials
+_LONG_SECONDS = 0.1  # of a run in which adding the sums of executors is negligible
 
 
 def with_fastest_executors(
@@ -25,31 +25,30 @@ def with_fastest_executors(
     min_gain: float,
     num_steps: int,
 ) -> tuple[Plan, list[float]]:
-    """Try more and more executors on this process's copy of the model, while they pay.
+    """Double the executors of the local replica while microbatches become faster.
 
-    Every process of a job calls it.
+    Every process of a job must call this. A plan with several executors, or with calls of several
+    microbatches, stays.
 
     Args:
-        stepper: That is warm; it uses the fastest number from then on.
-        plan: Of them; where it has several executors, or calls of several microbatches, it stays.
-        seconds: Of a microbatch on each local replica, one after another.
-        min_gain: The share of its time by which a microbatch must be faster.
-        num_steps: Steps to come; where trials would take more than a twentieth of their work there
-            is none.
+        stepper: A warm one, which then uses the fastest number.
+        seconds: Of a microbatch on each local replica.
+        min_gain: Relative gain in seconds that a doubling must reach.
+        num_steps: Remaining steps; trials take at most a twentieth of their work.
 
     Returns:
-        The plan with the fastest number of executors on each copy, and the seconds with them.
+        The plan with the fastest number of executors on each replica, and their seconds.
     """
     if plan.microbatches_per_call > 1 or any(r.executors > 1 for r in plan.replicas):
         return plan, seconds
     best, most, num = plan, _most_executors(programs), 1
-    left = _MOST_OF_WORK * num_steps * max(plan.counts)
-    long = math.ceil(_LONG_SECONDS / max(seconds[0], 1e-9))
+    budget = _MOST_OF_WORK * num_steps * max(plan.counts)
+    min_microbatches = math.ceil(_LONG_SECONDS / max(seconds[0], 1e-9))
     while 2 * num <= most:
         num *= 2
-        at_once = min(max(2 * num, long), max(plan.counts))
-        left -= 2 * _REPEATS * at_once
-        if left < 0:
+        at_once = min(max(2 * num, min_microbatches), max(plan.counts))
+        budget -= 2 * _REPEATS * at_once
+        if budget < 0:
             break
         more = with_executors(plan, (num,) * len(plan.replicas))
         before = stepper.seconds_of_microbatches(0, batch, at_once, repeats=_REPEATS)
@@ -60,14 +59,14 @@ def with_fastest_executors(
             break
         best, seconds = more, [float(np.median(after))]
     local = programs.reducer.local
-    found = shared_numbers(programs.reducer, [best.replicas[r.index].executors for r in local])
-    return with_executors(plan, tuple(map(int, found))), seconds
+    executors = shared_numbers(programs.reducer, [best.replicas[r.index].executors for r in local])
+    return with_executors(plan, tuple(map(int, executors))), seconds
 
 
 def _most_executors(programs: Programs) -> int:
-    """Executors that could pay here: the cores of an only device.
+    """The largest useful number of executors: the cores of a single CPU device.
 
-    A GPU runs the programs of a process one after another, in the order of their calls.
+    A GPU runs the programs of a process one after another.
     """
     plan, local = programs.plan, programs.reducer.local
     has_others = plan.axes or plan.chain is not None or plan.placement.zero > 1

@@ -1,4 +1,4 @@
-"""What runs without gradients: evaluations, and the first pass of a loss over the whole batch."""
+"""Passes without gradients: evaluation, and the first pass of a loss over the whole batch."""
 
 import concurrent.futures
 import functools
@@ -21,12 +21,12 @@ Evaluated = tuple[float, dict[str, MetricValue]]
 
 
 class ForwardPasses:
-    """Runs the model as it is on the local replicas.
+    """Runs the present model on the local replicas.
 
     Args:
-        pool: Of threads that wait for devices.
-        wait: Until the last update is done.
-        wait_for_collectives: Until no other collective is on its way.
+        pool: Threads that wait for devices.
+        wait: Waits for the last update.
+        wait_for_collectives: Waits until no other collective runs.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class ForwardPasses:
         self._seconds = [0.0] * len(programs.reducer.local)
 
     def _state(self) -> tuple[list[Any], list[Any]]:
-        """Whole parameters and other variables of each local replica; a share may be all it has."""
-        layered, held = self._programs.layered, self._store.held
-        params = [own.params for own in held]
+        """Whole parameters and other variables of each local replica, all-gathered if sharded."""
+        layered, replicas = self._programs.layered, self._store.held
+        params = [replica.params for replica in replicas]
         self._wait()
         if layered is not None:
-            params = list(layered.whole(held))
+            params = list(layered.whole(replicas))
             layered.wait()
-        return params, [own.aux for own in held]
+        return params, [replica.aux for replica in replicas]
 
     # -- the first pass of a step ----------------------------------------------------------------
 
@@ -60,7 +60,7 @@ class ForwardPasses:
         batches: Sequence[Sequence[PyTree]],
         on_phase: Callable[[str], object],
     ) -> Sequence[Sequence[PyTree]]:
-        """The microbatches of a step as its programs take them.
+        """The inputs of a step's programs from its microbatches.
 
         Args:
             ids: Microbatch ids of each local replica.
@@ -73,30 +73,32 @@ class ForwardPasses:
         work = [
             [
                 (i, (np.int32(step), np.int32(i)), batch)
-                for i, batch in zip(own, arrays, strict=True)
+                for i, batch in zip(replica_ids, arrays, strict=True)
             ]
-            for own, arrays in zip(ids, batches, strict=True)
+            for replica_ids, arrays in zip(ids, batches, strict=True)
         ]
         on_reduce = functools.partial(on_phase, "reduce")
-        found = first.gradients(self._embedded(first, work, size, on_reduce))
+        gradients = first.gradients(self._embed(first, work, size, on_reduce))
         on_phase("microbatches")
-        return first.second(ids, batches, found)
+        return first.second(ids, batches, gradients)
 
     def take_seconds(self) -> list[float]:
-        """Those that each local replica spent on the last first pass, once."""
-        found, self._seconds = self._seconds, [0.0] * len(self._seconds)
-        return found
+        """Take the seconds of each local replica in the last first pass, and reset them."""
+        seconds, self._seconds = self._seconds, [0.0] * len(self._seconds)
+        return seconds
 
     def time_first(self, i: int, batches: Sequence[PyTree]) -> None:
         """Run the first pass of microbatches on a local replica and wait for it, as a step does."""
         first, layered = self._programs.over_batch.first, self._programs.layered
-        if first is None or layered is not None:  # which takes part in collectives
+        if first is None or layered is not None:  # a layerwise pass contains collectives
             return
-        held, where = self._store.held[i], (np.int32(0), np.int32(0))
+        replica, where = self._store.held[i], (np.int32(0), np.int32(0))
         work = [(0, where, batch.batch) for batch in batches]
-        jax.block_until_ready([run for _, run, _ in first.begun(i, held.params, held.aux, work)])
+        jax.block_until_ready(
+            [run for _, run, _ in first.begun(i, replica.params, replica.aux, work)]
+        )
 
-    def _embedded(
+    def _embed(
         self,
         run: OverBatchPass,
         work: Sequence[Sequence[Work]],
@@ -105,11 +107,11 @@ class ForwardPasses:
     ) -> list[np.ndarray]:
         params, aux = self._state()
         start = time.perf_counter()
-        begun = [run.begun(i, params[i], aux[i], own) for i, own in enumerate(work)]
+        begun = [run.begun(i, params[i], aux[i], local) for i, local in enumerate(work)]
 
-        def watch(own: Sequence[Begun]) -> float:
-            jax.block_until_ready([found for _, found, _ in own])
-            return time.perf_counter() - start if own else 0.0
+        def watch(passes: Sequence[Begun]) -> float:
+            jax.block_until_ready([embedding for _, embedding, _ in passes])
+            return time.perf_counter() - start if passes else 0.0
 
         self._seconds = list(self._pool.map(watch, begun))
         on_reduce()
@@ -129,33 +131,33 @@ class ForwardPasses:
         """Mean loss and metrics over an evaluation set.
 
         Args:
-            num_microbatches: Of the whole set.
+            num_microbatches: Microbatches of the whole set.
             ids: Microbatch ids of each local replica.
-            fetch: From a microbatch's id to its host arrays.
+            fetch: Host arrays of a microbatch by its id.
             on_reduce: Called when the local microbatches are done and the sum begins.
 
         Returns:
-            Loss and metrics, the same on every process and for every spread.
+            Loss and metrics, the same on every process and for every placement.
         """
         over_batch = self._programs.over_batch.of_evaluation(fetch(0))
         if over_batch is not None:
-            return self._evaluate_batches(over_batch, num_microbatches, ids, fetch, on_reduce)
+            return self._evaluate_over_batches(over_batch, num_microbatches, ids, fetch, on_reduce)
         evaluation, reducer = self._programs.evaluation, self._programs.reducer
         params, aux = self._state()
-        found = []
+        local_sums = []
         for i, replica in enumerate(reducer.local):
             for index in ids[i]:
                 sums = evaluation.run(i, params[i], aux[i], index, fetch(index))
                 if replica.is_led_here:
-                    found.append((index, sums))
+                    local_sums.append((index, sums))
         width = num_columns(evaluation.metrics_of(fetch))
         rows = np.zeros((num_microbatches, width), np.float32)
-        for index, sums in found:
+        for index, sums in local_sums:
             rows[index] = np.asarray(sums)
         on_reduce()
         return _mean_loss(reducer.host.exchange(rows), evaluation.metrics, ids[0])
 
-    def _evaluate_batches(
+    def _evaluate_over_batches(
         self,
         run: OverBatchPass,
         num_microbatches: int,
@@ -163,11 +165,11 @@ class ForwardPasses:
         fetch: Callable[[int], PyTree],
         on_reduce: Callable[[], object],
     ) -> Evaluated:
-        """The same of a loss over whole batches: all is embedded, and then cut into batches."""
+        """Evaluate a loss over whole batches: embed every example, then cut into batches."""
         plan, last = self._programs.plan, num_microbatches - 1
         num = last * plan.microbatch_size + len(jax.tree.leaves(fetch(last))[0])
-        work = [[(i, np.int32(i), fetch(i)) for i in own] for own in ids]
-        embedded = self._embedded(run, work, num, on_reduce)
+        work = [[(i, np.int32(i), fetch(i)) for i in replica_ids] for replica_ids in ids]
+        embedded = self._embed(run, work, num, on_reduce)
         self.take_seconds()
         starts = range(0, num, plan.batch_size)
         rows = [run.row([x[start : start + plan.batch_size] for x in embedded]) for start in starts]
@@ -175,10 +177,10 @@ class ForwardPasses:
 
 
 def _mean_loss(
-    rows_MS: np.ndarray, metrics: Sequence[MetricColumns], own: Sequence[int]
+    rows_MS: np.ndarray, metrics: Sequence[MetricColumns], ids: Sequence[int]
 ) -> Evaluated:
     """Loss and metrics of an evaluation, see `means`."""
-    loss, weight, merged = means(rows_MS, metrics, own)
+    loss, weight, merged = means(rows_MS, metrics, ids)
     if not weight:
         raise ConfigError("every weight of the evaluation set is zero: it has no mean loss")
     return loss, merged

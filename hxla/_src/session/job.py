@@ -1,4 +1,4 @@
-"""`hxla.Job`: what is trained, without devices; it makes plans and opens sessions."""
+"""`hxla.Job`: a training task without devices, which makes plans and opens sessions."""
 
 import dataclasses
 import functools
@@ -35,59 +35,58 @@ PLAN_VARIABLE = "HXLA_PLAN"  # of hxla run --plan
 
 @dataclasses.dataclass(frozen=True)
 class Job(JobArguments):
-    """What is trained: a model, its data, its loss and its optimizer, whatever the devices.
+    """A training task: a model, its data, its loss and its optimizer, for any devices.
 
     Args:
         model: An `nnx.Module` instance (updated in place), a function without arguments that makes
-            one (its arrays are then made where they are to lie, never whole on a device that does
-            not hold them), or an unbound `flax.linen.Module`. For plans an abstract module of
-            `nnx.eval_shape` will do.
+            one, or an unbound `flax.linen.Module`. Arrays of such a function are made sharded as
+            they are placed, so no device needs room for whole ones. An abstract module of
+            `nnx.eval_shape` is enough for plans.
         data: A pytree of arrays with examples in the leading dimension, a sequence of examples, a
-            Grain dataset, a callable from index to example, or an iterable of global batches. For
-            plans a pytree of `jax.ShapeDtypeStruct` will do.
+            Grain dataset, a callable from index to example, or an iterable of global batches. A
+            pytree of `jax.ShapeDtypeStruct` is enough for plans.
         loss: A function `loss(model, batch)`, or `loss(model, batch, key)` for one that needs a
             random key, that returns a scalar (the mean over its microbatch), per-example losses of
             shape [microbatch, ...], or `(losses, weights)`; optionally followed by a dictionary of
-            metrics. The gradient is that of the global batch's mean. Linen modules come bound, NNX
-            models in the mode in which they were given. Or what `over_batch` made.
-        optimizer: Any optax transformation, or an `optax.MultiSteps`; it sees the model's own
-            parameter tree, and by name the `value` of the global batch's loss and its gradient
-            `grad`. One that calls the loss itself, as a line search does, is refused.
-        batch_size: The examples of a global batch; it never changes with the hardware.
+            metrics. The gradient is that of the global batch's mean. Linen modules are passed
+            bound, NNX models in the mode of `model`. A result of `over_batch` is accepted too.
+        optimizer: Any optax transformation, or an `optax.MultiSteps`. Its update gets the model's
+            parameter tree and, as keyword arguments, the loss of the global batch (`value`) and its
+            gradient (`grad`). An optimizer that calls the loss, such as a line search, is refused.
+        batch_size: The number of examples in a global batch; it never changes with the hardware.
         seed: The root of sample order, dropout and initialisation.
         shuffle: Whether random-access data is shuffled anew each epoch.
-        num_examples: The number of examples of a callable that is to have epochs.
+        num_examples: The number of examples of a callable, which it needs for epochs.
         variables: The initial variables of a Linen module; initialised from `seed` if None.
-        rngs: The names of the random streams that a Linen module asks for.
-        weights: The weights to begin with instead of the model's own arrays: a `.safetensors` file,
-            the index or folder of several, or an `hxla.Weights` that also says how their names map
-            to the model's. Each device reads the slices that it holds. A resumed run goes on from
-            its checkpoint.
-        trainable: Which parameters are trained: a pattern that must be found in a parameter's path,
+        rngs: The names of the random streams of a Linen module.
+        weights: The initial weights, in place of the model's arrays: a `.safetensors` file, the
+            index or folder of several, or an `hxla.Weights`, which also maps their names to the
+            model's. Each device reads only its shards. A resumed run takes its checkpoint instead.
+        trainable: Which parameters are trained: a pattern that must match in a parameter's path,
             from the start of a path component (`"head/"`); an NNX filter (`nnx.LoRAParam`); or a
-            list of these. The others have no gradient and no state of the optimizer, which sees the
-            tree of the trained ones. By default all are.
-        merge: How variables that are no parameters merge where a step has several microbatches,
-            such as `{"count": "sum", "best": "max"}`: from a pattern of paths or an NNX filter, as
-            in `trainable`, to `mean` or `sum` of the changes, `max` or `min`, element by element,
-            `last`, or `refuse`. Without it averages are averaged, what depends on neither the batch
-            nor its size is as the loss makes it, and anything else is refused.
-        eval_loss: The loss for evaluation; default `loss`. NNX models are then in evaluation mode.
+            list of these. All other parameters have no gradient, and the optimizer sees the tree of
+            the trained ones only. By default all parameters are trained.
+        merge: How variables other than parameters merge over the microbatches of a step, such as
+            `{"count": "sum", "best": "max"}`. A key is a pattern or an NNX filter, as in
+            `trainable`. A value is `mean` or `sum` of the changes, elementwise `max` or `min`,
+            `last`, or `refuse`. By default averages are averaged, variables that depend on neither
+            the batch nor its size are kept as the loss makes them, and all others are refused.
+        eval_loss: The loss for evaluation, with NNX models in evaluation mode; by default `loss`.
         precision: The dtypes of the computation: `fp32`, `tf32`, `bf16`, `fp16`, the keys of the
-            section `precision` in a dictionary or a TOML file, or an `hxla.Precision`. By default
-            it is that of `config`, where nothing is said all as the model has it. Parameters,
-            gradients' sums and the optimizer stay as they are.
-        nonfinite: What to do when a gradient is not finite: `stop`, `skip` the update, or `scale`:
-            the loss is scaled by a power of two, which is halved and the update skipped. By
-            default `scale` where something computes in float16, else `stop`.
-        mixes_examples: Whether the loss of an example may read the others of its microbatch, as a
-            contrastive loss does. Then the mean over microbatches is trained, which depends on
-            their size; else such a loss is refused where a microbatch is not the whole batch.
-            `over_batch` makes one that reads the others of the whole batch.
-        default: The annotation, `hxla.replicate(...)` or `hxla.split(...)`, of what no scope
-            covers.
-        patterns: The ways in which equations can be cut; add your own with
-            `hxla.PATTERNS.with_pattern`.
+            section `precision` in a dictionary or a TOML file, or an `hxla.Precision`. The default
+            is that of `config`, or else the dtypes of the model. Parameters, sums of gradients and
+            the optimizer keep their dtypes.
+        nonfinite: The reaction to a gradient that is not finite: `stop`, `skip` the update, or
+            `scale`. With `scale` the loss is scaled by a power of two, which is then halved, and
+            the update is skipped. The default is `scale` if any computation is in float16, else
+            `stop`.
+        mixes_examples: Whether the loss of an example may read other examples of its microbatch, as
+            a contrastive loss does. The trained loss is then the mean over microbatches, which
+            depends on their size. By default such a loss is refused unless a microbatch is the
+            whole batch. `over_batch` makes a loss that reads other examples of the whole batch.
+        default: The annotation, `hxla.replicate(...)` or `hxla.split(...)`, of equations outside
+            all scopes.
+        patterns: The ways in which equations can be split; `hxla.PATTERNS.with_pattern` adds one.
         config: Further settings: an `hxla.Config`, nested dictionaries, or the path of a `.toml` or
             `.json` file.
 
@@ -124,9 +123,8 @@ class Job(JobArguments):
             The graph; `print` shows its TaskGraphs.
 
         Raises:
-            AnnotationError: If scopes overlap, or an equation runs programs in a way hxla does not
-                know.
-            LossError: If the loss returns another form, or mixes examples unasked.
+            AnnotationError: If scopes overlap, or an equation calls programs in an unknown way.
+            LossError: If the loss returns another form, or mixes examples without `mixes_examples`.
         """
         return self._context.graph(microbatch_size)
 
@@ -144,49 +142,48 @@ class Job(JobArguments):
         reduction: Literal["exact", "float"] = "exact",
         checkpoint_dir: str | os.PathLike[str] | None = None,
     ) -> Plan:
-        """Make a plan: by the model's annotations, by what the arguments say, or by search.
+        """Make a plan by the model's annotations, by the arguments, or by search.
 
-        Under `hxla run --plan FILE` the plan for the devices that are here is that of the file.
+        Under `hxla run --plan FILE` the plan of the file is returned for the present devices.
 
         Args:
-            cluster: A described cluster that need not be here, or a mesh file or its name; None:
-                the devices that are here.
-            auto: Whether to search for the fastest plan. For the devices that are here every
-                segment of the model is timed first, on each kind of device; for a described cluster
-                times are those of `profile` or estimated. By default a search is made for a
-                described cluster where neither arguments nor annotations say how to share the
-                model, and for the devices that are here where `auto.auto_parallel` is set.
-            profile: The measured times for the search and for the cut of stages, or the file of
-                them that `hxla profile` wrote.
-            microbatch_size: The examples of a microbatch. None stands for that of the checkpoint in
-                `checkpoint_dir`, else for one that follows from the batch alone: the largest
-                divisor of it with at least 8 microbatches, and no fewer than a microbatch has
-                examples, with which the plan fits the memory. `"measured"` tries some, and
-                takes the fastest.
-            mesh: A mesh, or its axes and their sizes, with an axis `data` for copies of the model,
-                inner axes (`tensor`, ...) that rules or annotations cut, and `stage` for pipelines;
-                by default every device is used as annotated.
-            rules: The rule set, or the name or file of one, that says what the inner axes cut.
-            stages: The number of stages of a pipeline, whose work then suits their devices, or one
-                number for each stage, its share of the work.
-            counts: The microbatches of each copy of the model. `measured` and `even` plans begin
-                with even ones, which a session moves if it balances; a sequence gives one for each
-                copy.
+            cluster: A description of any cluster, or a mesh file or its name. None stands for the
+                present devices.
+            auto: Whether to search for the fastest plan. For the present devices every segment of
+                the model is timed first, on each kind of device. For a described cluster times are
+                those of `profile`, or estimates. By default a described cluster is searched for if
+                neither arguments nor annotations distribute the model, and the present devices if
+                `auto.auto_parallel` is set.
+            profile: The measured times for the search and for the cut of stages, or their file from
+                `hxla profile`.
+            microbatch_size: The number of examples in a microbatch. `"measured"` tries some sizes
+                and takes the fastest. None takes the size of the checkpoint in `checkpoint_dir`, or
+                else one that follows from the batch alone: its largest divisor with which the plan
+                fits the memory, with at least 8 microbatches and at least as many microbatches as
+                examples in each.
+            mesh: A mesh, or its axes and their sizes: an axis `data` for replicas, inner axes
+                (`tensor`, ...) over which rules or annotations shard, and `stage` for pipelines. By
+                default every device is used as annotated.
+            rules: The rule set, or its name or file, that shards over the inner axes.
+            stages: The number of stages of a pipeline, which are then balanced for their devices,
+                or the share of the work of each stage.
+            counts: The microbatch counts of replicas. `measured` and `even` plans begin with even
+                counts, which a session moves if it balances. A sequence gives one for each replica.
             reduction: The form of the sums of gradients: `exact`, or `float` for float32 sums whose
-                bits depend on the spread.
-            checkpoint_dir: The folder that the plan will be opened with. What its checkpoint's run
-                has chosen by default or by measurements, and bits depend on, stays: the
-                microbatch size, the cut of a pipeline, and the ratio of an uneven split.
+                bits depend on the placement.
+            checkpoint_dir: The folder with which the plan will be opened. Choices of its
+                checkpoint's run that decide bits stay, whether default or measured: the microbatch
+                size, the cut of a pipeline, and the ratio of an uneven split.
 
         Returns:
             The plan; `print(plan.explain())` shows it, runners-up of a search included.
 
         Raises:
-            ConfigError: If arguments contradict each other, or the model is annotated and a search
-                is asked for.
-            MeshError: If there are devices that cannot be used.
-            PlanError: If nothing fits the devices.
-            AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
+            ConfigError: If arguments contradict each other, or a search is asked for an annotated
+                model.
+            MeshError: If some devices cannot be used.
+            PlanError: If no plan fits the devices.
+            AnnotationError: If a parameter cannot be sharded as an annotation or a rule says.
             LaunchError: If this is one of several processes and they have not joined, or disagree.
         """
         if cluster is None and (file := os.environ.get(PLAN_VARIABLE)):
@@ -194,7 +191,7 @@ class Job(JobArguments):
         check_settings()
         job = self._context
         if cluster is None:
-            asked = {
+            arguments = {
                 "auto": auto,
                 "microbatch_size": microbatch_size,
                 "mesh": mesh,
@@ -204,9 +201,9 @@ class Job(JobArguments):
                 "reduction": reduction,
                 "checkpoint_dir": checkpoint_dir,
             }
-            texts = {name: str(value) for name, value in asked.items()}
+            texts = {name: str(value) for name, value in arguments.items()}
             job.agree("arguments of the plan", lambda: job.facts() | texts)
-        wishes = PlanRequest(
+        request = PlanRequest(
             microbatch_size=microbatch_size,
             mesh=mesh,
             rules=as_rules(rules),
@@ -215,9 +212,9 @@ class Job(JobArguments):
             reduction=reduction,
             kept=chosen_before(job, checkpoint_dir),
         )
-        capture.offer(job, wishes)
-        found = make_plan(job, cluster, wishes, SessionMeasure, auto=auto, profile=profile)
-        return found.plan
+        capture.offer(job, request)
+        made = make_plan(job, cluster, request, SessionMeasure, auto=auto, profile=profile)
+        return made.plan
 
     def open(
         self,
@@ -231,17 +228,17 @@ class Job(JobArguments):
         run_dir: str | os.PathLike[str] | None = None,
         tensorboard: bool = False,
     ) -> Session:
-        """Open a session: compile the plan's programs, put the state in its places, warm up.
+        """Open a session: compile the plan's programs, place the state, and warm up.
 
         Args:
-            plan: The plan, or a file of one, for the devices that are here.
-            steps: The updates in all, after which iterating over the session ends. Without it and
-                `epochs` no end is known, and only `Session.step` trains.
-            epochs: The passes over the data in all, in place of `steps`.
-            balance: Whether counts follow measured times, where the form of the plan and its
-                devices let them; else they stay those of the plan.
-            mesh: The `jax.sharding.Mesh` that the plan was made with, if it was made with one: the
-                plan numbers its devices.
+            plan: The plan for the present devices, or its file.
+            steps: The total number of updates, after which iterating over the session ends. Without
+                `steps` and `epochs` the session has no end, and only `Session.step` trains.
+            epochs: The total number of passes over the data, in place of `steps`.
+            balance: Whether microbatch counts follow measured times, if the plan and its devices
+                allow that. Otherwise the counts of the plan stay.
+            mesh: The `jax.sharding.Mesh` from which the plan was made, if any; the plan numbers its
+                devices.
             checkpoint_dir: The folder for checkpoints. If it holds one, training resumes from it.
             run_dir: The folder for `metrics.jsonl` and `report.html`; None writes nothing.
             tensorboard: Whether to write TensorBoard events to `run_dir` too.
@@ -250,13 +247,13 @@ class Job(JobArguments):
             The session, a context manager.
 
         Raises:
-            ConfigError: If the model is shapes only and neither weights nor a checkpoint hold its
+            ConfigError: If the model is shapes only and neither weights nor a checkpoint have its
                 arrays, if `tensorboard` lacks a `run_dir`, if both `steps` and `epochs` are given,
                 or if `hxla run --plan` was given another plan.
-            DataError: If `epochs` are asked of data of unknown length.
+            DataError: If `epochs` is set and the length of the data is unknown.
             PlanError: If the plan is for another model, batch, cluster or version, with every
                 difference, or does not fit the memory.
-            CheckpointError: If a folder cannot be written or is another session's, or holds a
+            CheckpointError: If a folder cannot be written, belongs to another session, or has a
                 checkpoint of another run.
             WeightsError: If the weights are damaged or do not suit the model: all faults at once.
             LaunchError: If this is one of several processes and they have not joined, or disagree.
@@ -270,9 +267,9 @@ class Job(JobArguments):
         check_joined()
         if tensorboard and run_dir is None:
             raise ConfigError("tensorboard=True needs a run_dir to write to")
-        found = plan if isinstance(plan, Plan) else Plan.read(plan)
+        chosen = plan if isinstance(plan, Plan) else Plan.read(plan)
         file = os.environ.get(PLAN_VARIABLE)
-        if file and found.decisions != Plan.read(file).decisions:
+        if file and chosen.decisions != Plan.read(file).decisions:
             raise ConfigError(
                 f"hxla run --plan {file}, but the script opens another plan: open job.plan(), "
                 "which then is that of the file, or start the script without --plan"
@@ -282,12 +279,12 @@ class Job(JobArguments):
         devices = job.devices(mesh)
         options = SessionOptions(
             steps=as_whole_number(steps),
-            balance=job.settings.balance if balance and counts_can_move(found, devices) else None,
+            balance=job.settings.balance if balance and counts_can_move(chosen, devices) else None,
             checkpoint_dir=_folder(checkpoint_dir, "checkpoint_dir"),
             run_dir=_folder(run_dir, "run_dir"),
             tensorboard=tensorboard,
         )
-        return Session(job, found, devices, options)
+        return Session(job, chosen, devices, options)
 
 
 def _folder(path: str | os.PathLike[str] | None, name: str) -> pathlib.Path | None:

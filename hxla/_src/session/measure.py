@@ -1,4 +1,4 @@
-"""Plans measured on the devices that are here: compiled, and trained for some untold steps."""
+"""Measures plans on the present devices, by compiling them and training some trial steps."""
 
 import dataclasses
 import json
@@ -22,13 +22,13 @@ from .session import Session
 from .values import SessionOptions
 from .watch import FIRST_MEASURED, has_clocks
 
-_SECONDS = 3.0  # that are measured, in so many steps
+_SECONDS = 3.0  # of measured steps, within these numbers
 _FEWEST_STEPS, _MOST_STEPS = 4, 24
 
 
 @dataclasses.dataclass(frozen=True)
 class SessionMeasure:
-    """Sessions that measure plans: see `Measure`.
+    """The `Measure` of a planner, by trial sessions.
 
     Attributes:
         devices: All devices of the job, by rank.
@@ -44,13 +44,13 @@ class SessionMeasure:
             return trial.balancer.seconds
 
     def split_sizes(self, plan: Plan) -> TriedSizes | None:
-        """Sizes of a split by how long its devices work with those that are estimated.
+        """Sizes of an uneven split by the measured work of its devices; None without CPU times.
 
-        Programs that were compiled for it serve the training, if the sizes stay.
+        If the sizes stay, training uses the compiled programs.
         """
         job, devices = self.job, self.devices
-        holders = {rank: process_of(devices[rank]) for r in plan.replicas for rank in r.devices}
-        if not has_clocks(plan, job.cluster(devices), holders):
+        processes = {rank: process_of(devices[rank]) for r in plan.replicas for rank in r.devices}
+        if not has_clocks(plan, job.cluster(devices), processes):
             return None
         batch = job.first_batch(0, plan.batch_size)
         with Session(job, plan, devices, SessionOptions(is_trial=True)) as trial:
@@ -63,32 +63,32 @@ class SessionMeasure:
             work = trial.split_watch.measured()
         assert work is not None
         [axis] = plan.axes
-        told = ", ".join(
-            f"{name} worked {own / work.step_seconds:.0%}"
-            for name, own in zip(work.names, work.work_seconds, strict=True)
+        worked = ", ".join(
+            f"{name} worked {busy / work.step_seconds:.0%}"
+            for name, busy in zip(work.names, work.work_seconds, strict=True)
         )
         shares = work.better_shares or axis.shares
         mesh = {"data": len(plan.replicas), axis.name: shares}
         ratio = ":".join(map(str, axis.shares))
         return TriedSizes(
             shares=work.better_shares,
-            reason=f"in {work.num_steps} steps of a trial with {ratio} over {axis.name} {told} of "
-            f"the time, so sizes {'move' if work.better_shares else 'stay'}: pass mesh={mesh} to "
+            reason=f"in {work.num_steps} steps of a trial with {ratio} over {axis.name} {worked} "
+            f"of the time, so sizes {'move' if work.better_shares else 'stay'}: pass mesh={mesh} to "
             "get the same bits where a trial would tell otherwise",
         )
 
     def segment_seconds(
         self, cluster: Cluster, size: int, num_segments: int, sums: SumsForm
     ) -> Mapping[int, np.ndarray]:
-        """[2, L] Seconds of the segments' forwards and backwards on each device, by rank."""
-        own = {}
+        """Seconds [2, L] of the forwards and backwards of segments on each device, by rank."""
+        local = {}
         for rank, device in enumerate(self.devices):
             if is_here(device):
                 setting = Setting(cluster.devices[rank].label, size)
-                found = segment_profile(self.job, setting, num_segments, device, sums)
-                own[rank] = [(t.forward, t.backward) for t in found.times[setting]]
+                measured = segment_profile(self.job, setting, num_segments, device, sums)
+                local[rank] = [(t.forward, t.backward) for t in measured.times[setting]]
         times: dict[int, np.ndarray] = {}
-        for text in self.job.gather("segments", json.dumps(own)):
+        for text in self.job.gather("segments", json.dumps(local)):
             times |= {int(rank): np.array(rows).T for rank, rows in json.loads(text).items()}
         return times
 
@@ -99,14 +99,14 @@ class SessionMeasure:
         return short_profile(self.job, cluster, self.devices, sizes, num_segments, sums)
 
     def link(self) -> Link:
-        """A link like the slowest between neighbours while all of them hand on at once."""
+        """The slowest link between neighbours while all of them send at once."""
         return measured_link(self.job, self.devices)
 
     def compiled_lack(self, plan: Plan, cluster: Cluster) -> float:
         """The most bytes that a device lacks for a plan's compiled programs and their inputs.
 
         Returns:
-            The same on every process; 0 or less: they fit.
+            Bytes, equal on every process; at most 0 if the programs fit.
         """
         programs = self.job.programs(plan, self.devices, lambda _: None, keep=True)
         needed = programs.memory_bytes(programs.state_bytes)
@@ -119,5 +119,5 @@ class SessionMeasure:
         return max(map(float, self.job.gather("bytes of the programs", str(max(lacks)))))
 
     def agree(self, plan: Plan) -> None:
-        """Refuse to go on where processes have made different plans."""
+        """Stop if processes have made different plans."""
         self.job.agree("a plan of the search", lambda: facts_of_plan(plan))

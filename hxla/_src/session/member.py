@@ -1,4 +1,4 @@
-"""A session as a part of `hxla run --elastic`: it begins, stops and leaves as told."""
+"""A session in `hxla run --elastic`: it begins, stops and leaves by the authority's orders."""
 
 import contextlib
 import functools
@@ -28,38 +28,28 @@ if TYPE_CHECKING:
     from ..checkpoint.checkpoints import Checkpoints
 
 
-#: What a process may ask of all: to end the run; to leave it, once a checkpoint is written; or to
-#: leave it with the state in memory.
+#: Requests of a process to all: end the run; leave it after a checkpoint; leave it with the state
+#: in memory.
 STOP, LEAVE, MOVE = 1.0, 2.0, 3.0
-_MOST_COPIES = 2  # of one process; a third waits until the first is let go
-# What may be there at once: copies, what is left in the end and the next generation's first copy,
-# and of three of those a neighbour's.
+_MOST_COPIES = 2  # of one process; a third waits until the first is removed
+# States at one time: copies, the last state and the next generation's first copy; of a neighbour
+# three of these.
 _MOST_STATES, _MOST_OF_NEIGHBOURS = _MOST_COPIES + 2, _MOST_COPIES + 1
 _WAIT_SECONDS = 0.01
 _NOTE_CHARACTERS = 300
 
 
 def rehearse(member: Member, store: Store, job: JobContext) -> None:
-    """Compile what leaves and takes over a state, if nobody waits; all processes call this.
-
-    Args:
-        member: This process in its generation.
-        store: Holds a state, which stays as it is.
-    """
+    """Compile the transfer of a state ahead, unless other members wait; all processes call this."""
     if not any(job.gather("who waits", "x" * member.is_waited_for)):
         store.load(store.saved())
 
 
 class SessionMember:
-    """What a session of an elastic job does besides training.
-
-    Args:
-        member: This process in its generation.
-        termination: Whether SIGTERM arrived.
-        beginning: Where the state is from.
+    """The elastic part of a session: reports to the authority, copies and leaves the state.
 
     Raises:
-        ConfigError: If copies are asked for, and memory has no room for them.
+        ConfigError: If copies are configured and memory has no room for them.
     """
 
     def __init__(
@@ -68,14 +58,14 @@ class SessionMember:
         store: Store,
         termination: Termination,
         job: JobContext,
-        beginning: RestoreSource,
+        source: RestoreSource,
     ):
         self._state_of_data = job.source.state
         self._member, self._store, self._termination = member, store, termination
         self._facts: dict[str, Any] = {}
         self._step = 0
         self._every = job.settings.checkpoint.in_memory_every
-        self._begins_in_memory = beginning.is_in_memory
+        self._is_from_memory = source.is_in_memory
         self._copied: dict[int, str] = {}
         wanted = store.wanted()
         self._part = state_part(wanted, jax.process_index(), jax.process_count())
@@ -83,7 +73,7 @@ class SessionMember:
         if self._every is not None:
             if member.num_neighbours == jax.process_count():
                 self._needed *= _MOST_STATES
-            else:  # which begins with a state that came from other hosts
+            else:  # the first state comes from other hosts
                 self._needed *= _MOST_STATES + _MOST_OF_NEIGHBOURS
                 self._needed += tree_bytes(wanted)
             if words := self._shortage():
@@ -93,12 +83,12 @@ class SessionMember:
                 )
 
     @property
-    def asks(self) -> float:
-        """What this process asks of all."""
+    def request(self) -> float:
+        """The request of this process to all."""
         return MOVE * self._member.stops or LEAVE * self._member.ends
 
-    def told(self) -> Iterator[str]:
-        """What the user should know of the memory for states, and of what a kill takes along."""
+    def notes(self) -> Iterator[str]:
+        """Lines for the user about memory for states, and about the steps that a kill loses."""
         if words := self._shortage():
             yield f"{words}: without a checkpoint it is lost when devices change; enlarge /dev/shm"
         if self._every is not None:
@@ -122,28 +112,28 @@ class SessionMember:
 
     @contextlib.contextmanager
     def training(self, step: int, facts: dict[str, Any], plan: Plan) -> Iterator[None]:
-        """While the store holds a state that may be left at any time.
+        """Within it the state may be left at any time.
 
         Args:
-            facts: Of the run, which are left with the state.
-            plan: That runs: later generations keep what decides its bits.
+            facts: Facts of the run, saved with the state.
+            plan: Later generations keep its choices that decide bits.
         """
         self._step, self._facts = step, facts
         pin(chosen(plan))
-        with self._member.trains(self._leave_unasked, lambda: bool(self._termination.arrived)):
+        with self._member.trains(self._leave_alone, lambda: bool(self._termination.arrived)):
             self._member.tell(part=self._part.number, num_parts=self._part.count)
-            if self._begins_in_memory and self._every is not None:
+            if self._is_from_memory and self._every is not None:
                 self._write_copy()
             self._member.tell(is_joined=True, step=step, num_microbatches=plan.num_microbatches)
             yield
 
     @contextlib.contextmanager
     def updating(self, checkpoints: "Checkpoints | None", ran: Sequence[float]) -> Iterator[None]:
-        """While the state is between two steps; then tells the authority.
+        """Change the state by a step within it, then report the step to the authority.
 
         Args:
-            checkpoints: What is written of them is told too; None: there are none.
-            ran: What this process ran in the step, see `Report`.
+            checkpoints: Their newest step is reported too; None if there are none.
+            ran: The work of this process in the step, see `Report`.
         """
         with self.changing:
             yield
@@ -154,7 +144,7 @@ class SessionMember:
 
     @property
     def changing(self) -> contextlib.AbstractContextManager[Any]:
-        """While the state of a step is another than it was."""
+        """Hold the lock under which the state changes."""
         return self._member.changing
 
     def move(self) -> None:
@@ -163,34 +153,33 @@ class SessionMember:
         self._member.tell(left_step=step, digest=digest)
 
     def copy(self) -> None:
-        """Every so many steps, copy the state into memory; every member at the same step."""
+        """Copy the state into memory if it is due, every member at the same step."""
         if self._every is not None and not self._step % self._every:
             self._write_copy()
 
     def _write_copy(self) -> None:
-        """Write this process's part; of those that hold the same only one does."""
+        """Write this process's part, if it is the writer among processes with equal parts."""
         folder = functools.partial(copy_folder, self._member.folder)
-        has_room = self._has_let_go(folder)
-        while not has_room and not self._member.ends:  # nobody lets go of copies at the run's end
+        has_room = self._has_room(folder)
+        while not has_room and not self._member.ends:  # no copies are removed at the run's end
             time.sleep(_WAIT_SECONDS)
-            has_room = self._has_let_go(folder)
-        saved = self._store.saved()  # which takes all members
+            has_room = self._has_room(folder)
+        saved = self._store.saved()  # a collective of all members
         if self._part.writer != jax.process_index() or not has_room:
             return
         try:
             self._copied[self._step] = self._write(saved, folder(self._step))
-        except CheckpointError as error:  # another took the memory: older copies are there still
+        except CheckpointError as error:  # memory is full, and older copies remain
             self._member.tell(note=str(error)[:_NOTE_CHARACTERS])
             return
-        told = {str(step): digest for step, digest in self._copied.items()}
-        self._member.tell(copies=told)
+        digests = {str(step): digest for step, digest in self._copied.items()}
+        self._member.tell(copies=digests)
 
-    def _has_let_go(self, folder: Callable[[int], str]) -> bool:
-        """Whether no more copies are there than may be beside another: none is kept without need
-        once all parts of a newer one are known."""
-        there = {s: digest for s, digest in self._copied.items() if os.path.exists(folder(s))}
-        self._copied = there
-        return len(there) < _MOST_COPIES
+    def _has_room(self, folder: Callable[[int], str]) -> bool:
+        """Whether there is room for another copy; the authority removes older ones."""
+        present = {s: digest for s, digest in self._copied.items() if os.path.exists(folder(s))}
+        self._copied = present
+        return len(present) < _MOST_COPIES
 
     def finished(self) -> None:
         """Training is done and its results are written."""
@@ -201,10 +190,10 @@ class SessionMember:
         if error is not None and jax.process_count() > 1 and is_lost_peer(error):
             self._member.stay_to_leave()
 
-    def _leave_unasked(self) -> tuple[int, str] | None:
-        """In a process that may be the only one left, so nobody can be asked for anything."""
+    def _leave_alone(self) -> tuple[int, str] | None:
+        """Leave the state without collectives, as other members may be gone; None if impossible."""
         if self._store.is_shared and jax.process_count() > 1:
-            return None  # to bring it into its even form takes all
+            return None  # gathering uneven shards takes every member
         return self._leave()
 
     def _leave(self) -> tuple[int, str]:
@@ -216,23 +205,24 @@ class SessionMember:
 
 
 def ran(plan: Plan, busy_seconds: Sequence[float]) -> list[float]:
-    """What this process ran in a step, as `Report` has it.
+    """The work of this process in a step, for `Report`.
 
     Args:
-        plan: That the step ran by.
-        busy_seconds: What each copy of the model spent on its microbatches.
+        busy_seconds: Seconds of the microbatches of each replica.
     """
     pairs = zip(plan.replicas, busy_seconds, strict=True)
-    [(own, seconds)] = [pair for pair in pairs if jax.process_index() in pair[0].devices]
-    known = (own.num_microbatches, own.executors) if len(own.devices) == 1 else (0, 1)
-    return [*known, seconds]
+    [(replica, seconds)] = [pair for pair in pairs if jax.process_index() in pair[0].devices]
+    executed = (
+        (replica.num_microbatches, replica.executors) if len(replica.devices) == 1 else (0, 1)
+    )
+    return [*executed, seconds]
 
 
 def _bytes_in(folder: str) -> int:
-    """Of its files, also those that come and go meanwhile."""
-    found = 0
+    """Bytes of a folder's files, some of which may vanish meanwhile."""
+    total = 0
     for path, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                found += os.stat(os.path.join(path, name)).st_size
-    return found
+                total += os.stat(os.path.join(path, name)).st_size
+    return total

@@ -1,4 +1,4 @@
-"""`hxla profile`: the segments of a job's model, measured on its devices and by training steps."""
+"""`hxla profile`: measure the segments of a job's model alone and in training steps."""
 
 import collections
 import dataclasses
@@ -40,14 +40,14 @@ _FEWEST_SECONDS = 4.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ObservedSteps:
-    """Some steps of training.
+    """Times of some training steps.
 
     Attributes:
-        micro_seconds: One microbatch on each device, forward and backward.
-        counts: Microbatches of each device in most of the steps.
+        micro_seconds: Seconds of a microbatch's forward and backward, by device.
+        counts: Microbatch counts of most of the steps.
         peak_bytes: See `Profile.peaks`.
-        end_step: No step from here on was read.
-        form: Of memory in which it trained, as `Plan.memory_form` names it.
+        end_step: First step whose data was not read.
+        form: The memory layout, as `Plan.memory_form` names it.
     """
 
     micro_seconds: tuple[float, ...]
@@ -59,13 +59,13 @@ class ObservedSteps:
     form: str = ""
 
     def by_kind(self, labels: Sequence[str]) -> "ObservedSteps":
-        """With the mean of like devices for each of them."""
+        """Average times over the devices of each kind."""
 
         def mean(values: Sequence[float]) -> tuple[float, ...]:
-            of = collections.defaultdict(list)
+            by_label = collections.defaultdict(list)
             for label, value in zip(labels, values, strict=True):
-                of[label].append(value)
-            return tuple(statistics.mean(of[label]) for label in labels)
+                by_label[label].append(value)
+            return tuple(statistics.mean(by_label[label]) for label in labels)
 
         return dataclasses.replace(
             self,
@@ -75,91 +75,92 @@ class ObservedSteps:
 
     @property
     def rest_seconds(self) -> float:
-        """Of a step beyond the slowest device's part: the sum, and what the loop does besides."""
+        """Seconds of a step beyond the slowest device's work: the all-reduce and the loop."""
         busy = finish_seconds(self.counts, self.micro_seconds, self.update_seconds)
         return max(0.0, self.step_seconds - max(busy))
 
 
 class Observer:
-    """Says when steps with the same counts have told enough."""
+    """Collects steps until enough of them have the same counts."""
 
     def __init__(self) -> None:
         self._num_warm = 0
         self._seconds: dict[tuple[int, ...], list[float]] = collections.defaultdict(list)
 
-    def has_told_enough(self, record: StepRecord) -> bool:
-        """Take in a step."""
+    def has_enough_steps(self, record: StepRecord) -> bool:
+        """Add a step; returns whether its counts have enough steps now."""
         if self._num_warm < _WARM_STEPS:
             self._num_warm += 1
             return False
-        own = self._seconds[record.counts]
-        own.append(record.seconds)
-        return len(own) >= _FEWEST_STEPS and sum(own) >= _FEWEST_SECONDS
+        seconds = self._seconds[record.counts]
+        seconds.append(record.seconds)
+        return len(seconds) >= _FEWEST_STEPS and sum(seconds) >= _FEWEST_SECONDS
 
     @property
     def most(self) -> tuple[tuple[int, ...], float]:
-        """The counts that most steps had, and the mean of the middle half of those steps."""
+        """The most frequent counts, and the mean of the middle half of their seconds."""
         counts, seconds = max(self._seconds.items(), key=lambda item: len(item[1]))
         return counts, middle_mean(seconds)
 
 
 def profile(
     job: JobContext,
-    wishes: PlanRequest,
+    request: PlanRequest,
     *,
     file: str,
     microbatch_sizes: Sequence[int],
     num_segments: int,
 ) -> None:
-    """Measure, write, and say where; every process of the job takes part.
+    """Measure the segments and write a profile; every process of the job must call this.
 
     Args:
-        wishes: Of the job's script. Where its mesh cuts a copy of the model over several devices
-            by one axis, that split is measured too.
+        request: If its mesh shards a replica over one axis, that split is measured too.
         file: Profile to write, and to resume from.
-        microbatch_sizes: To measure; empty: those that the planner would try.
+        microbatch_sizes: If empty, the sizes that the planner would try.
         num_segments: Most segments of the chain.
 
     Raises:
-        PlanError: If a copy of the model takes several devices, or the file is of another model.
+        PlanError: If a replica needs several devices, or the file is of another model.
     """
     devices = job.all_devices()
     cluster = job.cluster(devices)
-    asked = size_asked(workloads(job), wishes)
+    asked = size_asked(workloads(job), request)
     sizes = tuple(sorted(microbatch_sizes)) or (
         (asked,) if asked else tuple(sorted(candidate_sizes(job.batch_size, len(devices))))
     )
-    for own_size in sizes:
-        size_asked(workloads(job), PlanRequest(microbatch_size=own_size))
-        check_enough(job.batch_size, own_size, len(devices))
+    for size in sizes:
+        size_asked(workloads(job), PlanRequest(microbatch_size=size))
+        check_enough(job.batch_size, size, len(devices))
     labels = [device.label for device in cluster.devices]
     rank = next(i for i, d in enumerate(devices) if is_here(d))
     model = model_name(job.functional(sizes[0]).params)
-    found: Profile | None = None
+    measured: Profile | None = None
     if pathlib.Path(file).exists():
-        found = load_profile(file, model=model)
+        measured = load_profile(file, model=model)
 
-    def kept(told: Profile) -> Profile:
-        """What all processes have told, which an interrupted run finds in the file."""
-        told = everywhere(job, told)
+    def write(local: Profile) -> Profile:
+        """Merge the profiles of all processes and write them, so that a run can resume."""
+        local = everywhere(job, local)
         if jax.process_index() == 0:
-            dump_profile(told, file)
-        return told
+            dump_profile(local, file)
+        return local
 
     next_step = 0
-    for own_size in sizes:
-        chain = segments(graph_of(job.graph(own_size)), num_segments)
-        if found is not None and len(found.layers) != len(chain):
+    for size in sizes:
+        chain = segments(graph_of(job.graph(size)), num_segments)
+        if measured is not None and len(measured.layers) != len(chain):
             raise PlanError(
-                f"profile {file} has {len(found.layers)} segments, now there are "
+                f"profile {file} has {len(measured.layers)} segments, now there are "
                 f"{len(chain)}: use the same number, or write to another file"
             )
-        own = dataclasses.replace(wishes, microbatch_size=own_size)
-        if found is None or _is_new(found, labels, own_size):
-            trial = _trial(job, _alone(job, own, cluster), next_step).by_kind(labels)
+        sized = dataclasses.replace(request, microbatch_size=size)
+        if measured is None or _is_new(measured, labels, size):
+            trial = _run_trial(job, _single_device_plan(job, sized, cluster), next_step).by_kind(
+                labels
+            )
             next_step = trial.end_step
-            setting = Setting(labels[rank], own_size)
-            mine = Profile(
+            setting = Setting(labels[rank], size)
+            local = Profile(
                 model=model,
                 layers=tuple(s.name for s in chain),
                 num_segments=num_segments,
@@ -168,65 +169,67 @@ def profile(
                 reductions={together_key(labels): trial.rest_seconds},
                 form=trial.form,
             )
-            mine = merge_profiles([*([found] if found is not None else []), mine])
-            if setting not in mine.times:
-                told = _progress(setting, len(chain))
-                sums = job.sums(wishes.reduction)
-                alone = segment_profile(job, setting, num_segments, devices[rank], sums, told)
-                scaled = _scaled(alone.times[setting], alone.sizes[own_size, 1], trial, rank)
+            local = merge_profiles([*([measured] if measured is not None else []), local])
+            if setting not in local.times:
+                show_progress = _progress(setting, len(chain))
+                sums = job.sums(request.reduction)
+                alone = segment_profile(
+                    job, setting, num_segments, devices[rank], sums, show_progress
+                )
+                scaled = _scaled(alone.times[setting], alone.sizes[size, 1], trial, rank)
                 peaks = {setting: trial.peak_bytes}
                 alone = dataclasses.replace(alone, times={setting: scaled}, peaks=peaks)
-                mine = merge_profiles([mine, alone])
-            found = kept(mine)
-        split = _new_split(job, own, cluster, found) if wishes.mesh is not None else None
+                local = merge_profiles([local, alone])
+            measured = write(local)
+        split = _new_split(job, sized, cluster, measured) if request.mesh is not None else None
         if split is not None:
-            plan, told_of = split
-            trial = _trial(job, plan, next_step)
+            plan, split_times = split
+            trial = _run_trial(job, plan, next_step)
             next_step = trial.end_step
-            timed = dataclasses.replace(told_of, seconds=max(trial.micro_seconds))
-            found = kept(dataclasses.replace(found, splits=(*found.splits, timed)))
-    assert found is not None
+            timed = dataclasses.replace(split_times, seconds=max(trial.micro_seconds))
+            measured = write(dataclasses.replace(measured, splits=(*measured.splits, timed)))
+    assert measured is not None
     if jax.process_index() == 0:
-        _show(found, file)
+        _show(measured, file)
 
 
-def _alone(job: JobContext, wishes: PlanRequest, cluster: Cluster) -> Plan:
-    """A plan of copies of one device each."""
-    alone = PlanRequest(microbatch_size=wishes.microbatch_size, reduction=wishes.reduction)
-    plan = _planned(job, alone, cluster)
+def _single_device_plan(job: JobContext, request: PlanRequest, cluster: Cluster) -> Plan:
+    """A plan with replicas of one device each."""
+    single = PlanRequest(microbatch_size=request.microbatch_size, reduction=request.reduction)
+    plan = _make_plan(job, single, cluster)
     if plan.axes:
         raise PlanError(
-            "hxla profile measures a model on one device, but annotations or stages put a copy of "
-            f"this one on {len(plan.replicas[0].devices)}: profile it without them"
+            "hxla profile measures a model on one device, but annotations or stages put a replica "
+            f"of this one on {len(plan.replicas[0].devices)}: profile it without them"
         )
     return plan
 
 
-def _planned(
-    job: JobContext, wishes: PlanRequest, cluster: Cluster, profile: Profile | None = None
+def _make_plan(
+    job: JobContext, request: PlanRequest, cluster: Cluster, profile: Profile | None = None
 ) -> Plan:
-    sums, measure = job.sums(wishes.reduction), SessionMeasure(job, job.all_devices())
-    plan = plan_for(workloads(job), wishes, cluster, sums, measure, profile)
+    sums, measure = job.sums(request.reduction), SessionMeasure(job, job.all_devices())
+    plan = plan_for(workloads(job), request, cluster, sums, measure, profile)
     return plan
 
 
 def _new_split(
-    job: JobContext, wishes: PlanRequest, cluster: Cluster, profile: Profile
+    job: JobContext, request: PlanRequest, cluster: Cluster, profile: Profile
 ) -> tuple[Plan, SplitTime] | None:
-    """A split that is asked for and not known, and what to know of it but its seconds."""
-    plan = _planned(job, wishes, cluster, profile)
+    """The plan of a requested split that the profile lacks, and its entry without seconds."""
+    plan = _make_plan(job, request, cluster, profile)
     if plan.pipeline is not None or len(plan.axes) != 1:
         return None
-    own = split_time(plan, cluster, 0.0)
-    if own is None or own.split in {known.split for known in profile.splits}:
+    timed = split_time(plan, cluster, 0.0)
+    if timed is None or timed.split in {known.split for known in profile.splits}:
         return None
-    return plan, own
+    return plan, timed
 
 
-def _trial(job: JobContext, plan: Plan, start: int) -> ObservedSteps:
-    """Train as planned from some step on until the times of a step are known."""
+def _run_trial(job: JobContext, plan: Plan, start: int) -> ObservedSteps:
+    """Train a plan from a step on until enough steps are timed."""
     devices = job.all_devices()
-    # Counts that follow every breath of a device would leave too few steps of each.
+    # Counts that follow small changes would leave too few steps of each.
     moves = job.settings.balance
     calm = BalanceConfig(
         min_gain=max(0.1, moves.min_gain),
@@ -240,7 +243,7 @@ def _trial(job: JobContext, plan: Plan, start: int) -> ObservedSteps:
     )
     with Session(job, plan, devices, options) as session:
         for record in session:
-            if observer.has_told_enough(record):
+            if observer.has_enough_steps(record):
                 session.stop()
         counts, seconds = observer.most
         return ObservedSteps(
@@ -260,23 +263,23 @@ def _is_new(profile: Profile, labels: Sequence[str], size: int) -> bool:
 
 
 def _scaled(
-    times: Sequence[LayerTime], sizes: Sequence[LayerSize], trial: ObservedSteps, own: int
+    times: Sequence[LayerTime], sizes: Sequence[LayerSize], trial: ObservedSteps, rank: int
 ) -> tuple[LayerTime, ...]:
-    """Segments measured alone, in proportion to what all of them take together.
+    """Scale times of segments measured alone to their time in a training step.
 
-    The update is shared out by bytes of parameters. A device that trains alone has no sum over
-    devices: the rest of its step comes with its update.
+    The update is divided by bytes of parameters. A device that trains alone has no all-reduce, so
+    the rest of its step counts as update.
     """
-    alone = sum(t.forward + t.backward for t in times) or 1.0
-    whole_bytes = sum(s.parameter_bytes for s in sizes) or 1.0
-    micro, update = trial.micro_seconds[own], trial.update_seconds[own]
+    total_seconds = sum(t.forward + t.backward for t in times) or 1.0
+    total_bytes = sum(s.parameter_bytes for s in sizes) or 1.0
+    micro, update = trial.micro_seconds[rank], trial.update_seconds[rank]
     if len(trial.micro_seconds) == 1:
         update += trial.rest_seconds
     return tuple(
         LayerTime(
-            forward=t.forward * micro / alone,
-            backward=t.backward * micro / alone,
-            update=update * s.parameter_bytes / whole_bytes,
+            forward=t.forward * micro / total_seconds,
+            backward=t.backward * micro / total_seconds,
+            update=update * s.parameter_bytes / total_bytes,
         )
         for t, s in zip(times, sizes, strict=True)
     )
@@ -293,8 +296,10 @@ def _show(profile: Profile, file: str) -> None:
         row = [sum(getattr(t, part) for t in times) for part in ("forward", "backward", "update")]
         seconds = " ".join(f"{1e3 * s:>7.2f} ms" for s in row)
         print(f"{setting.kind:<24} {setting.microbatch_size:>10} {seconds}")
-    for own in profile.splits:
-        parts = ", ".join(f"{kind} {p:.0%}" for kind, p in zip(own.kinds, own.parts, strict=True))
-        seconds = f"{1e3 * own.seconds:.2f} ms a microbatch of {own.microbatch_size}"
+    for split in profile.splits:
+        parts = ", ".join(
+            f"{kind} {p:.0%}" for kind, p in zip(split.kinds, split.parts, strict=True)
+        )
+        seconds = f"{1e3 * split.seconds:.2f} ms a microbatch of {split.microbatch_size}"
         print(f"cut over {parts}: {seconds}")
     print(f"{len(profile.layers)} segments of model {profile.model}, written to {file}")

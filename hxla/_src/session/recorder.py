@@ -1,4 +1,4 @@
-"""What happens in a session, told to the terminal and to files, and kept."""
+"""The records of a session: shown on the terminal, written to files, and kept."""
 
 import dataclasses
 import os
@@ -26,10 +26,10 @@ def step_record(
     seconds: float,
     tokens: int,
 ) -> StepRecord:
-    """What happened in a step.
+    """The record of a step.
 
     Args:
-        seconds: From the end of the step before.
+        seconds: Since the end of the step before.
     """
     busy = zip(outcome.busy_seconds, outcome.update_seconds, strict=True)
     return StepRecord(
@@ -48,7 +48,7 @@ def step_record(
 
 
 def recorder_of(plan: Plan, options: SessionOptions, start: int) -> "Recorder":
-    """Of a session that begins at a step."""
+    """The recorder of a session that begins at step `start`."""
     return Recorder(
         plan.replica_names,
         start_step=start,
@@ -63,10 +63,9 @@ class Recorder:
     """Keeps all records of a session.
 
     Args:
-        last_step: Of the run; None: not known.
-        run_dir: Folder for `metrics.jsonl` and `report.html`, or None.
-        tensorboard: Whether to write TensorBoard events too.
-        is_main: Whether this process tells anybody.
+        last_step: Last step of the run; None if not known.
+        run_dir: Folder for `metrics.jsonl` and `report.html`; None writes nothing.
+        is_main: Whether this process shows and writes records.
     """
 
     def __init__(
@@ -88,21 +87,21 @@ class Recorder:
         self._metrics = None
         if run_dir is not None and is_main:
             self._metrics = MetricsWriter(run_dir, tensorboard=tensorboard, goes_on=start_step > 0)
-        self._nowhere = None if is_main else open(os.devnull, "w")  # noqa: SIM115
-        self._progress = Progress(last_step, names, start_step=start_step, stream=self._nowhere)
+        self._null_stream = None if is_main else open(os.devnull, "w")  # noqa: SIM115
+        self._progress = Progress(last_step, names, start_step=start_step, stream=self._null_stream)
         if self._metrics is not None and self._metrics.earlier is not None:
             self.log(f"the metrics of an earlier run are now in {self._metrics.earlier}")
 
     def close(self) -> None:
-        """Let go of the terminal and the files."""
+        """Release the terminal and the files."""
         self._progress.close()
-        if self._nowhere is not None:
-            self._nowhere.close()
+        if self._null_stream is not None:
+            self._null_stream.close()
         if self._metrics is not None:
             self._metrics.close()
 
     def log(self, text: str) -> None:
-        """Tell the user."""
+        """Show a line on the terminal."""
         self._progress.log(text)
 
     def _write(self, record: StepRecord | EvalRecord | Rebalance) -> None:
@@ -110,13 +109,13 @@ class Recorder:
             self._metrics.write(record)
 
     def step(self, record: StepRecord) -> None:
-        """Take in a step."""
+        """Record a step."""
         self._steps.append(record)
         self._progress.update(record)
         self._write(record)
 
     def rebalanced(self, change: Rebalance) -> None:
-        """Take in a move of counts."""
+        """Record a rebalance."""
         self._rebalances.append(change)
         self.log(
             f"step {change.step}: counts {shares(change.before)} -> {shares(change.after)}, "
@@ -125,7 +124,7 @@ class Recorder:
         self._write(change)
 
     def settled(self, step: int, change: Rebalance) -> None:
-        """Take in what a move of counts has gained."""
+        """Record the achieved gain of a rebalance."""
         for i, earlier in enumerate(self._rebalances):
             if earlier.step == change.step:
                 self._rebalances[i] = change
@@ -136,20 +135,20 @@ class Recorder:
         self._write(change)
 
     def evaluated(self, record: EvalRecord) -> None:
-        """Take in an evaluation."""
+        """Record an evaluation."""
         self._evaluations.append(record)
         if self._steps and self._steps[-1].step + 1 == record.step:
             self._steps[-1] = dataclasses.replace(self._steps[-1], evaluation=record)
-        told = {"loss": record.loss, **scalars(record.metrics)}
-        numbers = "  ".join(f"{k} {v:.4f}" for k, v in told.items())
+        values = {"loss": record.loss, **scalars(record.metrics)}
+        numbers = "  ".join(f"{k} {v:.4f}" for k, v in values.items())
         self.log(f"step {record.step}: evaluation  {numbers}")
         self._write(record)
 
     def history(self, plans: Mapping[int, Plan]) -> History:
-        """All of it so far.
+        """All records so far.
 
         Args:
-            plans: That ran, by their first step.
+            plans: The plans that ran, by their first step.
         """
         return History(
             device_names=self._names,
@@ -161,7 +160,7 @@ class Recorder:
         )
 
     def report(self, history: History, plan: Plan, pictures: Mapping[str, pathlib.Path]) -> None:
-        """Print a summary and write the report, where anything happened."""
+        """Print a summary and write the report, unless no step ran."""
         self._progress.close()
         if not self._is_main or not history.steps:
             return

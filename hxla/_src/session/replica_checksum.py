@@ -1,4 +1,4 @@
-"""Whether the copies of the state are still the same, bit for bit."""
+"""Checks that the replicas of the state are still equal, bit for bit."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -13,13 +13,11 @@ _MOST_NAMES = 5
 
 
 class ReplicaChecksum:
-    """Compares the checksums of the copies of the state every so often.
-
-    Of a job with one copy there is nothing to compare.
+    """Compares the checksums of the replicas of the state at regular steps.
 
     Args:
-        ranks: For each copy the processes that hold it.
-        every: Steps from one comparison to the next.
+        ranks: The processes of each replica; a single replica is not compared.
+        every: Steps between comparisons.
     """
 
     def __init__(self, store: Store, ranks: tuple[tuple[int, ...], ...], every: int):
@@ -27,7 +25,7 @@ class ReplicaChecksum:
         self._compared: int | None = None
 
     def stepped(self, step: int) -> None:
-        """Compare if it is time to.
+        """Compare if it is due.
 
         Raises:
             LaunchError: As `compare`.
@@ -40,10 +38,10 @@ class ReplicaChecksum:
         return step % self._every == 0
 
     def compare(self, step: int) -> None:
-        """Compare, unless it was done after this step; every process calls this.
+        """Compare unless this step was compared already; every process must call this.
 
         Raises:
-            LaunchError: On every process, if copies differ: which, and in which arrays.
+            LaunchError: On every process, with the differing replicas and arrays.
         """
         if len(self._ranks) == 1 or step == self._compared:
             return
@@ -60,20 +58,20 @@ class ReplicaChecksum:
             else ("they were not compared before")
         )
         raise LaunchError(
-            f"after {step} steps the copies of the state are no longer the same ({since}):\n  "
+            f"after {step} steps the replicas of the state are no longer equal ({since}):\n  "
             + "\n  ".join(self._lines(first, odd))
-            + "\nthe processes were given other values than one another, their devices compute "
-            "differently, or memory was damaged: resume from a checkpoint of before"
+            + "\nthe processes got different inputs, their devices compute differently, or memory "
+            "was damaged: resume from an earlier checkpoint"
         )
 
     def _lines(self, first: int, odd: Mapping[int, np.ndarray]) -> list[str]:
         names = self._store.leaf_names()
         lines = []
         for i, differs in odd.items():
-            found = [names[k] for k in np.flatnonzero(differs)]
-            more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
+            arrays = [names[k] for k in np.flatnonzero(differs)]
+            more = f" and {len(arrays) - _MOST_NAMES} more" if len(arrays) > _MOST_NAMES else ""
             lines.append(
-                f"{ranks_text(self._ranks[i])} has another {', '.join(found[:_MOST_NAMES])}{more} "
+                f"{ranks_text(self._ranks[i])} has another {', '.join(arrays[:_MOST_NAMES])}{more} "
                 f"than {ranks_text(self._ranks[first])}"
             )
         return lines

@@ -1,4 +1,4 @@
-"""Where a session begins: with a state that a member left in memory, with a checkpoint, or anew."""
+"""The source of a session's first state: the memory of a member, a checkpoint, or the model."""
 
 import contextlib
 import dataclasses
@@ -50,19 +50,19 @@ def _opened(
 
 
 class RestoreSource:
-    """A session's first step, and where the state of it is; the data goes there, too.
+    """A session's first step and the source of its state; the data is set to this step.
 
     Attributes:
-        checkpoints: The folder of them; None if the session has none.
-        step: The updates of the state that is there; None: the state is a new one.
+        checkpoints: The checkpoint folder; None if the session has none.
+        step: The updates of the restored state; None for a new state.
         first_step: The updates done when the session begins.
-        plans: Those of the steps before, by their first step.
-        notes: What the user should know of the folder, and of what goes on there, in words.
+        plans: The plans of earlier steps, by their first step.
+        notes: Lines for the user about the folder and the resumed run.
 
     Args:
-        stack: Closes the folder of checkpoints.
-        is_tight: Whether checkpoints are to be written in little memory.
-        folders: A state that members of the generation before left in memory, all its parts.
+        stack: Closes the checkpoint folder.
+        is_tight: Whether checkpoints must be written in little memory.
+        folders: All parts of a state that the last generation left in memory.
 
     Raises:
         CheckpointError: If a folder cannot be written, or holds a state of another run.
@@ -83,55 +83,57 @@ class RestoreSource:
         if options.checkpoint_dir is not None:
             opened = _opened(options.checkpoint_dir, job, plan, is_tight=is_tight)
             self.checkpoints = stack.enter_context(opened)
-        # The data is read here: nobody else reads it yet.
-        self._told = told_of_run(job, plan) if self.checkpoints is not None else {}
-        self.step: int | None = self._latest(job)
+        # Reads the data, which no thread reads yet.
+        self._changeable = told_of_run(job, plan) if self.checkpoints is not None else {}
+        self.step: int | None = self._latest_step(job)
         self.first_step = options.first_step if self.step is None else self.step
-        found = {} if self.step is None else self._found(options, self.step)
-        self.plans: dict[int, Plan] = plans_from_table(found.get("plans", ()), until=self.step or 0)
-        note = job.source.begin(self.first_step, found.get("data"))
+        saved = {} if self.step is None else self._saved_facts(options, self.step)
+        self.plans: dict[int, Plan] = plans_from_table(saved.get("plans", ()), until=self.step or 0)
+        note = job.source.begin(self.first_step, saved.get("data"))
         is_kept = self.checkpoints is not None or bool(self._folders)
-        of_folder = () if self.checkpoints is None else self.checkpoints.notes
-        said = self._said(found, options)
-        self.notes = (*of_folder, *said, *([note] if note and is_kept else []))
+        folder_notes = () if self.checkpoints is None else self.checkpoints.notes
+        lines = self._resume_lines(saved, options)
+        self.notes = (*folder_notes, *lines, *([note] if note and is_kept else []))
 
     @functools.cached_property
     def facts(self) -> dict[str, Any]:
-        """What is written beside every state of the run."""
+        """The facts that are saved with every state of the run."""
         facts = facts_of_run(self._job, self._plan)
-        return facts if self.checkpoints is None else facts | {"told": self._told}
+        return facts if self.checkpoints is None else facts | {"told": self._changeable}
 
-    def _found(self, options: SessionOptions, step: int) -> dict[str, Any]:
-        """What is written beside the state of a step, which is one of this run."""
+    def _saved_facts(self, options: SessionOptions, step: int) -> dict[str, Any]:
+        """The facts that were saved with the state of a step; refuses a state of another run."""
         asked = facts_of_run(self._job, self._plan)
         if self._folders:
-            where, found = self._folders[0], facts_of_state(self._folders)
+            where, saved = self._folders[0], facts_of_state(self._folders)
             asked["numerics"] = self._plan.numerics
         else:
             assert self.checkpoints is not None
-            where, found = str(options.checkpoint_dir), self.checkpoints.meta(step)
-            check_format(where, step, found)
-            is_traced_alike = found.get("told", {}).get("made with") == self._told["made with"]
-            # Of a model with other parameters each one is told when the state is read.
-            if not is_traced_alike or self._has_other_parameters(found):
+            where, saved = str(options.checkpoint_dir), self.checkpoints.meta(step)
+            check_format(where, step, saved)
+            is_traced_alike = (
+                saved.get("told", {}).get("made with") == self._changeable["made with"]
+            )
+            # Different parameters are reported one by one when the state is read.
+            if not is_traced_alike or self._has_other_parameters(saved):
                 asked = {name: fact for name, fact in asked.items() if name not in OF_TRACE}
-        check_resumed(where, step, found, asked, options.steps)
-        return found
+        check_resumed(where, step, saved, asked, options.steps)
+        return saved
 
-    def _has_other_parameters(self, found: Mapping[str, Any]) -> bool:
-        plans = list(plans_from_table(found.get("plans", ()), until=1 << 62).values())
+    def _has_other_parameters(self, saved: Mapping[str, Any]) -> bool:
+        plans = list(plans_from_table(saved.get("plans", ()), until=1 << 62).values())
         shapes = [
-            [(own.name, own.shape, own.dtype) for own in plan.parameters]
+            [(parameter.name, parameter.shape, parameter.dtype) for parameter in plan.parameters]
             for plan in (self._plan, *plans[-1:])
         ]
         return shapes[0] != shapes[-1]
 
-    def _said(self, found: Mapping[str, Any], options: SessionOptions) -> Iterator[str]:
-        """Where it begins, if with a checkpoint, and what is another than there."""
+    def _resume_lines(self, saved: Mapping[str, Any], options: SessionOptions) -> Iterator[str]:
+        """Lines about the checkpoint of a resumed run and what has changed since."""
         if self.step is None or self._folders:
             return
         yield f"resumed from step {self.step} in {options.checkpoint_dir}"
-        yield from told_differences(found["told"], self._told)
+        yield from told_differences(saved["told"], self._changeable)
         if self.step == options.steps:
             yield (
                 f"nothing is left to train: {self.step} of {options.steps} steps are done, and the "
@@ -139,7 +141,7 @@ class RestoreSource:
                 "another run"
             )
 
-    def _latest(self, job: JobContext) -> int | None:
+    def _latest_step(self, job: JobContext) -> int | None:
         if self._folders:
             return int(facts_of_state(self._folders)["step"])
         latest = self.checkpoints.latest() if self.checkpoints is not None else None
@@ -147,8 +149,8 @@ class RestoreSource:
         return latest
 
     def load(self, store: Store) -> bool:
-        """Take over the state of `step`; returns whether there is one."""
-        # Gloo waits for slower compilers half a minute only.
+        """Load the state of `step`; returns whether there is one."""
+        # Gloo waits only half a minute for processes that still compile.
         self._job.gather("programs are ready", "")
         if self._folders:
             store.load(load_state(self._folders, store.wanted()))
@@ -158,21 +160,17 @@ class RestoreSource:
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether it begins with a state that members left in memory."""
+        """Whether the state comes from the memory of members."""
         return bool(self._folders)
 
     @property
     def saved_step(self) -> int | None:
-        """The step of the checkpoint that it began with."""
+        """The step of the checkpoint that was restored; None without one."""
         return None if self._folders else self.step
 
 
 def chosen(plan: Plan) -> Pinned:
-    """What of a plan measurements may have chosen, and bits depend on.
-
-    Args:
-        plan: Of a run, which others go on with.
-    """
+    """The choices of a plan that may come from measurements and that bits depend on."""
     choices = Pinned(microbatch_size=plan.microbatch_size, is_chain=plan.chain is not None)
     if plan.pipeline is not None:
         return dataclasses.replace(choices, cut=plan.pipeline.cut)
@@ -183,10 +181,9 @@ def chosen(plan: Plan) -> Pinned:
 
 
 def chosen_before(job: JobContext, folder: str | os.PathLike[str] | None) -> Pinned:
-    """What the run whose checkpoint will be resumed has chosen; every process calls this.
+    """The choices of the checkpoint that will be resumed; every process calls this.
 
-    Args:
-        folder: Of the checkpoints. What is not this job's is refused when it is opened.
+    A folder of another job gives none, and is refused when it is opened.
     """
     if folder is None:
         return Pinned()
@@ -194,7 +191,7 @@ def chosen_before(job: JobContext, folder: str | os.PathLike[str] | None) -> Pin
     if jax.process_index() == 0:
         facts = newest_facts(local)
         if (facts.get("format"), facts.get("batch_size")) == (FORMAT, job.batch_size):
-            with contextlib.suppress(CheckpointError):  # which opening it raises
+            with contextlib.suppress(CheckpointError):  # opening the session raises it
                 *_, plan = plans_from_table(facts.get("plans", ()), until=1 << 62).values()
                 choices = chosen(plan)
     [text, *_] = job.gather("choices of the checkpoint", json.dumps(dataclasses.asdict(choices)))

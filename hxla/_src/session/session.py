@@ -1,6 +1,4 @@
-"""A session: a plan that runs. It alone has state; it is opened and closed, never changed into
-another.
-"""
+"""A session: a plan that runs. It alone has state."""
 
 import contextlib
 import dataclasses
@@ -55,13 +53,14 @@ from .watchdog import Watchdog
 class Session:
     """A plan that runs: made by `Job.open`, used in a `with` statement.
 
-    Iterating trains to the last step and gives a record of each. A user's own loop may call `step`
-    instead, with batches of its own. Every process of a job makes the same calls in the same order.
+    Iterating trains to the last step and yields the record of each step. A user's loop may call
+    `step` instead, and pass its own batches. Every process of a job must make the same calls in the
+    same order.
 
     Attributes:
-        plan: The present plan; a re-balance makes another, with other counts.
-        step_number: The updates done.
-        num_steps: The updates in all; None where the session was opened without an end.
+        plan: The present plan; a rebalance replaces it by one with other counts.
+        step_number: The number of updates done.
+        num_steps: The total number of updates; None if the session was opened without one.
 
     Example:
         >>> import hxla, numpy as np, optax
@@ -89,15 +88,15 @@ class Session:
         self._stack = contextlib.ExitStack()
         self._is_closed = False
         self._member: SessionMember | None = None
-        with contextlib.ExitStack() as opening, options.waiting(plan) as told:
+        with contextlib.ExitStack() as opening, options.waiting(plan) as waiting:
             opening.enter_context(self._stack)
             self._watchdog = self._stack.enter_context(Watchdog.of_job(job.settings.watchdog))
             opening.push(self._watchdog.left_by)
             self._watchdog.beat(-1, "compiling and measuring")
             self._termination = Termination()
             self._stack.callback(self._termination.close)
-            self._stopping = self._told = 0.0
-            self._handed, self._is_settled, self._is_replaced = StateAccess(), True, False
+            self._stopping = self._stop_request = 0.0
+            self._handed_out, self._is_settled, self._is_replaced = StateAccess(), True, False
             agree_on_asked(plan, job, options)
             check_runnable(plan, job, self._cluster, devices)
             on_cpu = any(d is not None and is_here(d) and d.platform == "cpu" for d in devices)
@@ -105,56 +104,58 @@ class Session:
             if is_tight:
                 keep_heap_small()
             member = own_member() if not options.is_trial and options.steps is not None else None
-            begin = functools.partial(
+            make_source = functools.partial(
                 RestoreSource, job, plan, options, self._stack, is_tight=is_tight
             )
-            beginning = begin() if member is None else None
-            start = options.first_step if beginning is None else beginning.first_step
-            resumed = None if beginning is None else beginning.step
+            source = make_source() if member is None else None
+            start = options.first_step if source is None else source.first_step
+            resumed = None if source is None else source.step
             inputs = job.as_inputs(batch := job.first_batch(start, plan.microbatch_size))
             job.agree("data", lambda: facts_of_data(batch, f"data of step {start}: "))
             weights = job.opened_weights(plan.microbatch_size) if resumed is None else None
-            self._programs = job.programs(plan, devices, told.tell, keep=options.is_trial)
+            self._programs = job.programs(plan, devices, waiting.tell, keep=options.is_trial)
             self._reducer = self._programs.reducer
             self._store = self._programs.store()
             self._stack.callback(self._store.close)
-            told.tell("putting the state in its places")
-            if beginning is None or not beginning.load(self._store):
+            waiting.tell("putting the state in its places")
+            if source is None or not source.load(self._store):
                 self._store.initialise(job.gather, weights)
-            told.tell("running every program once")
+            waiting.tell("running every program once")
             self._stepper = Stepper(self._programs, self._store)
             every = job.settings.watchdog.compare_steps
-            self._copies = ReplicaChecksum(self._store, self._reducer.ranks, every)
+            self._checksum = ReplicaChecksum(self._store, self._reducer.ranks, every)
             self._stack.callback(self._stepper.close)
             self._stepper.use_executors(plan.replicas)
-            own = self._stepper.warm_up(
+            times = self._stepper.warm_up(
                 inputs, repeats=3 if options.balance else 0, has_scales=resumed is not None
             )
             seconds = None
             if options.balance:
                 if job.settings.cluster.executors == "auto" and options.steps is not None:
-                    gain, left = job.settings.balance.min_gain, options.steps - start
-                    parts = (self._stepper, self._programs, plan, inputs, own, gain, left)
-                    plan, own = with_fastest_executors(*parts)
-                seconds = pooled(shared_numbers(self._reducer, own), plan)
+                    gain, num_left = job.settings.balance.min_gain, options.steps - start
+                    parts = (self._stepper, self._programs, plan, inputs, times, gain, num_left)
+                    plan, times = with_fastest_executors(*parts)
+                seconds = pooled(shared_numbers(self._reducer, times), plan)
             if member is not None:
                 rehearse(member, self._store, job)
-                told.tell("waiting for the generation to be formed")
-                beginning = begin(folders=member.wait_for_the_others())
-                if beginning.load(self._store):
+                waiting.tell("waiting for the generation to be formed")
+                source = make_source(folders=member.wait_for_the_others())
+                if source.load(self._store):
                     self._stepper.restored()
-                self._member = SessionMember(member, self._store, self._termination, job, beginning)
-            assert beginning is not None  # one of the two branches made it
-            self._checkpoints, self._saved = beginning.checkpoints, beginning.saved_step
-            self.step_number = self._first_step = start = beginning.first_step
-            self._plans, self._beginning = beginning.plans, beginning
-            held = self._store.num_bytes()
-            self.memory_bytes = self._programs.memory_bytes(held)
-            self._saves_alone = on_cpu and lack(devices, self._cluster, held + self.memory_bytes)
-            own = [self.memory_bytes] * len(self._reducer.local)
-            self._bytes_of_copies = shared_numbers(self._reducer, own)
+                self._member = SessionMember(member, self._store, self._termination, job, source)
+            assert source is not None  # made in one of the two branches
+            self._checkpoints, self._saved = source.checkpoints, source.saved_step
+            self.step_number = self._first_step = start = source.first_step
+            self._plans, self._source = source.plans, source
+            state_bytes = self._store.num_bytes()
+            self.memory_bytes = self._programs.memory_bytes(state_bytes)
+            self._saves_alone = on_cpu and lack(
+                devices, self._cluster, state_bytes + self.memory_bytes
+            )
+            local_bytes = [self.memory_bytes] * len(self._reducer.local)
+            self._replica_bytes = shared_numbers(self._reducer, local_bytes)
             at_once = self._programs.most_inputs
-            limits = count_limits(plan, self._cluster, self._bytes_of_copies, inputs, at_once)
+            limits = count_limits(plan, self._cluster, self._replica_bytes, inputs, at_once)
             counts = plan.counts
             if seconds is not None:
                 counts = best_counts(plan.num_microbatches, seconds, None, limits)
@@ -163,9 +164,9 @@ class Session:
             self.balancer = Balancer(moves, counts, limits, seconds)
             self.plan = plan if counts == plan.counts else plan.with_counts(counts)
             self._watch_pipelines = PipelineWatch(self._stepper, self._programs, job.gather)
-            said = _unplanned_gathers(self._programs)
-            said += self._watch_pipelines.measure(inputs, self.plan)
-            self.plan = self._predicted(self.plan).replaced(reasons=(*plan.reasons, *said))
+            notes = _unplanned_gathers(self._programs)
+            notes += self._watch_pipelines.measure(inputs, self.plan)
+            self.plan = self._predicted(self.plan).replaced(reasons=(*plan.reasons, *notes))
             self.split_watch = SplitWatch(self._programs, self._cluster, job)
             self._plans[start] = self.plan
             self._recorder = recorder_of(self.plan, options, start)
@@ -175,15 +176,15 @@ class Session:
             self._ending = Ending(self._recorder, self._watch_pipelines, self._termination, options)
             self._began = time.perf_counter()
             if self._member is not None:
-                facts = self._meta() | {"numerics": self.plan.numerics}
+                facts = self._facts() | {"numerics": self.plan.numerics}
                 self._stack.enter_context(self._member.training(start, facts, self.plan))
             else:
                 self._termination.heed_interrupts()
             opening.pop_all()
-        for words in (*(self._member.told() if self._member else ()), *beginning.notes):
+        for words in (*(self._member.notes() if self._member else ()), *source.notes):
             self._recorder.log(words)
-        promised = determinism(self._programs.graph, self.plan)
-        self._recorder.log(f"{self.plan.explain()}\n  {promised}")
+        guarantee = determinism(self._programs.graph, self.plan)
+        self._recorder.log(f"{self.plan.explain()}\n  {guarantee}")
 
     def __enter__(self) -> "Session":
         return self
@@ -205,7 +206,7 @@ class Session:
             self.close()
 
     def close(self) -> None:
-        """Wait for what is being written, write the report, and let go of everything."""
+        """Wait for checkpoints, write the report, and release threads, files and arrays."""
         if not self._is_closed:
             self._is_closed = True
             with self._stack:
@@ -213,9 +214,9 @@ class Session:
 
     # -- opening ---------------------------------------------------------------------------------
 
-    def _meta(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         state = self._job.source.state(self.step_number)
-        facts = self._beginning.facts | {"plans": plans_to_table(self._plans)}
+        facts = self._source.facts | {"plans": plans_to_table(self._plans)}
         return facts if state is None else facts | {"data": state}
 
     def _predicted(self, plan: Plan) -> Plan:
@@ -223,7 +224,7 @@ class Session:
             plan,
             self.balancer.seconds,
             self.balancer.fixed,
-            memory_bytes=self._bytes_of_copies,
+            memory_bytes=self._replica_bytes,
             cluster=self._cluster,
         )
         return plan.replaced(prediction=self._watch_pipelines.predicted(prediction))
@@ -231,7 +232,7 @@ class Session:
     # -- steps -----------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[StepRecord]:
-        """Train to the last step, or until somebody asks to stop.
+        """Train to the last step, or until a process asks to stop.
 
         Raises:
             ConfigError: If the session was opened without a number of steps.
@@ -243,21 +244,21 @@ class Session:
             self._settle()
 
     def agree(self, facts: Mapping[str, object]) -> None:
-        """Refuse to go on, on every process, where processes differ.
+        """Stop every process with an error if processes disagree.
 
-        Every process of the job calls this equally often, at the same places.
+        Every process of the job must call this equally often, at the same places.
 
         Args:
-            facts: What must be alike, by name; values are compared as text.
+            facts: The values to compare, by name; they are compared as text.
 
         Raises:
-            LaunchError: With every difference, and which ranks have which value.
+            LaunchError: With every difference, and the value of each rank.
         """
         texts = {name: str(value) for name, value in facts.items()}
         self._job.agree("what the script compares", lambda: texts)
 
     def stop(self) -> None:
-        """Ask all processes to end after the next step: iterating then ends."""
+        """Ask all processes to stop after the next step; iterating then ends."""
         if self._stopping >= 0:
             self._stopping = max(self._stopping, STOP)
 
@@ -265,13 +266,13 @@ class Session:
         """Train one step.
 
         Args:
-            batch: The global batch, the same on every process; None: the next one of the data.
+            batch: The global batch, the same on every process; None takes the next one of the data.
 
         Returns:
-            What happened.
+            The record of the step.
 
         Raises:
-            NonFiniteError: A gradient was not finite and the job says `nonfinite="stop"`.
+            NonFiniteError: If a gradient was not finite and the job has `nonfinite="stop"`.
             DataError: If the data ends, or the batch has another size.
             Preempted: After SIGTERM or Ctrl-C on any process in an earlier step, once a checkpoint
                 is written.
@@ -281,10 +282,10 @@ class Session:
         ids = own_ids(self.plan.counts, self._reducer)
         self._watchdog.beat(step, "data")
         if batch is None:
-            batches = self._feed.loaded(step, ids, self.plan)
+            batches = self._feed.load(step, ids, self.plan)
         else:
-            compares = step == self._first_step or self._copies.is_due(step)
-            batches = self._feed.given(batch, step, ids, self.plan, compares=compares)
+            compares = step == self._first_step or self._checksum.is_due(step)
+            batches = self._feed.cut(batch, step, ids, self.plan, compares=compares)
         self._watchdog.beat(step, "microbatches")
         compiled = num_compilations()
         timed = step == self._first_step + 1 and self._options.run_dir is not None
@@ -293,7 +294,7 @@ class Session:
             step,
             ids,
             batches,
-            stop=max(self._stopping, self._asks),
+            stop=max(self._stopping, self._request),
             on_phase=functools.partial(self._watchdog.beat, step),
         )
         if timed:
@@ -310,26 +311,26 @@ class Session:
             self.step_number = step + 1
         if step > self._first_step:
             self._recorder.num_compilations += num_compilations() - compiled
-        record = self._recorded(step, outcome, batches)
+        record = self._record(step, outcome, batches)
         self._watchdog.beat(step, "callback")
-        self._copies.stepped(self.step_number)
+        self._checksum.stepped(self.step_number)
         if outcome.stop:
-            self._stopping, self._told = -1.0, outcome.stop
+            self._stopping, self._stop_request = -1.0, outcome.stop
         self._is_settled = False
         return record
 
     def _settle(self) -> None:
-        """End what is between two steps: what callbacks and the like do belongs to the first."""
-        self._handed.take_back()
+        """Close the step before: save or leave after its callbacks have run."""
+        self._handed_out.take_back()
         if self._is_settled:
             return
         self._is_settled = True
         if self._member is not None and self.step_number != self._options.steps:
             self._member.copy()
-        if self._told in (LEAVE, MOVE):
-            self._leave(moves=self._told == MOVE)
+        if self._stop_request in (LEAVE, MOVE):
+            self._end_early(moves=self._stop_request == MOVE)
 
-    def _recorded(self, step: int, outcome: Outcome, batches: Sequence[Any]) -> StepRecord:
+    def _record(self, step: int, outcome: Outcome, batches: Sequence[Any]) -> StepRecord:
         change = None
         if self._options.balance:
             change = self.balancer.observe(step, outcome.busy_seconds, outcome.update_seconds)
@@ -340,7 +341,7 @@ class Session:
         self._recorder.step(record)
         if change is not None:
             self._rebalance(change)
-        elif self.balancer.counts != self.plan.counts:  # one step's trial of a parked device
+        elif self.balancer.counts != self.plan.counts:  # a parked device is tried for one step
             self.plan = self._predicted(self.plan.with_counts(self.balancer.counts))
         if advice := self.split_watch.stepped():
             self._recorder.log(f"step {step}: {advice}")
@@ -355,14 +356,14 @@ class Session:
         self._recorder.rebalanced(change)
 
     @property
-    def _asks(self) -> float:
-        """What this process asks of all besides the user's wish to end."""
-        own = LEAVE * bool(self._termination.arrived)
-        return own if self._member is None else self._member.asks
+    def _request(self) -> float:
+        """The request of this process to all, apart from `stop`."""
+        request = LEAVE * bool(self._termination.arrived)
+        return request if self._member is None else self._member.request
 
     @contextlib.contextmanager
     def _updating(self, outcome: Outcome) -> Iterator[None]:
-        """A state may be left before an update or after it, and not after half of one."""
+        """Keep an elastic run from taking the state in the middle of an update."""
         if self._member is None:
             yield
             return
@@ -370,7 +371,7 @@ class Session:
         with self._member.updating(self._checkpoints, ran(self.plan, outcome.busy_seconds)):
             yield
 
-    def _leave(self, *, moves: bool) -> None:
+    def _end_early(self, *, moves: bool) -> None:
         if self.step_number == self._options.steps:
             return  # this was the last one anyway
         if moves and self._member is not None:
@@ -389,20 +390,22 @@ class Session:
 
     @property
     def state(self) -> State:
-        """The state as it lies, to be read only, whose arrays the next step overwrites.
+        """The sharded state, read only; the next step overwrites its arrays.
 
-        `gather` makes the whole of any part of it, and `replace` puts another in its place.
+        `gather` makes whole arrays of any part of it, and `replace` replaces arrays.
         """
-        return self._handed.state or self._handed.hand_out(self._store.state(self.step_number))
+        return self._handed_out.state or self._handed_out.hand_out(
+            self._store.state(self.step_number)
+        )
 
     def gather(self, tree: PyTree) -> PyTree:
-        """Make arrays of `state` whole in host memory, one after another.
+        """Gather arrays of `state` whole into host memory, one after another.
 
         Args:
             tree: Any part of `state`.
 
         Returns:
-            The same tree of numpy arrays.
+            The same tree with numpy arrays.
         """
         return self._store.gather(tree)
 
@@ -413,41 +416,42 @@ class Session:
         aux: PyTree | None = None,
         opt_state: PyTree | None = None,
     ) -> None:
-        """Train on with other arrays in the state; every process calls this with equal ones.
+        """Replace arrays of the state; every process must call this with equal ones.
 
-        Arrays of `state` that are handed back stay where they lie. Others go through host memory to
-        each device that holds a part of them, one after another. What is computed of whole arrays,
-        as `gather` makes them, is the same for every spread of the work.
+        Arrays that come from `state` stay on their devices. Others go through host memory to each
+        device with a shard of them, one after another. Results that are computed from whole arrays,
+        as from those of `gather`, are the same for every placement of the work.
 
         Args:
-            params: The parameters: a tree as that of `state.params`, with arrays, NumPy's arrays or
-                numbers of the same shapes and dtypes. None: they stay. So for the next two.
-            aux: The other variables, as in `state.aux`.
-            opt_state: The state of the optimizer, as in `state.opt_state`.
+            params: The parameters: a tree like `state.params`, whose leaves are JAX or NumPy
+                arrays or numbers of the same shapes and dtypes. None keeps the present ones, here
+                and in the next two arguments.
+            aux: The other variables, a tree like `state.aux`.
+            opt_state: The state of the optimizer, a tree like `state.opt_state`.
 
         Raises:
-            ConfigError: With everything that differs from the state in its name, shape or dtype.
-            LaunchError: If processes call this with other arrays than one another.
+            ConfigError: With every leaf that differs from the state in name, shape or dtype.
+            LaunchError: If the arrays of processes differ.
         """
-        self._handed.check()
-        given = {"params": params, "aux": aux, "opt_state": opt_state}
-        arrays = replaced(given, self._store.wanted(), self._handed.has, self._store.gather)
+        self._handed_out.check()
+        parts = {"params": params, "aux": aux, "opt_state": opt_state}
+        arrays = replaced(parts, self._store.wanted(), self._handed_out.has, self._store.gather)
         names = self._store.leaf_names()
         named = {names[k]: x for k, x in arrays.items()}
         self._job.agree("replaced arrays", lambda: facts_of_data(named, "session.replace: "))
         self._stepper.wait()
         with self._member.changing if self._member is not None else contextlib.nullcontext():
             self._store.replace(arrays)
-        self._handed.take_back()
+        self._handed_out.take_back()
         self._saved, self._is_replaced = None, True
 
     @property
     def history(self) -> History:
-        """The records so far."""
+        """The records of this session so far."""
         return self._recorder.history(dict(self._plans))
 
     def evaluate(self, data: Any) -> EvalRecord:
-        """Find the mean loss and metrics over a data set, the same for every spread of the work.
+        """Compute the mean loss and metrics over a data set, equal for every placement of the work.
 
         Args:
             data: The data, of any kind that a job takes but an unbounded one.
@@ -456,7 +460,7 @@ class Session:
             The record of the evaluation.
 
         Raises:
-            DataError: If it is empty or of no known kind.
+            DataError: If the data is empty or of an unknown kind.
         """
         step, parts = self.step_number, (self._job, self._stepper, self._reducer, self.plan)
         with self._watchdog.phase(step, "evaluation") as beat:
@@ -466,32 +470,32 @@ class Session:
         return record
 
     def save(self) -> None:
-        """Write a checkpoint in the background: each process writes the parts that it owns.
+        """Write a checkpoint in the background; each process writes its shards.
 
         Raises:
             ConfigError: If the session was opened without a `checkpoint_dir`.
-            CheckpointError: If an earlier one failed.
+            CheckpointError: If an earlier checkpoint failed.
         """
         if self._checkpoints is None:
             raise ConfigError("there is no folder to save to: open the session with checkpoint_dir")
         if self._saved != self.step_number:
             with self._watchdog.phase(self.step_number, "checkpoint"):
-                self._copies.compare(self.step_number)
+                self._checksum.compare(self.step_number)
                 self._stepper.wait()
-                self._checkpoints.save(self.step_number, self._store.saved(), self._meta())
+                self._checkpoints.save(self.step_number, self._store.saved(), self._facts())
                 self._saved = self.step_number
                 if self._saves_alone:
                     self._checkpoints.wait()
 
     def result(self) -> Result:
-        """Write the last checkpoint and the report, and give the model its trained variables.
+        """Write the last checkpoint and the report, and put the trained variables into the model.
 
         Returns:
             The trained model and state, the history, the plan and the SHA-256 of the state.
         """
         self._watchdog.beat(self.step_number, "finishing")
-        self._handed.take_back()
-        self._copies.compare(self.step_number)
+        self._handed_out.take_back()
+        self._checksum.compare(self.step_number)
         self._save_and_wait()
         self.plan = self._predicted(self.plan)
         history = dataclasses.replace(self.history, split=self.split_watch.measured())

@@ -1,7 +1,7 @@
 """The state as the user sees it: read only, and replaced by checked arrays.
 
-Its dictionaries refuse at once. Other containers (an `nnx.State`, a variable, a list) cannot, so
-they are looked at again before anything goes on.
+Its dictionaries refuse writes at once. Other containers (an `nnx.State`, a variable, a
+list) cannot, so they are checked before the next step.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 @jax.tree_util.register_pytree_with_keys_class
 class ReadOnlyDict(dict[Any, Any]):
-    """A dictionary that cannot be changed; what is mapped over it is a plain one."""
+    """A dictionary that cannot be changed; `jax.tree.map` makes a plain one of it."""
 
     __setitem__ = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
     update = setdefault = pop = popitem = clear = _refuse  # type: ignore[assignment]
@@ -43,13 +43,13 @@ class ReadOnlyDict(dict[Any, Any]):
         return dict, (dict(self),)
 
     def tree_flatten_with_keys(self) -> tuple[Any, tuple[Any, ...]]:
-        """As those of a plain dictionary."""
+        """Flatten like a plain dictionary."""
         keys = tuple(sorted(self))
         return [(jax.tree_util.DictKey(k), self[k]) for k in keys], keys
 
     @staticmethod
     def tree_unflatten(keys: tuple[Any, ...], children: Any) -> dict[Any, Any]:
-        """A plain one, which may be changed."""
+        """Make a plain dictionary, which may be changed."""
         return dict(zip(keys, children, strict=True))
 
 
@@ -65,7 +65,7 @@ def _read_only(tree: PyTree) -> PyTree:
 
 
 class StateAccess:
-    """What was handed out of the state between two steps."""
+    """The state that the user holds between two steps."""
 
     def __init__(self) -> None:
         self._state: State | None = None
@@ -73,7 +73,7 @@ class StateAccess:
         self._ids: set[int] = set()
 
     def hand_out(self, state: State) -> State:
-        """A state to be read only: the same one until `take_back`."""
+        """Make the state read only; it stays the same object until `take_back`."""
         exponents = state.exponents.copy()
         exponents.flags.writeable = False
         parts = {name: _read_only(getattr(state, name)) for name in PARTS}
@@ -85,25 +85,25 @@ class StateAccess:
 
     @property
     def state(self) -> State | None:
-        """What is handed out now."""
+        """The state that the user holds; None if none."""
         return self._state
 
     def has(self, leaf: Any) -> bool:
-        """Whether an array is one that is handed out now."""
+        """Whether an array belongs to the state that the user holds."""
         return id(leaf) in self._ids
 
     def check(self) -> None:
-        """Refuse to go on where something was written into it.
+        """Refuse writes into the state.
 
         Raises:
-            ConfigError: With what was.
+            ConfigError: With the changed leaves.
         """
         if self._state is None:
             return
         now = _leaves(self._state)
         if len(now) == len(self._leaves):
             pairs = zip(_names(self._state), now, self._leaves, strict=True)
-            written = [name for name, x, own in pairs if x is not own]
+            written = [name for name, x, leaf in pairs if x is not leaf]
         else:
             written = ["its structure"]
         if written:
@@ -114,10 +114,10 @@ class StateAccess:
             )
 
     def take_back(self) -> None:
-        """Let go of it, once it was looked at.
+        """Check the state for writes and release it.
 
         Raises:
-            ConfigError: If something was written into it.
+            ConfigError: If the state was written into.
         """
         try:
             self.check()
@@ -133,44 +133,44 @@ def _names(state: State) -> list[str]:
     return [f"{part}/{name}" for part in PARTS for name in leaf_names(getattr(state, part))]
 
 
-_KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)  # each takes those before it
+_KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)  # from narrow to wide
 
 
 def replaced(
-    given: Mapping[str, PyTree],
+    parts: Mapping[str, PyTree],
     wanted: Mapping[str, PyTree],
-    is_there: Callable[[Any], bool],
+    is_in_state: Callable[[Any], bool],
     whole: Callable[[Any], np.ndarray],
 ) -> dict[int, np.ndarray]:
-    """Arrays that take the place of others.
+    """The arrays that replace arrays of the state.
 
     Args:
-        given: Of parts of the state, by the names of its fields; None: that part stays.
+        parts: Trees by the state's field names; None keeps a part.
         wanted: Shapes of the whole state.
-        is_there: Whether a leaf is the state's own, which stays.
-        whole: Makes an array whole in host memory; every process calls it for the same leaves.
+        is_in_state: Whether a leaf comes from the state, and stays.
+        whole: Gathers an array into host memory; every process calls it for the same leaves.
 
     Returns:
-        The arrays by their numbers in `ReplicaArrays.leaves`.
+        Arrays by their index in `ReplicaArrays.leaves`.
 
     Raises:
-        ConfigError: With everything that differs from the state in its name, shape or dtype.
+        ConfigError: With every leaf that differs from the state in name, shape or dtype.
     """
     arrays: dict[int, np.ndarray] = {}
     faults: list[str] = []
     number = 0
     for part, tree in wanted.items():
-        new, own = given.get(part), own_variables(tree)
-        if new is not None:
-            found = dict(zip(leaf_names(new), jax.tree.leaves(new), strict=True))
-            names = leaf_names(own)
-            faults += [f"{part}/{name}: missing" for name in names if name not in found]
-            faults += [f"{part}/{name}: not in the state" for name in found if name not in names]
-            for k, (name, like) in enumerate(zip(names, jax.tree.leaves(own), strict=True)):
-                if name not in found or is_there(found[name]):
+        new_tree, variables = parts.get(part), own_variables(tree)
+        if new_tree is not None:
+            leaves = dict(zip(leaf_names(new_tree), jax.tree.leaves(new_tree), strict=True))
+            names = leaf_names(variables)
+            faults += [f"{part}/{name}: missing" for name in names if name not in leaves]
+            faults += [f"{part}/{name}: not in the state" for name in leaves if name not in names]
+            for k, (name, like) in enumerate(zip(names, jax.tree.leaves(variables), strict=True)):
+                if name not in leaves or is_in_state(leaves[name]):
                     continue
                 try:
-                    arrays[number + k] = _as(found[name], like, whole)
+                    arrays[number + k] = _converted(leaves[name], like, whole)
                 except (TypeError, ValueError, OverflowError) as error:
                     faults.append(f"{part}/{name}: {error}")
         number += len(jax.tree.leaves(tree))
@@ -182,8 +182,8 @@ def replaced(
     return arrays
 
 
-def _as(x: Any, like: Any, whole: Callable[[Any], np.ndarray]) -> np.ndarray:
-    """A leaf as an array of a shape and a dtype; numbers of Python have no dtype of their own."""
+def _converted(x: Any, like: Any, whole: Callable[[Any], np.ndarray]) -> np.ndarray:
+    """A leaf as an array with the shape and dtype of another; Python numbers may widen."""
     if isinstance(x, jax.Array) and is_key(x):
         x = jax.random.key_data(x)
     has_dtype = hasattr(x, "dtype") and not isinstance(x, float)  # np.float64 is Python's number

@@ -38,11 +38,11 @@ from .forward_passes import ForwardPasses
 
 
 class Feed:
-    """Loads the job's data ahead of the step, or cuts batches that the user has.
+    """Loads the job's data ahead of the step, or cuts the user's batches.
 
     Args:
-        first: Arrays of the first examples of the data, as programs are compiled for them.
-        num_steps: Of the run; None: not known.
+        first: The first examples of the data, whose shapes the programs are compiled for.
+        num_steps: Steps of the run; None if not known.
     """
 
     def __init__(self, job: JobContext, first: PyTree, num_steps: int | None):
@@ -51,15 +51,15 @@ class Feed:
         self._loader: Loader | None = None
 
     def close(self) -> None:
-        """End the thread that loads."""
+        """End the loading thread."""
         if self._loader is not None:
             self._loader.close()
 
-    def loaded(self, step: int, ids: Sequence[range], plan: Plan) -> list[list[PyTree]]:
-        """Those of the job's data.
+    def load(self, step: int, ids: Sequence[range], plan: Plan) -> list[list[PyTree]]:
+        """Microbatches of the job's data, for each local replica.
 
         Raises:
-            DataError: And whatever else the user's data raises.
+            DataError: Or any other error of the user's data.
         """
         if self._loader is None:
             self._loader = Loader(
@@ -68,27 +68,26 @@ class Feed:
                 num_steps=self._num_steps,
                 depth=self._job.settings.data.prefetch_steps,
             )
-        loaded = iter(self._loader.get(step, list(itertools.chain(*ids))))
-        return [[next(loaded) for _ in own] for own in ids]
+        microbatches = iter(self._loader.get(step, list(itertools.chain(*ids))))
+        return [[next(microbatches) for _ in replica_ids] for replica_ids in ids]
 
-    def given(
+    def cut(
         self, batch: PyTree, step: int, ids: Sequence[range], plan: Plan, *, compares: bool
     ) -> list[list[PyTree]]:
-        """Those of a global batch of the user's own.
+        """Microbatches of a global batch that the user passes, for each local replica.
 
         Args:
             batch: The same on every process.
-            ids: Of the microbatches of each local copy.
-            compares: Whether processes compare what they were given.
+            compares: Whether processes compare their batches.
 
         Raises:
-            DataError: If it is malformed, or other than the job's data.
-            LaunchError: If processes were given other batches than one another.
+            DataError: If the batch is malformed, or its shapes are not those of the job's data.
+            LaunchError: If the batches of processes differ.
         """
-        found = cut_batch(batch, ids, plan, f"the batch of step {step}", self._first)
+        microbatches = cut_batch(batch, ids, plan, f"the batch of step {step}", self._first)
         if compares:
             self._job.agree("batch", lambda: facts_of_data(batch, f"batch of step {step}: "))
-        return found
+        return microbatches
 
 
 _MAX_REDOS = 3
@@ -96,19 +95,19 @@ _MAX_REDOS = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What all processes know after the sum of a step.
+    """The result of a step's all-reduce, equal on every process.
 
     Attributes:
         loss: Mean over the global batch.
         weight: Sum of the weights of the global batch.
-        metrics: The user's own, merged as asked.
+        metrics: The user's metrics, merged as asked.
         busy_seconds: Time each replica spent on its microbatches.
         update_seconds: Time each replica spent on its previous update.
-        stop: The largest of what processes asked: see `accumulate`.
+        stop: The largest request of a process: see `accumulate`.
         nonfinite: Names of tensors whose gradient, or change, was not finite in some microbatch.
-        redone: How often the step was redone with other scales.
+        redone: How often the step was run again with other scales.
         overflowed: Whether a gradient or the loss was not finite.
-        loss_scale: That of the step; None: the loss is not scaled.
+        loss_scale: The scale of the loss in this step; None if it is not scaled.
     """
 
     loss: float
@@ -124,10 +123,10 @@ class Outcome:
 
 
 class Stepper:
-    """Runs steps on the local replicas and puts what they make into the store.
+    """Runs steps on the local replicas and puts the results into the store.
 
     Attributes:
-        forwards: What runs without gradients.
+        forwards: The passes without gradients.
     """
 
     def __init__(self, programs: Programs, store: Store):
@@ -136,14 +135,14 @@ class Stepper:
         self._contribution = programs.contribution
         num = len(self._reducer.local)
         self._sums: list[DeviceSums | None] = [None] * num
-        #: The scales on each replica: of gradients, and of what programs make of a scaled loss.
+        #: Exponents on each replica: of gradients, and of gradients of the scaled loss.
         self._placed: list[tuple[jax.Array, jax.Array] | None] = [None] * num
         self._num_params = len(programs.tensors.params)
         self._next_exponents = store.exponents
-        self._settles = False  # whether a step is to take scales from itself
+        self._settles = False  # whether a step is redone until its scales are its own
         self._totals: tuple[Any, Any] = ((), ())
         self._group_totals: list[list[jax.Array]] = []
-        # Watched from threads: the main one goes on handing out microbatches meanwhile.
+        # Threads wait for devices; the main thread goes on dispatching microbatches.
         self._pool = concurrent.futures.ThreadPoolExecutor(2 * num)
         waits = self.wait, self._wait_for_collectives
         self.forwards = ForwardPasses(programs, store, self._pool, *waits)
@@ -153,11 +152,11 @@ class Stepper:
             tuple(map(replica.put, np.arange(programs.num_rows, dtype=np.int32)))
             for replica in self._reducer.local
         ]
-        of_copies = programs.plan.replicas
-        self._start_seconds = [of_copies[r.index].start_seconds for r in self._reducer.local]
+        replicas = programs.plan.replicas
+        self._start_seconds = [replicas[r.index].start_seconds for r in self._reducer.local]
 
     def close(self) -> None:
-        """End the threads that wait for devices."""
+        """End the waiting threads."""
         self._pool.shutdown()
 
     # -- before the first step -------------------------------------------------------------------
@@ -168,11 +167,11 @@ class Stepper:
         Args:
             batch: Microbatch 0 of step 0, the same on every process.
             repeats: Timed runs after the first.
-            has_scales: Whether the store has those of a checkpoint, which are kept: with others,
-                elements far below their tensor's largest would be rounded elsewhere.
+            has_scales: Whether the store has the scales of a checkpoint, which are kept: others
+                would round elements far below their tensor's largest differently.
 
         Returns:
-            Seconds of a microbatch on each local replica, the median.
+            Median seconds of a microbatch on each local replica.
         """
         runners = self._programs.runners
         unit = runners[0].unit
@@ -183,31 +182,31 @@ class Stepper:
             return 0, [range(num) for _ in each], [[batch] * num for _ in each], False
 
         once = some(unit)
-        for _ in range(1 + seeks):  # again with scales that fit
+        for _ in range(1 + seeks):  # a second time with fitting scales
             self._run_all(*once)
             if seeks:
                 self._adopt_scales()
         # How many microbatches a pipeline warms up with depends on its schedule.
         self._settles = seeks and isinstance(runners[0], Pipeline)
-        self._reduce([np.zeros(NUM_TOLD, np.float32)] * len(runners), self._held())
+        self._reduce([np.zeros(NUM_TOLD, np.float32)] * len(runners), self._local_sums())
         self._totals = (), ()
         if self._programs.layered is not None:
             # Every process takes part in each of its collectives.
-            num = self._at_once(runners[0])
+            num = self._num_timed(runners[0])
             runs = range(repeats)
             times = [[watch.result() / num for watch in self._run_all(*some(num))] for _ in runs]
             return [float(np.median([run[i] for run in times] or [0.0])) for i in each]
-        found = [
-            self.seconds_of_microbatches(i, batch, self._at_once(runner), repeats=repeats)
+        seconds = [
+            self.seconds_of_microbatches(i, batch, self._num_timed(runner), repeats=repeats)
             for i, runner in enumerate(runners)
         ]
-        return [float(np.median(own or [0.0])) for own in found]
+        return [float(np.median(times or [0.0])) for times in seconds]
 
-    def _at_once(self, runner: Runner) -> int:
-        """Microbatches whose time says how fast they are."""
+    def _num_timed(self, runner: Runner) -> int:
+        """Microbatches in one timed run."""
         if isinstance(runner, ChainRunner):
             return min(runner.num_together, self._programs.plan.num_microbatches)
-        # A pipeline's time for one microbatch says little: most of it is bubble.
+        # One microbatch alone in a pipeline is mostly bubble.
         even = self._programs.plan.num_microbatches // len(self._reducer.replicas)
         return max(runner.unit, even - even % runner.unit)
 
@@ -228,7 +227,7 @@ class Stepper:
         return times
 
     def use_executors(self, replicas: Sequence[ReplicaWork]) -> None:
-        """Run as many microbatches at once on each local replica as it is said to."""
+        """Set the number of concurrent microbatches of each local replica."""
         keeps = not self._reducer.releases
         for replica, runner in zip(self._reducer.local, self._programs.runners, strict=True):
             if isinstance(runner, ChainRunner):
@@ -236,20 +235,20 @@ class Stepper:
 
     def measure_pipelines(self, batch: PyTree, *, repeats: int) -> dict[int, PieceTimes]:
         """Times of the pieces of every local pipeline's step, by replica."""
-        self.wait()  # for the last update, as collectives must
-        found, held = {}, self._store.held
+        self.wait()  # collectives must not overlap with the last update
+        times, replicas = {}, self._store.held
         for i, (index, pipeline) in enumerate(self._programs.pipelines.items()):
             fill = functools.partial(self._filled, i, pipeline)
-            own = held[i].aux, self._exponents(i)
-            found[index] = piece_times(pipeline, fill, *own, batch, repeats=repeats)
-        return found
+            arguments = replicas[i].aux, self._exponents(i)
+            times[index] = piece_times(pipeline, fill, *arguments, batch, repeats=repeats)
+        return times
 
     def _filled(self, i: int, pipeline: Pipeline) -> list[jax.Array]:
-        """The slots of a local pipeline; where parameters are shared out all processes call it."""
-        layered, held = self._programs.layered, self._store.held
+        """The slots of a local pipeline; with ZeRO every process must call this."""
+        layered, replicas = self._programs.layered, self._store.held
         if isinstance(layered, ZeroPipeline):
-            return layered.filled(held)[i]
-        return pipeline.filled(held[i].params)
+            return layered.filled(replicas)[i]
+        return pipeline.filled(replicas[i].params)
 
     def _adopt_scales(self) -> None:
         peaks_T = np.max([np.asarray(s.peaks_T) for s in self._sums if s is not None], axis=0)
@@ -257,9 +256,9 @@ class Stepper:
         all_peaks[jax.process_index()] = peaks_T
         maxima = self._unscaled(peaks_to_maxima(self._reducer.host.exchange(all_peaks)))
         finite = np.where(np.isfinite(maxima), maxima, 0)
-        self._set_exponents(self._fitting(finite))
+        self._set_exponents(self._fitting_exponents(finite))
 
-    def _fitting(self, maxima: np.ndarray) -> np.ndarray:
+    def _fitting_exponents(self, maxima: np.ndarray) -> np.ndarray:
         return exact.next_exponents(self._store.exponents, maxima, self._contribution.limbs)
 
     def _set_exponents(self, exponents: np.ndarray) -> None:
@@ -267,33 +266,37 @@ class Stepper:
         self._placed = [None] * len(self._placed)
 
     def _exponents(self, i: int, *, scaled: bool = True) -> jax.Array:
-        """The scales on a replica, of gradients as they come out of its programs or as they are."""
+        """Exponents on a replica: of gradients of the scaled loss, or of the loss itself."""
         placed = self._placed[i]
         if placed is None:
-            own, scale = self._store.exponents, self._store.loss_scale
+            exponents, scale = self._store.exponents, self._store.loss_scale
             put = self._reducer.local[i].put
-            plain = of_scaled = put(own)
+            plain = of_scaled_loss = put(exponents)
             if scale is not None:
-                of_scaled = put(own - self._of_params(self._of_sums(scale)))
-            placed = self._placed[i] = plain, of_scaled
+                of_scaled_loss = put(exponents - self._param_exponents(self._sum_exponent(scale)))
+            placed = self._placed[i] = plain, of_scaled_loss
         return placed[scaled]
 
-    def _of_params(self, exponent: int) -> np.ndarray:
-        """int32[T]: an exponent for gradients, 0 for changes of other variables."""
+    def _param_exponents(self, exponent: int) -> np.ndarray:
+        """int32[T]: the exponent for gradients, 0 for changes of other variables."""
         is_param = np.arange(len(self._store.exponents)) < self._num_params
         return np.where(is_param, exponent, 0).astype(np.int32)
 
     def _unscaled(self, maxima: np.ndarray) -> np.ndarray:
         """Maxima of gradients from those of a scaled loss."""
         scale = self._store.loss_scale
-        return maxima if scale is None else np.ldexp(maxima, -self._of_params(self._of_sums(scale)))
+        return (
+            maxima
+            if scale is None
+            else np.ldexp(maxima, -self._param_exponents(self._sum_exponent(scale)))
+        )
 
-    def _of_sums(self, scale: ScaleState) -> int:
-        """The exponent by which a microbatch's sum of losses is scaled, and its gradient."""
+    def _sum_exponent(self, scale: ScaleState) -> int:
+        """The exponent of the scale of a microbatch's sum of losses and of its gradient."""
         return sum_exponent(scale.exponent, self._programs.graph.num_losses)
 
     def rescale(self, *, overflowed: bool) -> None:
-        """Halve or double the loss scale, or leave it, after a step."""
+        """Halve, double or keep the loss scale after a step."""
         before, policy = self._store.loss_scale, self._programs.plan.precision.loss_scale
         if before is None or policy is None:
             return
@@ -305,7 +308,7 @@ class Stepper:
             self._placed = [None] * len(self._placed)
 
     def restored(self) -> None:
-        """The store has taken over another state, with scales that are kept."""
+        """Take over the scales of a state that was loaded into the store."""
         self._set_exponents(self._store.exponents)
         self._next_exponents, self._settles = self._store.exponents, False
 
@@ -325,8 +328,8 @@ class Stepper:
         Args:
             ids: Microbatch ids of each local replica.
             batches: Host arrays of those microbatches.
-            stop: What this process asks of all; the largest wins.
-            on_phase: Called with the phase that begins, `reduce` where others are waited for.
+            stop: The request of this process to all; the largest wins.
+            on_phase: Called with the phase that begins; in `reduce` processes wait for each other.
 
         Returns:
             The outcome; call `update` to apply it.
@@ -338,9 +341,9 @@ class Stepper:
             outcome, maxima = self._accumulate_once(step, ids, inputs, stop, redone, on_reduce)
             if outcome.nonfinite or not self._contribution.is_exact:
                 return outcome
-            own, fitting = self._store.exponents, self._fitting(maxima)
-            fits = not exact.out_of_window(own, maxima, limbs).any()
-            if fits and not (self._settles and (own != fitting).any()):
+            exponents, fitting = self._store.exponents, self._fitting_exponents(maxima)
+            fits = not exact.out_of_window(exponents, maxima, limbs).any()
+            if fits and not (self._settles and (exponents != fitting).any()):
                 self._next_exponents, self._settles = fitting, False
                 return outcome
             self._set_exponents(fitting)
@@ -356,14 +359,17 @@ class Stepper:
         on_reduce: Callable[[], object],
     ) -> tuple[Outcome, np.ndarray]:
         watches = self._run_all(step, ids, batches, True)
-        held = self._held()  # while the devices are busy
+        sums = self._local_sums()  # while the devices are busy
         first = self.forwards.take_seconds()
-        busy = [watch.result() + own for watch, own in zip(watches, first, strict=True)]
-        told = [
+        busy = [
+            watch.result() + first_seconds
+            for watch, first_seconds in zip(watches, first, strict=True)
+        ]
+        stats = [
             np.array([busy[i], self._update_seconds[i], stop], np.float32) for i in range(len(ids))
         ]
         on_reduce()
-        numbers_DN, rows_MS, maxima = self._reduce(told, held)
+        numbers_DN, rows_MS, maxima = self._reduce(stats, sums)
         maxima = self._unscaled(maxima)
         loss, weight, metrics = means(rows_MS, self._programs.graph.metrics, ids[0])
         names, scale = self._programs.tensors.float_names, self._store.loss_scale
@@ -389,11 +395,14 @@ class Stepper:
     def _run_all(
         self, step: int, ids: Sequence[range], batches: Sequence[Sequence[PyTree]], in_turn: bool
     ) -> list[concurrent.futures.Future[float]]:
-        """All microbatches of the local replicas; when they are done, the seconds of each."""
+        """Dispatch the microbatches of the local replicas; futures of the seconds of each."""
         start, layered = time.perf_counter(), self._programs.layered
         starts = self._start_seconds if in_turn else [0.0] * len(ids)
         spans: list[Spans[Any]] = [Spans() for _ in ids]
-        watches = [self._pool.submit(self._watch, i, own, start) for i, own in enumerate(spans)]
+        watches = [
+            self._pool.submit(self._watch, i, replica_spans, start)
+            for i, replica_spans in enumerate(spans)
+        ]
         try:
             if layered is None:
                 for i in sorted(range(len(ids)), key=starts.__getitem__):
@@ -404,16 +413,16 @@ class Stepper:
             else:
                 self._wait_for_collectives()
                 scales = [self._exponents(i) for i in range(len(ids))]
-                held, self._group_totals = self._store.held, []
-                sums, self._group_totals = layered.run(held, scales, step, ids, batches, spans)
+                replicas, self._group_totals = self._store.held, []
+                sums, self._group_totals = layered.run(replicas, scales, step, ids, batches, spans)
                 self._sums = list(sums)
         finally:
-            for told in spans:  # a watch ends, whatever happened
-                told.put(None)
+            for replica_spans in spans:  # ends the watch, also after an error
+                replica_spans.put(None)
         return watches
 
     def _begin(self, i: int, start: float, seconds: float) -> float:
-        """Wait for so many seconds after a local replica could begin; returns when it begins."""
+        """Delay the start of a local replica by some seconds; returns the time of the start."""
         if not seconds:
             return start
         free = max(start, self._updates[i].result()[1]) if self._updates else start
@@ -421,22 +430,22 @@ class Stepper:
         return time.perf_counter()
 
     def _run(self, i: int, step: int, ids: range, batches: Sequence[PyTree]) -> jax.Array | None:
-        """All microbatches of a local replica; an array to wait on, None if there are none."""
+        """Dispatch a local replica's microbatches; an array to block on, or None without any."""
         if not ids:
             self._sums[i] = self._programs.runners[i].empty()
             return None
-        held = self._store.held[i]
+        replica = self._store.held[i]
         self._sums[i], tick = self._programs.runners[i].run(
-            held.params, held.aux, self._sums[i], self._exponents(i), step, ids, batches
+            replica.params, replica.aux, self._sums[i], self._exponents(i), step, ids, batches
         )
         return tick
 
-    def _held(self) -> Any:
+    def _local_sums(self) -> Any:
         return self._reducer.hold([sums for sums in self._sums if sums is not None])
 
-    def _reduce(self, told: Sequence[np.ndarray], held: Any) -> tuple[Any, Any, Any]:
+    def _reduce(self, stats: Sequence[np.ndarray], sums: Any) -> tuple[Any, Any, Any]:
         self._wait_for_collectives()
-        reduced = self._reducer.reduce(told, held, self._group_totals)
+        reduced = self._reducer.reduce(stats, sums, self._group_totals)
         self._group_totals = []
         if self._reducer.releases:
             self._sums = [None] * len(self._sums)
@@ -444,14 +453,14 @@ class Stepper:
         return reduced.numbers_DN, reduced.rows_MS, reduced.maxima_T
 
     def _wait_for_collectives(self) -> None:
-        """Gloo mixes up those that wait for nothing of each other."""
+        """Let earlier collectives finish, because Gloo mixes up independent ones."""
         if self._programs.gather is not None and self._reducer.arrays.is_ring:
             self._programs.gather.wait()
         if self._programs.layered is not None:
             self._programs.layered.wait()
 
     def _watch(self, i: int, spans: "Spans[Any]", start: float) -> float:
-        """Wait for a replica; returns the seconds it spent on its microbatches."""
+        """Wait for a replica; returns the seconds of its microbatches."""
         if self._updates:
             begun, done = self._updates[i].result()
             self._update_seconds[i] = done - begun
@@ -477,23 +486,23 @@ class Stepper:
         value = np.float32(outcome.loss if mean else outcome.loss * outcome.weight)
         begun = time.perf_counter()
         places, gather = self._programs.trained, self._programs.gather
-        old = [[held.params[k] for k in places] for held in self._store.held]
+        old = [[replica.params[k] for k in places] for replica in self._store.held]
         local = []
         each = zip(self._store.held, *self._totals, strict=True)
-        for i, (held, totals, words) in enumerate(each):
+        for i, (replica, totals, words) in enumerate(each):
             scales = self._exponents(i, scaled=False)
-            given = UpdateInputs(totals, words, scales, weight, value, rows=self._rows[i])
-            local.append((old[i], held.opt_state, held.aux, given))
-        found = []  # of each copy its parameters, or the part of them that it updated
-        for held, result in zip(self._store.held, self._programs.update(local), strict=True):
-            own, held.opt_state, held.aux, tick = result
-            found.append(own)
+            inputs = UpdateInputs(totals, words, scales, weight, value, rows=self._rows[i])
+            local.append((old[i], replica.opt_state, replica.aux, inputs))
+        updated = []  # for each replica its parameters, or the shard that it updated
+        for replica, result in zip(self._store.held, self._programs.update(local), strict=True):
+            params, replica.opt_state, replica.aux, tick = result
+            updated.append(params)
             ticks.append(tick)
         self._totals = (), ()
-        new = found if gather is None else gather.run(found, old)
-        for i, (held, own) in enumerate(zip(self._store.held, new, strict=True)):
-            for k, x in zip(places, own, strict=True):
-                held.params[k] = self._store.put(i, k, x)
+        new = updated if gather is None else gather.run(updated, old)
+        for i, (replica, params) in enumerate(zip(self._store.held, new, strict=True)):
+            for k, x in zip(places, params, strict=True):
+                replica.params[k] = self._store.put(i, k, x)
         if gather is not None and self._programs.is_of_unlike_devices:
             gather.wait()
             self._store.hand_on()
@@ -507,26 +516,26 @@ class Stepper:
             self._set_exponents(self._next_exponents)
 
     def wait_for_sums(self) -> None:
-        """Until what `accumulate` summed is here: an update takes the state along if it is not."""
+        """Wait for the sums of `accumulate`, whose failure would take the state with it."""
         jax.block_until_ready((self._totals, self._group_totals))
 
     def wait(self) -> None:
-        """Until the last update is done on every local replica."""
+        """Wait for the last update on every local replica."""
         for update in self._updates:
             update.result()
 
 
 def left_out(step: int, outcome: Outcome, stepper: Stepper, *, stops: bool) -> str:
-    """Leave the update of a step out, and scale the loss less where it is scaled.
+    """Skip the update of a step, and halve the loss scale if there is one.
 
     Args:
         stops: Whether to raise instead.
 
     Returns:
-        What happened, in words.
+        A line for the log.
 
     Raises:
-        NonFiniteError: If it is to stop, or the scale is the least already.
+        NonFiniteError: If `stops`, or the scale is the least already.
     """
     names = outcome.nonfinite
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

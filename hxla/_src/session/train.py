@@ -1,4 +1,4 @@
-"""`hxla.train`: the plan of a job, a session, and the usual loop around it."""
+"""`hxla.train`: a job's plan, a session, and the usual loop over its steps."""
 
 import dataclasses
 import os
@@ -43,67 +43,69 @@ def train(
     tensorboard: bool = False,
     callbacks: Sequence[Callback] = (),
 ) -> Result:
-    """Train a Flax model on every device of the job, to the same bits however the work is spread.
+    """Train a Flax model on all devices of the job, to the same bits for every placement of work.
 
-    The global batch is cut into microbatches of one shape. Each device runs as many as its
-    measured speed is worth, and the gradients are summed exactly. The trained parameters depend on
+    The global batch is cut into microbatches of one shape. Each device runs a number of them that
+    suits its measured speed, and the gradients are summed exactly. The trained parameters depend on
     the job, the number of steps and `plan.numerics`, and on nothing else: not on the number of
-    devices, their speeds, or how often work moved between them.
+    devices, their speeds, or rebalances during the run.
 
-    This is `Job.plan`, `Job.open` and a loop over the session; `examples/08_own_loop.py` writes
-    them out.
+    This is `Job.plan`, `Job.open` and a loop over the session; `examples/08_own_loop.py` shows
+    that loop.
 
     Args:
         job: The model, its data, its loss and its optimizer, with the size of the global batch.
-        steps: The updates in all, those before a resume included. Give either this or `epochs`.
-        epochs: The passes over the data in all.
-        plan: The plan that runs, or a file of one. `"auto"` stands for the best plan that a search
-            finds for the devices that are here, by a short profile of them. None stands for what
-            the next five arguments and the model's annotations say, or for `"auto"` where these say
-            nothing and `auto.auto_parallel` is set; the plan of `hxla run --plan` takes the place
-            of both. The counts of a given plan stay unless `counts="measured"` is passed with it.
-        microbatch_size: The examples of a microbatch, `"measured"`, or None, see `Job.plan`; so are
-            `mesh`, `rules`, `stages` and `reduction` below.
+        steps: The total number of updates, those before a resume included. Pass either this or
+            `epochs`.
+        epochs: The total number of passes over the data.
+        plan: The plan that runs, or its file. `"auto"` searches for the best plan for the present
+            devices, by a short profile of them. None makes a plan by the next five arguments and
+            the model's annotations; without any of these and with `auto.auto_parallel` it is
+            `"auto"`. The plan of `hxla run --plan` replaces both. The counts of a passed plan stay
+            unless `counts="measured"` is passed with it.
+        microbatch_size: The number of examples in a microbatch, `"measured"`, or None; see
+            `Job.plan`.
         mesh: The mesh axes and their sizes, see `Job.plan`.
         rules: The rule set for the inner axes of the mesh, see `Job.plan`.
         stages: The number of stages of a pipeline or their shares of the work, see `Job.plan`.
-        counts: The microbatches of each copy of the model: `measured` (the default) lets them
-            follow the devices, `even` keeps them even, and a sequence gives one for each copy.
+        counts: The microbatch counts of replicas: `measured` (the default) adapts them to the
+            devices, `even` keeps them even, and a sequence gives one for each replica.
         reduction: The form of the sums of gradients, see `Job.plan`.
         eval_data: The data to evaluate on, of any kind that a job takes but an unbounded one.
-        eval_every: The steps between evaluations; by default only the last step is followed by one.
+        eval_every: The number of steps between evaluations; by default only the last step is
+            followed by one.
         checkpoint_dir: The folder for checkpoints. If it holds one, training resumes from it, with
-            its microbatch size if none is given. Another loss or order of examples is refused by
-            name; that the learning rate or the data is another is said in a line.
-        checkpoint_every: The steps between checkpoints; by default one is written only at the end
-            and on SIGTERM.
+            its microbatch size if none is passed. A different loss or order of examples is refused
+            by name; a different learning rate or data is reported in a line.
+        checkpoint_every: The number of steps between checkpoints; by default one is written only at
+            the end and on SIGTERM.
         run_dir: The folder for `metrics.jsonl` and `report.html`; None writes nothing. A run that
             does not resume keeps an earlier run's metrics as `metrics.1.jsonl`.
         tensorboard: Whether to write TensorBoard events to `run_dir` too.
         callbacks: Functions that every process calls as `callback(record, session)` after each
-            step and its evaluation, which is `record.evaluation`. They see the state as it lies, in
-            `session.state`; `session.gather` makes parts of it whole, and `session.replace` puts
-            others in their place. True from any process ends training after the next step; a
-            callback returns nothing else, or None or False.
+            step and its evaluation, which is `record.evaluation`. They see the sharded state in
+            `session.state`; `session.gather` gathers whole arrays of it, and `session.replace`
+            replaces arrays. A callback returns True, False or None. True from any process ends
+            training after the next step.
 
     Returns:
         The trained model and state, the history, the plan of the last step, and the SHA-256 of
         the state.
 
     Raises:
-        ConfigError: If arguments contradict each other or cannot be met.
-        DataError: If the data is malformed or shorter than asked.
-        LossError: If the loss returns another form, or mixes examples unasked.
-        MeshError: If there are devices that cannot be used.
-        AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
-        PlanError: If nothing fits the devices, or the plan is for something else.
+        ConfigError: If arguments contradict each other or cannot be satisfied.
+        DataError: If the data is malformed or ends before the last step.
+        LossError: If the loss returns another form, or mixes examples without `mixes_examples`.
+        MeshError: If some devices cannot be used.
+        AnnotationError: If a parameter cannot be sharded as an annotation or a rule says.
+        PlanError: If no plan fits the devices, or the passed plan does not suit the job.
         NonFiniteError: If a gradient was not finite and `nonfinite="stop"`.
-        CheckpointError: If a folder cannot be written or is another session's, or holds a
+        CheckpointError: If a folder cannot be written, belongs to another session, or has a
             checkpoint of another run.
         WeightsError: If the weights are damaged or do not suit the model: all faults at once.
         LaunchError: If this is one of several processes and they have not joined, or disagree.
-        Preempted: After SIGTERM or Ctrl-C, once a checkpoint is written; uncaught, the script ends
-            with 75, or with 143 or 130 where there is no folder for one.
+        Preempted: After SIGTERM or Ctrl-C, once a checkpoint is written. If it is not caught, the
+            exit code is 75, or 143 or 130 without a `checkpoint_dir`.
 
     Example:
         >>> import hxla, numpy as np, optax
@@ -119,7 +121,7 @@ def train(
 
     References:
         Jia et al., "Whale", USENIX ATC 2022, section 3.3.1 (load balance over unlike devices);
-        Li et al., "EasyScale", SC 2023, section 3 (logical workers with an identity of their own).
+        Li et al., "EasyScale", SC 2023, section 3 (logical workers with an identity).
     """
     if not isinstance(job, Job):
         raise ConfigError(
@@ -128,14 +130,14 @@ def train(
         )
     every = {"eval_every": eval_every, "checkpoint_every": checkpoint_every}
     _check_arguments(steps, epochs, every, checkpoint_dir, eval_data, callbacks)
-    asked = {
+    requested = {
         "microbatch_size": microbatch_size,
         "mesh": mesh,
         "rules": rules,
         "stages": stages,
         "reduction": reduction,
     }
-    chosen, balance = _plan(job, plan, counts, asked, checkpoint_dir)
+    chosen, balance = _plan(job, plan, counts, requested, checkpoint_dir)
     with job.open(
         chosen,
         steps=steps,
@@ -147,7 +149,7 @@ def train(
         tensorboard=tensorboard,
     ) as session:
         session.agree({**every, "eval_data": "none" if eval_data is None else "given"})
-        if eval_data is not None and session.step_number == session.num_steps:  # none left to train
+        if eval_data is not None and session.step_number == session.num_steps:  # no steps are left
             session.evaluate(eval_data)
         for record in session:
             done = record.step + 1
@@ -164,7 +166,7 @@ def train(
 
 
 def _asks_to_stop(answer: Any, callback: Callback, number: int) -> bool:
-    """What a callback returned: anything but True, False and None is no answer."""
+    """Whether a callback returned True; anything but True, False and None is refused."""
     if answer is None or isinstance(answer, bool | np.bool_):
         return bool(answer)
     name = getattr(callback, "__qualname__", type(callback).__qualname__)
@@ -178,7 +180,7 @@ def _plan(
     job: Job,
     plan: Plan | str | os.PathLike[str] | None,
     counts: Counts | None,
-    asked: dict[str, Any],
+    requested: dict[str, Any],
     checkpoint_dir: str | os.PathLike[str] | None,
 ) -> tuple[Plan, bool]:
     """The plan to run, and whether its counts follow measured times."""
@@ -189,11 +191,11 @@ def _plan(
     if plan is None or plan == "auto":
         counts = "measured" if counts is None else counts
         auto = True if plan == "auto" else None
-        made = job.plan(auto=auto, counts=counts, checkpoint_dir=checkpoint_dir, **asked)
+        made = job.plan(auto=auto, counts=counts, checkpoint_dir=checkpoint_dir, **requested)
         return made, isinstance(counts, str) and counts == "measured"
-    given = [name for name, value in asked.items() if value not in (None, "exact")]
-    if given and not file:
-        raise ConfigError(f"{', '.join(given)}: the plan says that already, leave it out")
+    repeated = [name for name, value in requested.items() if value not in (None, "exact")]
+    if repeated and not file:
+        raise ConfigError(f"{', '.join(repeated)}: the plan says that already, leave it out")
     chosen = plan if isinstance(plan, Plan) else Plan.read(plan)
     if counts is None:
         return chosen, False

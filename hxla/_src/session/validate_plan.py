@@ -1,4 +1,4 @@
-"""Whether a plan is for this job, these devices and these versions."""
+"""Checks that a plan suits this job, its devices and the installed versions."""
 
 import re
 from collections.abc import Iterator
@@ -24,15 +24,16 @@ from ..plan.plan import Plan
 from ..plan.precision import Precision
 from .values import SessionOptions
 
-_MOST_LINES = 20  # of one sort of difference
+_MOST_LINES = 20  # of one kind of difference
 _LINE = re.compile(r":\d+")  # of a source file; it moves when a comment is written
 
 
 def agree_on_asked(plan: Plan, job: JobContext, options: SessionOptions) -> None:
-    """Refuse to open a session that other processes open otherwise.
+    """Refuse to open a session if processes disagree about it.
 
     Raises:
-        LaunchError: On every process: arguments, settings, versions and decisions that differ.
+        LaunchError: On every process, with the arguments, settings, versions and decisions that
+            differ.
     """
     job.agree(
         "arguments",
@@ -41,24 +42,24 @@ def agree_on_asked(plan: Plan, job: JobContext, options: SessionOptions) -> None
 
 
 def check_runnable(plan: Plan, job: JobContext, cluster: Cluster, devices: Devices) -> None:
-    """Refuse a plan for something else.
+    """Refuse a plan that does not suit the job or its devices.
 
     Raises:
         PlanError: With every difference: batch, versions, devices, parameters, stages, sums.
     """
     graph = job.graph(plan.microbatch_size)
     lines = []
-    for sort in (
-        _of_job(plan, job.batch_size, cluster),
-        _of_precision(plan, job.precision),
-        _of_devices(plan, cluster, devices),
-        _of_parameters(plan, graph),
-        _of_segments(plan, graph),
-        _of_sums(plan, graph, cluster),
+    for differences in (
+        _job_differences(plan, job.batch_size, cluster),
+        _precision_differences(plan, job.precision),
+        _device_differences(plan, cluster, devices),
+        _parameter_differences(plan, graph),
+        _segment_differences(plan, graph),
+        _sum_differences(plan, graph, cluster),
     ):
-        found = [f"  {fault}" for fault in sort]
-        more = len(found) - _MOST_LINES
-        lines += found[:_MOST_LINES] + ([f"  and {more} more of this sort"] if more > 0 else [])
+        every = [f"  {difference}" for difference in differences]
+        more = len(every) - _MOST_LINES
+        lines += every[:_MOST_LINES] + ([f"  and {more} more of this sort"] if more > 0 else [])
     if lines:
         raise PlanError(
             "the plan is for something else:\n"
@@ -67,27 +68,27 @@ def check_runnable(plan: Plan, job: JobContext, cluster: Cluster, devices: Devic
         )
 
 
-def _of_job(plan: Plan, batch_size: int, cluster: Cluster) -> Iterator[str]:
+def _job_differences(plan: Plan, batch_size: int, cluster: Cluster) -> Iterator[str]:
     if plan.batch_size != batch_size:
         yield f"batch_size: {plan.batch_size} in the plan, {batch_size} in the job"
     here = versions_for(cluster)
     for name in type(here).model_fields:
-        planned, own = getattr(plan.made_with, name), getattr(here, name)
-        if planned != own and name != "settings":
-            yield f"made_with.{name}: {planned} in the plan, {own} here"
-    for name, planned, own in unlike_settings(plan.made_with.settings, here.settings):
-        yield f"made_with.settings: {name} is {planned} in the plan, {own} here"
+        planned, present = getattr(plan.made_with, name), getattr(here, name)
+        if planned != present and name != "settings":
+            yield f"made_with.{name}: {planned} in the plan, {present} here"
+    for name, planned, present in unlike_settings(plan.made_with.settings, here.settings):
+        yield f"made_with.settings: {name} is {planned} in the plan, {present} here"
 
 
-def _of_precision(plan: Plan, own: Precision) -> Iterator[str]:
+def _precision_differences(plan: Plan, precision: Precision) -> Iterator[str]:
     yield from missing_dtypes(plan.precision.low_dtypes, [d.kind for d in plan.devices])
-    for name in type(own).model_fields:
-        planned, here = getattr(plan.precision, name), getattr(own, name)
+    for name in type(precision).model_fields:
+        planned, here = getattr(plan.precision, name), getattr(precision, name)
         if planned != here:
             yield f"precision.{name}: {planned} in the plan, {here} in the job"
 
 
-def _of_devices(plan: Plan, cluster: Cluster, devices: Devices) -> Iterator[str]:
+def _device_differences(plan: Plan, cluster: Cluster, devices: Devices) -> Iterator[str]:
     used, num = set(), len(cluster.devices)
     beyond = [device.rank for device in plan.devices if device.rank >= num]
     if beyond:
@@ -95,9 +96,9 @@ def _of_devices(plan: Plan, cluster: Cluster, devices: Devices) -> Iterator[str]
     for device in plan.devices:
         if device.rank >= num:
             continue
-        own, here = cluster.devices[device.rank].label, devices[device.rank]
-        if own != device.kind:
-            yield f"devices.{device.rank}: {device.kind} in the plan, {own} here"
+        label, here = cluster.devices[device.rank].label, devices[device.rank]
+        if label != device.kind:
+            yield f"devices.{device.rank}: {device.kind} in the plan, {label} here"
         if here is None:
             yield f"devices.{device.rank}: no process was started for it"
         else:
@@ -110,18 +111,18 @@ def _of_devices(plan: Plan, cluster: Cluster, devices: Devices) -> Iterator[str]
         )
 
 
-def _of_parameters(plan: Plan, graph: Graph) -> Iterator[str]:
-    own = {
+def _parameter_differences(plan: Plan, graph: Graph) -> Iterator[str]:
+    traced = {
         name: (graph.values[v].shape, dtype_name(graph.values[v].dtype))
         for name, v in zip(graph.param_names, graph.param_values, strict=True)
     }
     planned = {p.name: (p.shape, p.dtype) for p in plan.parameters}
-    for name in dict.fromkeys((*planned, *own)):
-        here, there = (_array(known.get(name)) for known in (own, planned))
-        if here != there:
-            yield f"parameters.{name}: {there} in the plan, {here} in the model"
-    if planned == own and list(planned) != list(own):
-        yield f"parameters: in another order than the model's, which is {', '.join(own)}"
+    for name in dict.fromkeys((*planned, *traced)):
+        in_model, in_plan = (_array(known.get(name)) for known in (traced, planned))
+        if in_model != in_plan:
+            yield f"parameters.{name}: {in_plan} in the plan, {in_model} in the model"
+    if planned == traced and list(planned) != list(traced):
+        yield f"parameters: in another order than the model's, which is {', '.join(traced)}"
     num_tasks = {len(axis.roles) for axis in plan.axes if axis.roles} - {len(graph.task_graphs)}
     if num_tasks:
         yield (
@@ -134,7 +135,7 @@ def _array(known: tuple[tuple[int, ...], str] | None) -> str:
     return "none" if known is None else f"{known[1]}{list(known[0])}"
 
 
-def _of_segments(plan: Plan, graph: Graph) -> Iterator[str]:
+def _segment_differences(plan: Plan, graph: Graph) -> Iterator[str]:
     planned: tuple[ChainSegment, ...]
     if plan.pipeline is not None:
         key, cut_by, planned = "pipeline", plan.pipeline.cut_by, plan.pipeline.segments
@@ -147,18 +148,18 @@ def _of_segments(plan: Plan, graph: Graph) -> Iterator[str]:
     except PlanError as error:
         yield f"{key}.cut_by: {error}"
         return
-    for i, (segment, own) in enumerate(zip(planned, chain, strict=True)):
-        if not own.ops:
+    for i, (segment, traced) in enumerate(zip(planned, chain, strict=True)):
+        if not traced.ops:
             yield f"{key}.segments.{i}: the loss has no equation {segment.first}"
-        elif _LINE.sub("", segment.name) != _LINE.sub("", own.name):
+        elif _LINE.sub("", segment.name) != _LINE.sub("", traced.name):
             yield (
                 f"{key}.segments.{i}: {segment.name!r} begins at equation {segment.first} in "
-                f"the plan, {own.name!r} in the loss"
+                f"the plan, {traced.name!r} in the loss"
             )
 
 
-def _of_sums(plan: Plan, graph: Graph, cluster: Cluster) -> Iterator[str]:
-    """Devices that cannot meet or would drift apart, and rows of a gradient that would be lost."""
+def _sum_differences(plan: Plan, graph: Graph, cluster: Cluster) -> Iterator[str]:
+    """Unlike devices with wrong collectives or updates, and sparse sums that would lose rows."""
     used = {device.rank for device in plan.devices}
     kinds = [device.label for rank, device in enumerate(cluster.devices) if rank in used]
     if are_unlike(kinds) and plan.sums.over == "device":
@@ -178,10 +179,10 @@ def _of_sums(plan: Plan, graph: Graph, cluster: Cluster) -> Iterator[str]:
 
 
 def check_settings() -> None:
-    """Refuse settings of jax's under which no program of a session can run.
+    """Refuse settings of jax under which no program of a session can run.
 
     Raises:
-        ConfigError: With what to leave out.
+        ConfigError: With the settings to change.
     """
     wrong = []
     if not jax.sharding.get_abstract_mesh().empty:
@@ -193,8 +194,8 @@ def check_settings() -> None:
         wrong.append("jit is disabled (jax.disable_jit, JAX_DISABLE_JIT), and hxla compiles ahead")
     kinds = ("", "_host_to_device", "_device_to_device", "_device_to_host")
     guards = [f"jax_transfer_guard{kind}" for kind in kinds]
-    found = [name for name in guards if str(getattr(jax.config, name)).startswith("disallow")]
-    if found:
-        wrong.append(f"{', '.join(found)} disallows transfers, and hxla loads batches by them")
+    disallowed = [name for name in guards if str(getattr(jax.config, name)).startswith("disallow")]
+    if disallowed:
+        wrong.append(f"{', '.join(disallowed)} disallows transfers, and hxla loads batches by them")
     if wrong:
         raise ConfigError("; ".join(wrong))

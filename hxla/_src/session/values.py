@@ -1,4 +1,4 @@
-"""How a session is opened, and what it leaves."""
+"""The options of a session, its result, and the table of its plans."""
 
 import dataclasses
 import json
@@ -19,18 +19,18 @@ from ..report.progress import Waiting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """What training made.
+    """The result of training.
 
     Attributes:
         model: The NNX model that was passed, updated in place; or the Linen module.
-        state: The trained variables in the user's own tree (an `nnx.State`, or Linen's variables).
-            They lie as training held them: on one device where a copy of the model had one.
-        opt_state: The state of the optimizer, likewise.
-        step: The updates done in all, those before a resume included.
+        state: The trained variables in the user's tree (an `nnx.State`, or Linen's variables), with
+            the sharding that they had in training: on one device if a replica has one device.
+        opt_state: The state of the optimizer, with its sharding in training.
+        step: The total number of updates, those before a resume included.
         history: The records of this run.
         plan: The plan of the last step.
-        sha256: The SHA-256 of the bytes of parameters, other variables and optimizer state, 64
-            hexadecimal digits: equal means equal to the last bit.
+        sha256: The SHA-256 of the bytes of parameters, other variables and optimizer state, in 64
+            hexadecimal digits. Equal digits mean equal bits.
     """
 
     model: Any
@@ -44,16 +44,16 @@ class Result:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SessionOptions:
-    """How a session is opened.
+    """The options of a session.
 
     Attributes:
-        steps: Updates in all; None: as many as are asked for one by one.
-        balance: When counts move; None: they stay.
+        steps: Total number of updates; None if there is no end.
+        balance: When microbatch counts move; None if they stay.
         checkpoint_dir: Folder for checkpoints. If it holds one, training resumes from it.
         run_dir: Folder for records and the report, or None.
         tensorboard: Whether to write TensorBoard events to `run_dir` too.
-        first_step: Where to begin without a checkpoint.
-        is_trial: Whether nobody is told of its steps.
+        first_step: The first step of a session without a checkpoint.
+        is_trial: Whether its steps are not reported.
     """
 
     steps: int | None = None
@@ -65,7 +65,7 @@ class SessionOptions:
     is_trial: bool = False
 
     def facts(self) -> dict[str, str]:
-        """What processes must have alike, by name; only the first one writes to `run_dir`."""
+        """The options on which processes must agree, by name; only rank 0 writes to `run_dir`."""
         return {
             "steps": str(self.steps),
             "counts follow the devices": str(self.balance is not None),
@@ -75,13 +75,13 @@ class SessionOptions:
         }
 
     def waiting(self, plan: Plan) -> Waiting:
-        """What tells of a session's opening, in the first process."""
+        """Progress lines of the session's opening, on rank 0."""
         what = f"trying microbatches of {plan.microbatch_size}" if self.is_trial else "opening"
         return Waiting(what, is_main=jax.process_index() == 0)
 
 
 def plans_to_table(plans: Mapping[int, Plan]) -> list[dict[str, Any]]:
-    """Plans by their first step, for JSON: after a re-balance its counts only."""
+    """Plans by their first step as JSON rows; after a rebalance with counts only."""
     rows: list[dict[str, Any]] = []
     before: Plan | None = None
     for step, plan in plans.items():
@@ -94,10 +94,10 @@ def plans_to_table(plans: Mapping[int, Plan]) -> list[dict[str, Any]]:
 
 
 def plans_from_table(rows: Iterable[Mapping[str, Any]], *, until: int) -> dict[int, Plan]:
-    """What `plans_to_table` wrote, of the steps before one.
+    """Read the rows of `plans_to_table`, for the steps before `until`.
 
     Raises:
-        CheckpointError: If it is something else.
+        CheckpointError: If a row is malformed.
     """
     plans: dict[int, Plan] = {}
     plan: Plan | None = None

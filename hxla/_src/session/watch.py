@@ -1,8 +1,8 @@
-"""Pipelines and uneven splits of a session in time: planned, measured, and better sizes.
+"""Measured times of pipelines and uneven splits, beside the predicted ones, and better sizes.
 
-Devices of a copy wait for each other inside its programs, so the seconds of a step say nothing of
-one of them. What does is the processor time of a process that has one device and a share of a core.
-An accelerator has no such clock: there nothing is said.
+Devices of a replica wait for each other inside its programs, so a step's seconds do not show the
+work of one device. The CPU time of a process with one device and a share of a core does. An
+accelerator has no such clock, so nothing is reported for it.
 """
 
 import json
@@ -25,14 +25,14 @@ from ..report import pipeline_report
 from ..report.history import SplitWork
 from .step import Stepper
 
-_REPEATS = 11  # a throttled process runs and rests in turns
+_REPEATS = 11  # a throttled process runs and pauses in turns
 
 
 class PipelineWatch:
-    """Nothing at all in a session without stages.
+    """Compares a session's pipelines with their prediction; does nothing without stages.
 
     Args:
-        gather: Name and text to the texts of all processes.
+        gather: All-gathers a text under a name.
     """
 
     def __init__(
@@ -50,30 +50,30 @@ class PipelineWatch:
         self._ticks: dict[int, list[list[tuple[float, float]]]] = {}
 
     def measure(self, batch: Any, plan: Plan) -> tuple[str, ...]:
-        """Predict each pipeline's step from the measured times of its pieces; says what it found.
+        """Predict each pipeline's step from the measured times of its pieces; lines for the log.
 
-        Stages that share a process's cores would measure one another: there nothing is predicted.
+        Stages on shared cores slow each other down, so nothing is predicted for them.
         """
         if plan.pipeline is None or share_cores(d for r in self._replicas for d in r.devices):
             return ()
-        own = self._stepper.measure_pipelines(batch, repeats=_REPEATS)
-        texts = self._gather("pipeline times", pipeline_report.to_text(own))
+        local_times = self._stepper.measure_pipelines(batch, repeats=_REPEATS)
+        texts = self._gather("pipeline times", pipeline_report.to_text(local_times))
         some = next(iter(self._pipelines.values()))
         fractions = plan.prediction.stage_fractions if plan.prediction is not None else ()
         lines = []
         for replica, times in sorted(pipeline_report.from_texts(texts).items()):
             if not plan.counts[replica]:
                 continue  # it has no step
-            found = pipeline_report.predict(some, times, plan.counts[replica], fractions)
-            if found.has_times:
-                self._predicted[replica] = found
-            lines.append(pipeline_report.explain(replica, found, times))
+            predicted = pipeline_report.predict(some, times, plan.counts[replica], fractions)
+            if predicted.has_times:
+                self._predicted[replica] = predicted
+            lines.append(pipeline_report.explain(replica, predicted, times))
         return tuple(lines)
 
     def predicted(self, prediction: Prediction) -> Prediction:
-        """With the step of the pipelines and its bound, where they were measured.
+        """Replace the predicted step and its bound by those of measured pipelines.
 
-        Of a pipeline, a microbatch's share of the step is not what one more would take.
+        In a pipeline one more microbatch costs less than a microbatch's share of the step.
         """
         if not self._predicted:
             return prediction
@@ -85,43 +85,42 @@ class PipelineWatch:
         )
 
     def time_ticks(self, on: bool) -> None:
-        """Whether the next step's ticks are timed one by one; its results are the same."""
+        """Time the ticks of the next step one by one, or not; results are the same."""
         for pipeline in self._pipelines.values():
             pipeline.timed = on and bool(self._predicted)
 
     def tell_ticks(self) -> None:
-        """Every process learns the times of the ticks of the step that was timed."""
+        """All-gather the tick times of the last step."""
         if not self._predicted:
             return
-        own = {
+        local_ticks = {
             replica: [stage, pipeline.times]
             for replica, pipeline in self._pipelines.items()
             for stage, devices in enumerate(self._replicas[replica].rows)
             if any(is_here(d) for d in devices)
         }
-        for text in self._gather("ticks", json.dumps(own)):
+        for text in self._gather("ticks", json.dumps(local_ticks)):
             for replica, (stage, times) in json.loads(text).items():
                 num = len(self._replicas[int(replica)].rows)
                 rows = self._ticks.setdefault(int(replica), [[] for _ in range(num)])
-                # Clocks differ between hosts: each counts from its own first tick.
+                # Clocks differ between hosts, so times start at the first tick of each stage.
                 rows[stage] = [(a - times[0][0], b - times[0][0]) for a, b in times]
 
     def draw(self, folder: pathlib.Path, plan: Plan) -> dict[str, pathlib.Path]:
-        """Pictures of the planned and the measured steps, by heading."""
+        """Draw the planned and the measured steps; files by heading."""
         names = dict(enumerate(plan.stage_names))
         return pipeline_report.write(folder, self._predicted, self._ticks, names)
 
 
-FIRST_MEASURED = 2  #: Steps before are left out: they may compile, and load.
-_ADVISED_AFTER = 8  # steps that were measured
+FIRST_MEASURED = 2  #: Earlier steps may compile and load.
+_ADVISED_AFTER = 8  # measured steps
 
 
 def has_clocks(plan: Plan, cluster: Cluster, process_of: Mapping[int, int]) -> bool:
-    """Whether the devices of a split each have a clock that tells work from waiting.
+    """Whether each device of a split has a process with CPU time of its own.
 
     Args:
-        process_of: For each rank of the plan the process that has it. All of this is known to all
-            processes, so that each decides alike.
+        process_of: The process of each rank of the plan; equal on every process, as the answer.
     """
     return (
         plan.pipeline is None
@@ -132,13 +131,13 @@ def has_clocks(plan: Plan, cluster: Cluster, process_of: Mapping[int, int]) -> b
 
 
 class SplitWatch:
-    """Does nothing without a split over processes that have a share of a core each."""
+    """Measures a split over processes with a share of a core each; does nothing otherwise."""
 
     def __init__(self, programs: Programs, cluster: Cluster, job: JobContext):
         self._programs, self._cluster, self._job = programs, cluster, job
         self._plan = programs.plan
         replicas = zip(self._plan.replicas, programs.reducer.replicas, strict=True)
-        #: Rank of each device, and the process that has it.
+        #: The process of each device, by rank.
         self._process = {
             rank: process_of(device)
             for planned, replica in replicas
@@ -149,7 +148,7 @@ class SplitWatch:
         self._begun = self._cpu_begun = 0.0
 
     def stepped(self) -> str:
-        """Take in that a step is done; returns what to say of the sizes, mostly nothing."""
+        """Count a step; returns advice about the sizes of the parts, mostly empty."""
         if not self._is_on:
             return ""
         self._num_seen += 1
@@ -157,26 +156,26 @@ class SplitWatch:
             self._begun, self._cpu_begun = time.perf_counter(), time.process_time()
         if self._num_seen != FIRST_MEASURED + _ADVISED_AFTER:
             return ""
-        found = self.measured()
-        return found.advice if found is not None else ""
+        work = self.measured()
+        return work.advice if work is not None else ""
 
     def measured(self) -> SplitWork | None:
-        """What all devices worked since; every process calls this at the same time."""
+        """The work of all devices since the first measured step; every process must call this."""
         num_steps = self._num_seen - FIRST_MEASURED
         if not self._is_on or num_steps < 1:
             return None
         seconds = (time.perf_counter() - self._begun) / num_steps
         cpu = (time.process_time() - self._cpu_begun) / num_steps
         texts = self._job.gather("work of a split", json.dumps([jax.process_index(), seconds, cpu]))
-        told = {process: own for process, *own in map(json.loads, texts)}
+        times_of_process = {process: times for process, *times in map(json.loads, texts)}
         work = {}
         for rank, process in self._process.items():
             share = self._cluster.devices[rank].core_share
             assert share is not None
-            work[rank] = told[process][1] / share
-        step = max(wall for wall, _ in told.values())
+            work[rank] = times_of_process[process][1] / share
+        step = max(wall for wall, _ in times_of_process.values())
         places = zip(*(r.devices for r in self._plan.replicas), strict=True)
-        slowest = [max(work[rank] for rank in own) for own in places]
+        slowest = [max(work[rank] for rank in ranks) for ranks in places]
         better = self._better(slowest)
         return SplitWork(
             num_steps=num_steps,
@@ -192,11 +191,11 @@ class SplitWatch:
         assert programs.sharded is not None
         optimizer_bytes = self._job.optimizer_bytes(plan.microbatch_size)
         factor = state_factor(programs.graph, optimizer_bytes, plan.sums)
-        found = better_shares(
+        better = better_shares(
             programs.graph, programs.sharded, plan, self._cluster, slowest, factor
         )
         least = self._job.settings.balance.min_gain
-        return found if found is not None and found.gain >= least else None
+        return better if better is not None and better.gain >= least else None
 
     def _in_words(self, better: BetterShares, slowest: Sequence[float], step: float) -> str:
         [axis] = self._plan.axes

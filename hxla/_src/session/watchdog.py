@@ -1,8 +1,8 @@
-"""Ends a job in which a process is dead, frozen or stuck, and says which.
+"""Ends a job in which a process is dead, frozen or stuck, and names this process.
 
-Each process says where it is and reads what the others say: on the launcher's channel, or, where
-something else started them, through the coordination service. The service lives in process 0, so a
-second thread watches whether it still answers at all.
+Each process publishes its status and reads those of the others: on the launcher's channel, or
+without a launcher through the coordination service. The service is in process 0, so a second thread
+watches whether it still answers.
 """
 
 import contextlib
@@ -28,15 +28,14 @@ from ..launch.output import last_words
 from .ending import Preempted
 
 _INTERVAL_SECONDS = 0.5  # between beats
-_CHANNEL_SECONDS = 0.25  # where they cost nothing
+_CHANNEL_SECONDS = 0.25  # between beats on a channel, which cost nothing
 
 
 class Watchdog:
-    """Says where a process is, and watches all processes of the job.
+    """Publishes the status of this process, and watches all processes of the job.
 
     Args:
-        num_processes: All of them. One that is alone says where it is, if there is a launcher.
-        settings: When a job is given up.
+        num_processes: Of the job; a single process publishes its status to a launcher only.
     """
 
     _last: ClassVar[Status] = Status()  # of this process's sessions
@@ -44,7 +43,7 @@ class Watchdog:
     def __init__(self, *, rank: int, num_processes: int, settings: WatchdogConfig):
         self._rank = rank
         self._heartbeat = settings.heartbeat_timeout_seconds
-        # Else the authority judges who is silent, once the others have left their state.
+        # In an elastic run the authority judges silence, after the others have left their state.
         self._judges_silence = own_member() is None
         self._progress = settings.progress_timeout_seconds
         self._channel = own_channel()
@@ -52,9 +51,9 @@ class Watchdog:
         if self._channel is None and num_processes > 1:
             self._statuses = ServiceStatuses()
         self._interval = _INTERVAL_SECONDS if self._channel is None else _CHANNEL_SECONDS
-        self._change = threading.Lock()  # of the own status, which two threads write
+        self._change = threading.Lock()  # of the status, which two threads write
         before = Watchdog._last
-        self._own = Status(
+        self._status = Status(
             state="running",
             note=before.note,
             moved_at=time.monotonic(),
@@ -67,16 +66,16 @@ class Watchdog:
         self._seen: dict[int, Status] = {}
         self._moved: dict[int, float] = {}
         self._beat_at: dict[int, float] = {}
-        works: list[Callable[[], None]] = [] if self._statuses is None else [self._exchange]
+        targets: list[Callable[[], None]] = [] if self._statuses is None else [self._exchange]
         if num_processes > 1:
-            works.append(self._watch)
+            targets.append(self._watch)
         self._threads = [
-            threading.Thread(target=work, daemon=True, name="hxla-watchdog") for work in works
+            threading.Thread(target=target, daemon=True, name="hxla-watchdog") for target in targets
         ]
 
     @classmethod
     def of_job(cls, settings: WatchdogConfig) -> "Watchdog":
-        """Of this process in the job that it has joined."""
+        """The watchdog of this process in the job that it has joined."""
         rank, num = jax.process_index(), jax.process_count()
         return cls(rank=rank, num_processes=num, settings=settings)
 
@@ -87,30 +86,30 @@ class Watchdog:
 
     def __exit__(self, *_: object) -> None:
         self._end.set()
-        if self._own.state == "running":
-            self._say(state="finished")
+        if self._status.state == "running":
+            self._update(state="finished")
             self._publish()
-        Watchdog._last = self._own
+        Watchdog._last = self._status
 
     def beat(self, step: int, phase: str) -> None:
-        """Say where this process is; costs nothing."""
-        seconds = self._own.step_seconds
-        if phase == "data":  # with which a step begins
+        """Update the status of this process."""
+        seconds = self._status.step_seconds
+        if phase == "data":  # the first phase of a step
             now = time.monotonic()
             seconds = now - self._step_began if step else 0.0
             self._step_began = now
-        self._say(step=step, phase=phase, step_seconds=seconds)
+        self._update(step=step, phase=phase, step_seconds=seconds)
         if self._channel is not None:
             self._publish()
 
     @contextlib.contextmanager
     def phase(self, step: int, phase: str) -> Iterator[Callable[[str], None]]:
-        """Be in a phase, and then in the one before; an error inside leaves this process there.
+        """Set a phase and restore the previous one; an error inside keeps the phase.
 
         Yields:
-            A function that says another phase.
+            A function that sets another phase.
         """
-        before = self._own
+        before = self._status
         self.beat(step, phase)
         yield functools.partial(self.beat, step)
         self.beat(before.step, before.phase)
@@ -121,7 +120,7 @@ class Watchdog:
         error: BaseException | None,
         _trace: types.TracebackType | None,
     ) -> None:
-        """Say that an error or `sys.exit` ends the session here, before anything waits for others.
+        """Publish that an error or `sys.exit` ends the session, before any wait for others.
 
         Its arguments are those of a context manager's `__exit__`.
         """
@@ -129,17 +128,17 @@ class Watchdog:
             return
         code = error.code if isinstance(error, SystemExit) else None
         if code == EXIT_PREEMPTED or isinstance(error, Preempted):
-            self._say(state="preempted")
+            self._update(state="preempted")
         else:
             is_exit = isinstance(error, SystemExit)
             note = f"sys.exit({code!r})" if is_exit else last_words(error)
-            self._say(state="left", note=note, left_session=self._own.session)
+            self._update(state="left", note=note, left_session=self._status.session)
         self._publish()
 
-    def _say(self, **changes: object) -> None:
+    def _update(self, **changes: object) -> None:
         with self._change:
-            self._own = dataclasses.replace(
-                self._own,
+            self._status = dataclasses.replace(
+                self._status,
                 moved_at=time.monotonic(),
                 **changes,  # type: ignore[arg-type]
             )
@@ -148,10 +147,10 @@ class Watchdog:
         if self._statuses is None:
             return
         with self._change:
-            self._own = dataclasses.replace(self._own, count=self._own.count + 1)
+            self._status = dataclasses.replace(self._status, count=self._status.count + 1)
             try:
-                self._statuses.tell(self._rank, self._own)
-            except Exception:  # the service is gone with process 0: the other thread says so
+                self._statuses.tell(self._rank, self._status)
+            except Exception:  # the service ended with process 0, which the other thread reports
                 return
 
     def _exchange(self) -> None:
@@ -176,7 +175,7 @@ class Watchdog:
         while not self._end.wait(self._interval):
             now = time.monotonic()
             if now - last > self._heartbeat / 2:
-                # This process itself was stopped: judge the others only by what comes from now on.
+                # This process was stopped, so old beats say nothing about the others.
                 self._answered = now
                 self._beat_at = dict.fromkeys(self._beat_at, now)
             last = now
@@ -186,17 +185,17 @@ class Watchdog:
                 self._end_job(*judged)
 
     def _judge(self, now: float) -> tuple[int, str] | None:
-        """The rank that ends the job, and why; None while all is well."""
+        """The rank to blame and the reason; None while every rank is well."""
         if self._channel is None and self._rank and now - self._answered > self._heartbeat:
             return 0, f"has not answered for {now - self._answered:.1f} s"
         for rank, status in self._seen.items():
-            if status.has_ended and status.session < self._own.session:
+            if status.has_ended and status.session < self._status.session:
                 return rank, ENDED
         running = {
             rank: status
             for rank, status in self._seen.items()
             if status.state == "running"
-            or (status.state == "left" and status.session == self._own.session)
+            or (status.state == "left" and status.session == self._status.session)
         }
         for rank, status in running.items():
             silent = now - self._beat_at[rank]
@@ -210,9 +209,9 @@ class Watchdog:
         return None
 
     def _end_job(self, rank: int, why: str) -> None:
-        """The launcher tells of it where there is one, for it knows more."""
+        """End the job; a launcher reports the verdict, as it knows more."""
         if self._channel is not None:
-            self._say(state="judged", blamed=rank, note=why)
+            self._update(state="judged", blamed=rank, note=why)
             self._publish()
         else:
             where = self._seen.get(rank, Status()).where
