@@ -1,4 +1,4 @@
-"""The command line; what a command needs is imported when it runs, for a launcher needs no jax."""
+"""The command line; each command imports its modules when it runs, as a launcher needs no jax."""
 
 import argparse
 import json
@@ -171,13 +171,13 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     if args.elastic:
         return _run_elastic(args, script)
-    own = [
+    elastic_flags = [
         name
         for name in ("ray", "nodes", "min", "max", "heartbeat", "events")
         if getattr(args, name) is not None
     ]
-    if own:
-        raise LaunchError(f"--{own[0]} is of --elastic: give that too")
+    if elastic_flags:
+        raise LaunchError(f"--{elastic_flags[0]} is of --elastic: give that too")
     return launcher.run(
         script,
         mesh=args.mesh,
@@ -226,9 +226,9 @@ def _inspect_bits(args: argparse.Namespace) -> int:
         return 0
     if args.bits_record is not None or args.device is not None:
         raise InspectError("--bits compares: leave out --bits-record and --device")
-    found = compare_sides(args.dump, args.bits, args.microbatch_size)
-    print(found.to_json() if args.json else found.text(args.limit))
-    return 0 if found.is_equal else 1
+    comparison = compare_sides(args.dump, args.bits, args.microbatch_size)
+    print(comparison.to_json() if args.json else comparison.text(args.limit))
+    return 0 if comparison.is_equal else 1
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -254,21 +254,21 @@ def _inspect_dump(args: argparse.Namespace) -> None:
         raise InspectError("--diff has no timeline: leave out --profile, --predicted and --plan")
     if args.json and args.html is None and (args.profile or args.plan):
         raise InspectError("--json is of the programs: leave out --profile and --plan")
-    found = read(args.dump)
+    inspection = read(args.dump)
     if args.diff is None:
         if args.html is not None:
-            found.write_html(args.html, profile=args.profile, predicted=args.predicted)
-        print(found.to_json() if args.json else _text(found, args))
+            inspection.write_html(args.html, profile=args.profile, predicted=args.predicted)
+        print(inspection.to_json() if args.json else _text(inspection, args))
         return
     later = read(args.diff)
     if args.html is not None:
-        found.write_diff_html(later, args.html)
-    lines = found.diff(later)
+        inspection.write_diff_html(later, args.html)
+    lines = inspection.diff(later)
     print(json.dumps(lines, indent=1) if args.json else "\n".join(lines) or "nothing changed")
 
 
-def _text(found: "Inspection", args: argparse.Namespace) -> str:
-    return found.text(limit=args.limit, plan=args.plan, profile=args.profile)
+def _text(inspection: "Inspection", args: argparse.Namespace) -> str:
+    return inspection.text(limit=args.limit, plan=args.plan, profile=args.profile)
 
 
 def _schedule(args: argparse.Namespace) -> str:
@@ -276,7 +276,7 @@ def _schedule(args: argparse.Namespace) -> str:
 
     if args.learn_speeds:
         raise ScheduleError("--learn-speeds is of run: a trace says how fast its jobs are")
-    wishes = commands.ScheduleOptions(
+    options = commands.ScheduleOptions(
         trace=args.trace,
         devices=args.devices,
         policies=tuple(args.policy),
@@ -289,29 +289,29 @@ def _schedule(args: argparse.Namespace) -> str:
     if args.what == "simulate":
         if args.at is not None:
             raise ScheduleError("simulate tells a whole trace: leave out --at, or explain")
-        return commands.simulate_command(wishes, write_json=args.json, draw=args.draw)
+        return commands.simulate_command(options, write_json=args.json, draw=args.draw)
     if args.at is None or args.json or args.draw:
         raise ScheduleError(
             "explain tells one decision: give --at SECONDS, no --json and no --draw"
         )
-    return commands.explain_command(wishes, args.at)
+    return commands.explain_command(options, args.at)
 
 
 def _schedule_live(args: argparse.Namespace) -> int:
     from ._src.scheduler import live_commands as commands
 
-    of_traces = [
+    trace_flags = [
         name
         for name in ("devices", "at", "json", "uncut", "only_at_intervals")
         if getattr(args, name) not in (None, False, {})
     ]
-    if of_traces:
-        raise ScheduleError(f"--{of_traces[0].replace('_', '-')} is of simulate and explain")
+    if trace_flags:
+        raise ScheduleError(f"--{trace_flags[0].replace('_', '-')} is of simulate and explain")
     if args.what == "replay":
         if args.learn_speeds:
             raise ScheduleError("--learn-speeds is of run: a record says how fast its jobs were")
-        said, code = commands.replay_command(args.trace, draw=args.draw)
-        print(said, end="")
+        text, code = commands.replay_command(args.trace, draw=args.draw)
+        print(text, end="")
         return code
     if args.draw is not None:
         raise ScheduleError("run writes a record: hxla schedule replay draws it")
@@ -331,21 +331,21 @@ def _schedule_live(args: argparse.Namespace) -> int:
 
 def _profile(args: argparse.Namespace, command: list[str]) -> int:
     if args.mesh is not None and not args.joined:
-        own = ["--joined", "--write", os.path.abspath(args.write)]
-        own += ["--segments", str(args.segments)]
+        flags = ["--joined", "--write", os.path.abspath(args.write)]
+        flags += ["--segments", str(args.segments)]
         if args.microbatch_sizes:
-            own += ["--microbatch-sizes", ",".join(map(str, args.microbatch_sizes))]
-        return launcher.run(command, mesh=args.mesh, program=("hxla", "profile", *own))
+            flags += ["--microbatch-sizes", ",".join(map(str, args.microbatch_sizes))]
+        return launcher.run(command, mesh=args.mesh, program=("hxla", "profile", *flags))
     from ._src.launch.join import run_joined
     from ._src.session.capture import job_of
     from ._src.session.profiling import profile
 
     def work() -> None:
         try:
-            job, wishes = job_of(command)
+            job, request = job_of(command)
             profile(
                 job,
-                wishes,
+                request,
                 file=os.path.abspath(args.write),
                 microbatch_sizes=args.microbatch_sizes,
                 num_segments=args.segments,

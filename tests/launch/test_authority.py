@@ -19,6 +19,7 @@ from support.inside.launch import (
     Leave,
     Ledger,
     LeftState,
+    MemberEvent,
     MembershipRules,
     Offered,
     Passed,
@@ -30,7 +31,6 @@ from support.inside.launch import (
     SharesAsked,
     Stop,
     Tell,
-    Told,
     Vanished,
     _authority,
     _membership,
@@ -194,7 +194,7 @@ def test_a_kill_lets_the_others_leave_their_state_and_goes_on_from_the_newest():
 
 def test_a_frozen_member_is_asked_first_and_killed_when_it_does_not_answer():
     run = training(2)
-    run(Told, "gpu0", after=4.0)
+    run(MemberEvent, "gpu0", after=4.0)
     assert kinds(run(Passed, after=2.0)) == [Leave]  # gpu1 was silent for 6 s
     run(LeftState, "gpu0", step=9, digest="x")
     [kill] = run(Exited, "gpu0")  # nothing is lost with gpu1, so it is not waited for
@@ -207,7 +207,7 @@ def test_a_frozen_member_with_the_newest_state_is_waited_for():
     run = training(2)
     first = run.known.ledger.end
     run(Completed, "gpu1", step=first + 1)
-    run(Told, "gpu0", after=4.0)
+    run(MemberEvent, "gpu0", after=4.0)
     assert kinds(run(Passed, after=2.0)) == [Leave]
     run(LeftState, "gpu0", step=first, digest="x")
     assert run(Exited, "gpu0") == ()
@@ -226,7 +226,7 @@ def test_whoever_cannot_be_killed_is_left_out_and_not_believed():
     assert set(form.generation.members) == {"gpu0", "gpu1"}
     run(Joined, "gpu0", "gpu1")
     before = run.known
-    for event in (Completed, LeftState, Exited, Joined, Prepared, Told):
+    for event in (Completed, LeftState, Exited, Joined, Prepared, MemberEvent):
         more = {"step": 50} if event in (Completed, LeftState) else {}
         more |= {"digest": "z"} if event is LeftState else {}
         assert run(event, "gpu2", generation=old, **more) == ()
@@ -306,7 +306,7 @@ def test_a_device_that_is_not_prepared_in_time_is_not_used():
     run(Offered, "gpu2")
     run(Prepared, "gpu0", "gpu1", generation=run.known.coming.number)
     for _ in range(int(RULES.prepare_seconds)):
-        run(Told, "gpu0", "gpu1", after=1.0)
+        run(MemberEvent, "gpu0", "gpu1", after=1.0)
     assert kinds(run(Passed)) == [Discard, Release]
     assert run.phase == "running"
 

@@ -284,7 +284,7 @@ class World:
             p.status = "prepared"
             self.told(p, m.Prepared)
         elif p.status == "joining" and self.cut_off & {s.device for s in self.known.sources}:
-            self.told(p, m.Told)  # there is a part that cannot be read
+            self.told(p, m.MemberEvent)  # there is a part that cannot be read
             sources = {s.device for s in self.known.sources}
             self.hear(m.Vanished(at_seconds=self.at, device=min(self.cut_off & sources)))
         elif p.status == "joining":
@@ -310,7 +310,7 @@ class World:
             return
         if p.is_copying:
             self.copy(p)
-            self.told(p, m.Told)
+            self.told(p, m.MemberEvent)
             return
         last = self.stopping.get(g.number, -1)
         if last is not None and last == p.step:
@@ -330,7 +330,7 @@ class World:
                 self.stopping[g.number] = summed + 1  # the flag rides in this sum
         elif p is members[0] and self.random.random() < 0.1:
             self.save(p.step)
-        self.told(p, m.Told)
+        self.told(p, m.MemberEvent)
 
     def save(self, step):
         self.saved = max(self.saved, step)
@@ -437,7 +437,7 @@ class World:
             if p.status == "leaving":
                 self.act(p)
             elif p.status == "joined" and not p.is_frozen and p.device not in self.cut_off:
-                self.told(p, m.Told)
+                self.told(p, m.MemberEvent)
         while any(self.queues.values()):
             self.deliver()
         self.at += seconds

@@ -1,10 +1,10 @@
-"""The authority over who is a member: a pure function from what is known and what happens.
+"""The authority over membership: a pure function of the present knowledge and events.
 
-It runs outside the members, so none of their deaths takes it along. Whatever happens goes one of
-two ways to the next generation: planned, the next one is prepared while this one trains, which then
-stops at a step that all its members fix together; or not planned, and whoever survives leaves its
-last complete state. Either way a generation is formed only when every member of the one before has
-ended, and it starts from the newest complete state that anyone left.
+It runs outside the members and survives them. The next generation begins in one of two ways. A
+planned one is prepared while this one trains, which then stops at a step that all its members fix
+together. After an unplanned event each survivor leaves its last complete state. Either way a
+generation is formed only when every member of the one before has ended, and it starts from the
+newest complete state.
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ from .membership import (
     Leave,
     Ledger,
     LeftState,
+    MemberEvent,
     Membership,
     MembershipRules,
     Offered,
@@ -40,7 +41,6 @@ from .membership import (
     Stop,
     Tell,
     ToDo,
-    Told,
     Vanished,
 )
 
@@ -49,11 +49,10 @@ _TRAINS = ("running", "preparing")
 
 
 def begin(rules: MembershipRules, saved_step: int = 0) -> Membership:
-    """What is known before the first device is offered.
+    """The membership before the first device is offered.
 
     Args:
-        rules: What the run keeps to.
-        saved_step: The step of the checkpoint that it resumes from.
+        saved_step: The step of the checkpoint from which the run resumes.
     """
     nobody = Generation(number=0, members=(), port=rules.ports[0], first_step=saved_step)
     ledger = Ledger(num_microbatches=rules.num_microbatches).committed(0, saved_step)
@@ -63,28 +62,28 @@ def begin(rules: MembershipRules, saved_step: int = 0) -> Membership:
 
 
 def advance(known: Membership, *events: Happened) -> _Done:
-    """What is known after something happened, and what is to be done about it.
+    """The membership after events, and the actions to take.
 
     Args:
-        events: What happened together; that of an older generation changes nothing.
+        events: Simultaneous events; those of an older generation change nothing.
 
     Returns:
-        What is known now, and what is to be done, in this order.
+        The new membership, and the actions in their order.
     """
     todo: tuple[ToDo, ...] = ()
     for k, event in enumerate(events):
         if k + 1 < len(events) and known.can_note(event):
             known = known.noted(event)
         elif not known.is_over:
-            known, own = _HANDLERS[type(event)](known, event)
-            todo += own
+            known, actions = _HANDLERS[type(event)](known, event)
+            todo += actions
         elif isinstance(event, AskedBack):
             todo += (Release(device=event.device),)
     return known, todo
 
 
 def chosen(known: Membership) -> tuple[str, ...]:
-    """Who should be members: those that are, then others as they were offered, up to maxP."""
+    """The devices that should be members: present ones, then offered ones, up to maxP."""
     gone = {device for device, _ in known.leaving}
     stay = [d for d in known.generation.members if d in known.devices and d not in gone]
     more = [d for d in known.devices if d not in gone and d not in stay]
@@ -130,7 +129,7 @@ def _shares_asked(known: Membership, event: SharesAsked) -> _Done:
     return _reconsidered(dataclasses.replace(known, shares=event.shares), event.at_seconds)
 
 
-def _heard(known: Membership, event: Told) -> _Done:
+def _heard(known: Membership, event: MemberEvent) -> _Done:
     if event.device in known.alive and event.generation == known.generation.number:
         others = tuple(pair for pair in known.heard if pair[0] != event.device)
         known = dataclasses.replace(known, heard=(*others, (event.device, event.at_seconds)))
@@ -153,7 +152,7 @@ def _if_prepared(known: Membership, at: float) -> _Done:
 
 
 def _stopped(known: Membership, at: float) -> _Done:
-    """The generation stops at its next step."""
+    """Stop the generation at its next step."""
     until = at + known.rules.hand_over_seconds
     known = dataclasses.replace(known, phase="handing over", until_seconds=until)
     return known, (Stop(generation=known.generation),)
@@ -176,7 +175,7 @@ def _joined(known: Membership, event: Joined) -> _Done:
     return _then(_released(known), lambda k: _reconsidered(k, event.at_seconds))
 
 
-def _is_of_member(known: Membership, event: Told) -> bool:
+def _is_of_member(known: Membership, event: MemberEvent) -> bool:
     generation = known.generation
     return event.generation == generation.number and event.device in generation.members
 
@@ -190,7 +189,7 @@ def _completed(known: Membership, event: Completed) -> _Done:
         return known, ()
     kept, number = known.kept, event.generation
     if not any(one.generation == number for one in kept):
-        # A member has a newer state than was left for this generation, which copies none.
+        # Members have newer states than the kept ones, and this generation makes no copies.
         kept = tuple(one for one in kept if one.step >= event.step)
     known = dataclasses.replace(known, ledger=ledger, num_failures=0, kept=kept)
     return _released(known)
@@ -211,7 +210,7 @@ def _left_state(known: Membership, event: LeftState) -> _Done:
     if event.device in known.devices:
         kept, left = added(known.kept, event.kept), known.left | {event.device}
         known = dataclasses.replace(known, kept=kept, left=left)
-    return known.waiting_less(event.at_seconds), todo
+    return known.with_shorter_wait(event.at_seconds), todo
 
 
 def _copied(known: Membership, event: Copied) -> _Done:
@@ -232,29 +231,29 @@ def _exited(known: Membership, event: Exited) -> _Done:
     expected = known.phase == "handing over" and event.device in known.left
     if known.phase == "collecting" or expected:
         step = _without_the_silent if known.alive else _formed
-        return step(known.waiting_less(at), at)
+        return step(known.with_shorter_wait(at), at)
     words = f"{event.device} ended in phase {known.phase}: the others leave their state"
     return _then((known, (Tell(words=words),)), lambda k: _collecting(k, at))
 
 
 def _lost_while_preparing(known: Membership, event: Exited) -> _Done:
-    """A process that was prepared is gone: a member starts anew later, another is not used."""
+    """Handle a lost prepared process: a member is started again later, a new device is dropped."""
     assert known.coming is not None
     if event.device in known.generation.members:
-        # Anew is with another number: what one of this number said last may still be under way.
+        # A new number, as messages with this one may still arrive.
         discard = Discard(generation=known.coming)
         known = dataclasses.replace(known, coming=None, ready=frozenset())
-        done: _Done = known, (discard,)
+        result: _Done = known, (discard,)
         is_training = known.phase == "preparing"
-        return _then(done, lambda k: _stopped(k, event.at_seconds)) if is_training else done
+        return _then(result, lambda k: _stopped(k, event.at_seconds)) if is_training else result
     words = f"{event.device} could not be prepared and is not used"
     known = _given_up(known, [event.device], event.at_seconds)
-    told = _then((known, (Tell(words=words),)), lambda k: _reconsidered(k, event.at_seconds))
-    return _then(told, _released)
+    done = _then((known, (Tell(words=words),)), lambda k: _reconsidered(k, event.at_seconds))
+    return _then(done, _released)
 
 
 def _collecting(known: Membership, at: float) -> _Done:
-    """Something was not planned: whoever is left leaves its state."""
+    """After an unplanned event, let survivors leave their states."""
     done: tuple[ToDo, ...] = ()
     if known.coming is not None:
         done = (Discard(generation=known.coming),)
@@ -295,11 +294,11 @@ def _passed(known: Membership, event: Passed) -> _Done:
 
 
 def _late_preparing(known: Membership, at: float) -> _Done:
-    """Go on with those that are ready: members may start anew, others are not waited for."""
+    """Go on with the ready devices: late members are started again, late new devices dropped."""
     assert known.coming is not None
     late = [d for d in known.coming.members if d not in known.ready | set(known.generation.members)]
     if not late or len(set(chosen(known)) - set(late)) < known.rules.min_devices:
-        return _stopped(known, at)  # without the late ones there would be too few
+        return _stopped(known, at)  # too few devices without the late ones
     words = f"{', '.join(late)} took longer than asked for and is not used"
     known = _given_up(known, late, at)
     done = _then((known, (Tell(words=words),)), lambda k: _reconsidered(k, at))
@@ -307,7 +306,7 @@ def _late_preparing(known: Membership, at: float) -> _Done:
 
 
 def _without_the_silent(known: Membership, at: float) -> _Done:
-    """Nobody else is left, and nothing is lost with them: do not wait for their answer."""
+    """Do not wait for silent members, if all others have ended and no step is lost."""
     best = newest(known.kept)
     waits = known.phase == "collecting" and not known.is_killing
     if not waits or known.alive != set(known.silent(at)):
@@ -322,7 +321,7 @@ def _late_collecting(known: Membership, at: float) -> _Done:
         until = at + known.rules.collect_seconds
         known = dataclasses.replace(known, is_killing=True, until_seconds=until)
         return known, (Kill(generation=known.generation, devices=known.alive),)
-    # Whoever cannot even be killed cannot be reached, and its messages carry an old number.
+    # A member that cannot be killed is unreachable, and its messages have an old number.
     words = f"{', '.join(sorted(known.alive))} cannot be reached and is not used"
     for device in sorted(known.alive):
         known = known.without(device)
@@ -331,7 +330,7 @@ def _late_collecting(known: Membership, at: float) -> _Done:
 
 
 def _late_handing_over(known: Membership, at: float) -> _Done:
-    """Whoever left its state is only to end; others leave theirs now."""
+    """Kill members that have left their states but not ended; otherwise collect states."""
     return (_late_collecting if known.have_left and not known.is_killing else _collecting)(
         known, at
     )
@@ -349,7 +348,7 @@ def _late_never(known: Membership, _at: float) -> _Done:
 
 
 def _reconsidered(known: Membership, at: float) -> _Done:
-    """Whether the members that train should be others, or have other shares."""
+    """Prepare another generation if members or shares should change."""
     if known.phase == "waiting":
         return _formed(known, at)
     if known.phase not in _TRAINS:
@@ -402,7 +401,7 @@ def _numbered(
 
 
 def _formed(known: Membership, at: float) -> _Done:
-    """Nobody is alive any more: the next generation, from the newest state that was left."""
+    """Form the next generation from the newest state, after all members have ended."""
     assert not known.alive
     wrong = differing(known.kept)
     kept = whole(tuple(one for one in known.kept if one.state not in wrong))
@@ -457,8 +456,8 @@ def _formed(known: Membership, at: float) -> _Done:
 
 
 def _released(known: Membership) -> _Done:
-    """Release devices that were asked back, run nothing, and keep nothing that is needed."""
-    is_between = known.phase in ("handing over", "collecting")  # other parts are to come
+    """Release devices that were asked back, run no process and have no needed state."""
+    is_between = known.phase in ("handing over", "collecting")  # other parts will follow
     needed = known.kept if is_between else (*known.sources, *known.needed)
     keepers = {one.device for one in needed}
     free = [device for device, _ in known.leaving if device not in known.alive | keepers]
@@ -468,14 +467,14 @@ def _released(known: Membership) -> _Done:
 
 
 def _given_up(known: Membership, devices: Iterable[str], at: float) -> Membership:
-    """Devices that are not used any more: they are released when nothing of theirs is needed."""
+    """Stop using devices; they are released when no state of theirs is needed."""
     leaving = {device for device, _ in known.leaving}
     more = tuple((device, at) for device in devices if device not in leaving)
     return dataclasses.replace(known, leaving=(*known.leaving, *more))
 
 
 _HANDLERS: dict[type[Happened], Callable[[Membership, Any], _Done]] = {
-    Told: _heard,
+    MemberEvent: _heard,
     Offered: _offered,
     AskedBack: _asked_back,
     Vanished: _vanished,

@@ -1,4 +1,4 @@
-"""Tasks that a batch system started: each is a process of a job already."""
+"""Detects tasks of batch systems, each of which is a process of a job."""
 
 import os
 
@@ -9,7 +9,7 @@ _TASK_COUNTS = {
 
 
 def cluster_in_sight() -> str | None:
-    """A batch system's job of several processes that this one is part of, in words."""
+    """The batch job of several processes with this one, in words; None without one."""
     if "SLURM_PROCID" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
         for name, variable in _TASK_COUNTS.items():
             number = os.environ.get(variable, "1")

@@ -1,8 +1,7 @@
-"""What the launcher and the ranks of a job tell each other, in memory that outlives them all.
+"""Messages between the launcher and the ranks of a job, in shared memory.
 
-Each slot has one writer and any number of readers, so a rank that is killed or frozen disturbs
-nobody, and nothing travels through another process that may be stuck. A text half written is known
-by its checksum.
+Each slot has one writer and any number of readers, so a killed or frozen rank blocks no other one,
+and no message goes through a third process. A checksum detects partly written messages.
 """
 
 import dataclasses
@@ -15,19 +14,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
 CHANNEL_VARIABLE = "HXLA_CHANNEL"  # path of the page
-LOGS_VARIABLE = "HXLA_LOGS"  # folder for what would bury the one line that matters
-#: Of members of a generation only: its number, the folder for states in memory, the name that all
-#: generations of the job share, and how many processes of the generation are on this host.
+LOGS_VARIABLE = "HXLA_LOGS"  # folder for noise in the output
+#: Of members only: number of the generation, folder for states in memory, name of the job for all
+#: generations, and number of the generation's processes on this host.
 GENERATION_VARIABLE, MEMORY_VARIABLE = "HXLA_GENERATION", "HXLA_MEMORY"
 JOB_VARIABLE, NEIGHBOURS_VARIABLE = "HXLA_JOB", "HXLA_NEIGHBOURS"
-#: Set where another process uses the device still, so that nothing may touch it.
+#: Set while another process still uses the device.
 WAITS_VARIABLE = "HXLA_WAITS"
 
 _SLOT_BYTES = 4096
-_NOTE_BYTES = 1500  # written as JSON they may be twice as many
+_NOTE_BYTES = 1500  # up to twice as many as JSON
 _TRIES = 100
 
-#: Said of a rank whose script ended while another rank waits for it.
+#: Message about a rank whose script ended while another rank waits for it.
 ENDED = (
     "ended its script, and another rank waits for it: every rank has to make the same calls of hxla"
 )
@@ -39,22 +38,22 @@ State = Literal[
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Status:
-    """Where a rank is.
+    """The position and state of a rank.
 
     Attributes:
-        step: The step at hand; -1 before the first.
-        phase: What it does in that step.
+        step: The present step; -1 before the first.
+        phase: The phase of that step.
         state: `starting` before a session, `running` in one, `finished` after it; `left` a session
-            by `sys.exit`, `failed` by its own error, a `victim` of another rank's end, `judged`
-            another rank dead or stuck, `preempted` by SIGTERM.
-        note: The error, or what was judged.
+            by `sys.exit`, `failed` by an error, `victim` of another rank's end, `judged` another
+            rank dead or stuck, `preempted` by SIGTERM.
+        note: The error, or the reason of the judgement.
         blamed: The rank that was judged.
-        exit_code: With which it is about to end.
+        exit_code: The exit code of the process, which is about to end.
         moved_at: When step, phase or state last changed, by `time.monotonic` of its machine.
-        step_seconds: How long the last step took.
-        session: How many sessions this process has opened.
-        left_session: The last of them that an error ended; 0: none.
-        has_ended: Whether its script is over.
+        step_seconds: Seconds of the last step.
+        session: Number of sessions that this process has opened.
+        left_session: Number of the last session that an error ended; 0 without one.
+        has_ended: Whether its script has ended.
     """
 
     step: int = -1
@@ -72,7 +71,7 @@ class Status:
 
     @property
     def where(self) -> str:
-        """Step and phase in words."""
+        """The step and phase in words."""
         if self.step < 0:
             return f"before its first step, in phase {self.phase!r}"
         return f"at step {self.step} in phase {self.phase!r}"
@@ -80,24 +79,24 @@ class Status:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a member of a generation has done.
+    """The progress of a member of a generation.
 
     Attributes:
-        count: It grows while the process lives.
-        is_prepared: Whether it only waits for its generation to be formed.
+        count: Heartbeat counter.
+        is_prepared: Whether it is ready and waits for its generation to be formed.
         is_joined: Whether it has the state of the first step.
-        step: How many steps are behind it.
-        saved_step: The step of the newest checkpoint that is complete.
-        part: Which part of a state it writes.
-        num_parts: The parts that make a whole state.
+        step: Number of steps done.
+        saved_step: The step of the newest complete checkpoint.
+        part: Index of the part of a state that it writes.
+        num_parts: Number of parts of a whole state.
         left_step: The step of the state that it left in memory.
         digest: The SHA-256 of its part of that state.
-        copies: By step the SHA-256 of its parts of copies that it made in memory.
+        copies: The SHA-256 of its parts of copies in memory, by step.
         asked_back: Whether it got a SIGTERM.
         is_finished: Whether training is done and its results are written.
-        num_microbatches: Of a step; 0: not known yet.
-        ran: In the last step: its microbatches, how many it ran at once, and the seconds that it
-            was busy with them; no microbatches where a copy of the model has several devices.
+        num_microbatches: Microbatches of a step; 0 if not yet known.
+        ran: Work in the last step: microbatches, concurrent microbatches, and their seconds; 0
+            microbatches if a replica has several devices.
         note: Why it could not leave its state.
     """
 
@@ -120,14 +119,14 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Order:
-    """What a member of a generation is to do.
+    """The order to a member of a generation.
 
     Attributes:
-        begins: Whether its generation is formed: it may begin.
-        state: The folders of all parts of the state to begin with; none: the newest checkpoint, or
-            a new state.
-        stops: Whether to ask all for a last step, after which each leaves its state in memory.
-        ends: Whether to ask all for a last step, after which a checkpoint is written.
+        begins: Whether its generation is formed, so that it may begin.
+        state: The folders of all parts of its first state; empty for the newest checkpoint or a new
+            state.
+        stops: Whether to request a last step, after which each member leaves its state in memory.
+        ends: Whether to request a last step, after which a checkpoint is written.
         leaves: Whether to leave its last complete state in memory at once, and end.
     """
 
@@ -140,11 +139,11 @@ class Order:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Standing:
-    """What is known of a rank.
+    """The status, report and exit code of a rank.
 
     Attributes:
         code: Its exit code, negative for a signal; None while it lives.
-        ended_at: When that was first seen, by `time.monotonic`.
+        ended_at: When its end was first seen, by `time.monotonic`.
     """
 
     rank: int
@@ -155,7 +154,7 @@ class Standing:
 
     @property
     def is_over(self) -> bool:
-        """Whether it makes no further calls."""
+        """Whether its script has ended."""
         return self.status.has_ended or self.code == 0
 
 
@@ -164,29 +163,29 @@ _KINDS: tuple[type, ...] = (Status, Report, Order)
 
 
 class RankStatuses(Protocol):
-    """Where ranks say where they are."""
+    """A store of the statuses of ranks."""
 
     def tell(self, rank: int, status: Status, /) -> None:
         """Write the status of this process's rank."""
 
     def statuses(self) -> Mapping[int, Status]:
-        """Those that were written."""
+        """The written statuses, by rank."""
 
 
 class Channel:
     """A page of memory with three slots for each rank: its status, its report and its order.
 
     Args:
-        file: Of the memory, open for reading and writing.
+        file: Descriptor of the memory, open for reading and writing.
     """
 
     def __init__(self, file: int, num_ranks: int):
         self._file, self._num = file, num_ranks
         self._page = mmap.mmap(file, num_ranks * len(_KINDS) * _SLOT_BYTES)
-        self._last: dict[int, tuple[bytes, Any]] = {}  # by slot: the line, and its message
+        self._last: dict[int, tuple[bytes, Any]] = {}  # last line and message, by slot
 
     def tell(self, rank: int, message: Status | Report | Order) -> None:
-        """Write a message of a rank or to it."""
+        """Write a message from or to a rank."""
         text = text_of(message).encode()
         line = b"%08x%b" % (zlib.crc32(text), text)
         begin = self._begin(type(message), rank)
@@ -195,7 +194,7 @@ class Channel:
         )
 
     def read(self, kind: type[_Message], rank: int) -> _Message:
-        """The last message of a kind; that before it, if its writer was killed meanwhile."""
+        """The last complete message of a kind, or its default."""
         return self._read(kind, rank) or kind()
 
     def statuses(self) -> dict[int, Status]:
@@ -203,7 +202,7 @@ class Channel:
         return {rank: status for rank, status in every.items() if status is not None}
 
     def close(self) -> None:
-        """Let go of the memory, in the process that made it."""
+        """Release the memory, in the process that made it."""
         self._page.close()
         os.close(self._file)
 
@@ -213,7 +212,7 @@ class Channel:
     def _read(self, kind: type[_Message], rank: int) -> _Message | None:
         begin = self._begin(kind, rank)
         before, message = self._last.get(begin, (b"", None))
-        for _ in range(_TRIES):  # what is just being written is whole a moment later
+        for _ in range(_TRIES):  # a message that is being written is soon complete
             line, end, _ = self._page[begin : begin + _SLOT_BYTES].partition(b"\n")
             if not end or not line:
                 return None
@@ -235,14 +234,14 @@ def text_of(message: Status | Report | Order) -> str:
 
 
 def new_channel(num_ranks: int) -> tuple[Channel, str]:
-    """A channel and the path by which the processes of a job open it."""
+    """A channel, and the path by which processes open it."""
     file = os.memfd_create("hxla-channel")
     os.posix_fallocate(file, 0, num_ranks * len(_KINDS) * _SLOT_BYTES)
     return Channel(file, num_ranks), f"/proc/{os.getpid()}/fd/{file}"
 
 
 def open_channel(path: str, num_ranks: int) -> Channel | None:
-    """That of a path; None if its owner is gone, as this process will be soon."""
+    """Open the channel of a path; None if its launcher has ended."""
     try:
         file = os.open(path, os.O_RDWR)
     except OSError:
@@ -255,6 +254,6 @@ def open_channel(path: str, num_ranks: int) -> Channel | None:
 
 @functools.cache
 def own_channel() -> Channel | None:
-    """That of the job that this process was started for; None without a launcher."""
+    """The channel of this process's job; None without a launcher."""
     path = os.environ.get(CHANNEL_VARIABLE)
     return open_channel(path, int(os.environ["HXLA_NUM_PROCESSES"])) if path else None

@@ -1,8 +1,8 @@
-"""The end of processes with all that they started, also where their launcher was killed.
+"""Ends processes with all their children, also after their launcher was killed.
 
-Python's own resource trackers, of which a process has one, unlink the semaphores and the shared
-memory of processes that were killed, as a data loader's: once all who could use them are gone. So
-they are ended last. The janitor runs this file by itself: only the standard library is imported.
+Python's resource tracker unlinks the semaphores and shared memory of killed processes, such as a
+data loader's, after all their users have ended. So trackers are ended last. The janitor runs this
+file as a script, so it imports the standard library only.
 """
 
 import contextlib
@@ -19,15 +19,11 @@ from typing import IO
 _PATIENCE_SECONDS = 2.0
 _WAIT_SECONDS = 0.01
 _TRACKER = b"multiprocessing.resource_tracker"
-_REMOVE_SECONDS = 60.0  # for a folder into which files still come
+_REMOVE_SECONDS = 60.0  # for a folder that still gets files
 
 
 def end_group(group: int) -> None:
-    """End the processes of a group, and let their resource trackers clean up and end before.
-
-    Args:
-        group: Its number: that of the process that leads or led it.
-    """
+    """End the processes of a group, after their resource trackers have cleaned up."""
     until = time.monotonic() + _PATIENCE_SECONDS
     while (members := _members(group)) and time.monotonic() < until:
         for pid in members:
@@ -40,14 +36,14 @@ def end_group(group: int) -> None:
 
 
 def _members(group: int) -> list[int]:
-    """Those that have not ended."""
-    found = []
+    """Pids of a group's live processes."""
+    pids = []
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            state, _, own, *_ = stat.read_text().rpartition(")")[2].split()
-            if int(own) == group and state not in "ZX":
-                found.append(int(stat.parent.name))
-    return found
+            state, _, process_group, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(process_group) == group and state not in "ZX":
+                pids.append(int(stat.parent.name))
+    return pids
 
 
 def _is_tracker(pid: int) -> bool:
@@ -57,11 +53,11 @@ def _is_tracker(pid: int) -> bool:
 
 
 def start_janitor() -> IO[bytes]:
-    """A process that outlives the launcher and ends what it left: it reads until the pipe closes.
+    """Start a process that cleans up after the launcher; returns its input pipe.
 
-    A line is the number of a process that leads a group, a cgroup, or `rm` and a folder. The
-    launcher that wrote `done` has ended its processes itself; others were killed. Folders go either
-    way.
+    Each line is the pid of a group's leader, the folder of a cgroup, or `rm` and a folder. The
+    process acts when the pipe closes. After a line `done` it removes folders only, as the launcher
+    has ended its processes.
     """
     process = subprocess.Popen(
         [sys.executable, "-IS", __file__], bufsize=0, stdin=subprocess.PIPE, start_new_session=True
@@ -85,7 +81,7 @@ def _clean_up(lines: Sequence[str]) -> None:
 
 
 def _remove(path: str, how: Callable[[str], object], seconds: float) -> None:
-    """A file may come while others go."""
+    """Remove a path, with retries as files may still be written."""
     until = time.monotonic() + seconds
     while os.path.exists(path) and time.monotonic() < until:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""How a run ends: by the rank that failed first, or by its user; and with which exit code."""
+"""The end of a run, by the first failed rank or by the user, and its exit code."""
 
 import dataclasses
 import math
@@ -12,28 +12,27 @@ from .channel import ENDED, Standing, Status
 WAITING_PHASES = frozenset({"reduce", "evaluation's sum", "checkpoint", "finishing"})
 _PHASES = ("data", "microbatches", "reduce", "update")  # of a step, in their order
 
-# How long others may take to show that they failed first: a signal's news and an error's travel by
-# different ways.
+# Time for other ranks to show that they failed first, as signals and errors arrive differently.
 _SETTLE_SECONDS = 0.25
 _VICTIM_SETTLE_SECONDS = 1.0
-_WAITING_SECONDS = 2.0  # for a process that has left, until it is missed
-HOPELESS_SECONDS = 0.5  # from SIGTERM to SIGKILL where no process can end by itself
+_WAITING_SECONDS = 2.0  # until a process that has left counts as missed
+HOPELESS_SECONDS = 0.5  # from SIGTERM to SIGKILL if no process can end by itself
 
 
-# What a kind of end says, from sure to doubtful.
+# Kinds of end, from sure to doubtful evidence.
 _KILLED, _OWN, _LEFT, _JUDGED, _ABORTED, _VICTIM = range(6)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Who ended a job, and how.
+    """The rank that ended a job, and the reason.
 
     Attributes:
-        reason: How it failed and where, in words.
+        reason: How and where the rank failed, in words.
         code: The exit code of the job.
-        weight: How doubtful that is; of several verdicts the least doubtful one counts.
-        at: When that was, by `time.monotonic`.
-        can_leave: Whether the others may be able to end by themselves.
+        weight: Doubt about the verdict; the least doubtful verdict counts.
+        at: Time of the failure, by `time.monotonic`.
+        can_leave: Whether other ranks may be able to end by themselves.
     """
 
     rank: int
@@ -45,7 +44,7 @@ class Verdict:
 
 
 def judge(standings: Sequence[Standing], now: float) -> Verdict | None:
-    """The rank that failed first; None while none has, or while another may still turn out to be.
+    """The rank that failed first; None without a failure, or until it is certain.
 
     Args:
         now: By `time.monotonic`.
@@ -63,7 +62,7 @@ def judge(standings: Sequence[Standing], now: float) -> Verdict | None:
 
 
 def _verdict(s: Standing, standings: Sequence[Standing], now: float) -> Verdict | None:
-    """Of one rank, as if no other had failed."""
+    """The verdict on one rank, without regard to others' failures."""
     status, code = s.status, s.code
 
     def of(weight: int, at: float, reason: str, exit_code: int) -> Verdict:
@@ -101,7 +100,7 @@ def _verdict(s: Standing, standings: Sequence[Standing], now: float) -> Verdict 
 
 
 def _is_missed(gone: Standing, standings: Iterable[Standing], now: float) -> bool:
-    """Whether another rank has come to where it needs the one that has left, or died of that."""
+    """Whether another rank needs the one that has left, or failed without it."""
     has_failed = gone.code == 0 and gone.status.state != "finished"
     if has_failed and any(
         other.status.state == "victim" or other.code == -signal.SIGABRT for other in standings
@@ -116,17 +115,17 @@ def _is_missed(gone: Standing, standings: Iterable[Standing], now: float) -> boo
 
 
 def _needs(waiting: Status, other: Standing, now: float) -> bool:
-    """Whether a process at one place needs another that left at another place."""
+    """Whether a waiting process needs another that has left."""
     gone = other.status
     waits = waiting.phase in WAITING_PHASES
     waits = waits and now - max(waiting.moved_at, gone.moved_at) > _WAITING_SECONDS
-    if waiting.session > gone.session:  # both have left a session: only one may open the next
+    if waiting.session > gone.session:  # a later session needs every rank
         return other.is_over
     if waiting.session < gone.session:
         return waits and gone.left_session == waiting.session
     if gone.state == "finished" or (gone.state == "running" and not other.is_over):
-        return False  # it is an earlier session that it left
-    if waiting.phase in WAITING_PHASES:  # it may also be about to come to where the other left
+        return False  # it left an earlier session
+    if waiting.phase in WAITING_PHASES:  # it may not yet have reached the place of the other
         return waits and _place(waiting) >= _place(gone)
     if gone.phase == "script":
         return _place(waiting) > _place(gone)
@@ -140,24 +139,24 @@ def _place(status: Status) -> tuple[int, int]:
 
 
 def costs_generation_only(status: Status, code: int) -> bool:
-    """Whether a member ended for a reason that its successors do not share, as its own error is."""
+    """Whether a member ended for a reason that the next generation does not share."""
     of_others = status.state in ("victim", "judged", "preempted", "left")
     is_own_error = status.state == "failed" or (code > 0 and not of_others)
     return code in (EXIT_PREEMPTED, EXIT_WATCHDOG) or (code != 0 and not is_own_error)
 
 
 class RunEnding:
-    """Why a run ends, which is known as soon as its user asks or a rank has failed.
+    """The reason why a run ends: a signal of the user, or a failed rank.
 
     Args:
         grace_seconds: From SIGTERM to SIGKILL.
 
     Attributes:
-        asked: The signal by which the user ends it.
-        num_interrupts: How many of the signals were Ctrl-C.
-        is_unread: Whether nobody reads the output any more.
-        verdict: Who failed first.
-        codes: Of ranks, which say whether all of them have saved their state.
+        asked: The user's signal; None without one.
+        num_interrupts: Number of Ctrl-C.
+        is_unread: Whether the output has no reader any more.
+        verdict: The rank that failed first; None without one.
+        codes: Exit codes of ranks, which show whether all have saved their state.
     """
 
     def __init__(self, grace_seconds: float):
@@ -173,26 +172,26 @@ class RunEnding:
 
     @property
     def is_near(self) -> bool:
-        """Whether the run is to end."""
+        """Whether the run is ending."""
         return self.asked is not None or self.verdict is not None
 
     def ask(self, number: int, now: float) -> None:
-        """By a signal."""
+        """End the run by a signal."""
         if self.asked is None:
             self.asked, self._asked_at = number, now
         self._num_asked += 1
         self.num_interrupts += number == signal.SIGINT
 
     def follow(self, now: float) -> None:
-        """By a SIGTERM to one of the ranks, all of which are about to leave together."""
+        """End the run by a SIGTERM to one of the ranks, which all leave together."""
         self.asked, self._asked_at = signal.SIGTERM, now
 
     def fail(self, verdict: Verdict, grace_seconds: float, now: float) -> None:
-        """By a rank that failed."""
+        """End the run by a failed rank."""
         self.verdict, self._kill_at = verdict, now + grace_seconds
 
     def patience_until(self, status: Status) -> float:
-        """Until when a rank may take to end: longer where it finishes a step and saves it."""
+        """The deadline for a rank to end, which is later if it finishes and saves a step."""
         if self.verdict is not None:
             return self._kill_at
         if self.asked is None:
@@ -202,22 +201,22 @@ class RunEnding:
         if works and self.asked in (signal.SIGTERM, signal.SIGINT):
             since = max(since, status.moved_at)
             if status.phase == "checkpoint":
-                return math.inf  # the watchdog sees whether it stands still
+                return math.inf  # the watchdog detects a stuck checkpoint
             extra = 2 * status.step_seconds
         return since + self.grace_seconds + extra
 
     def outcome(self, num_steps: int, saved_step: int) -> tuple[int, str] | None:
-        """The exit code of a run that its user ended, and the words; None: it had ended before.
+        """The exit code and message of a run that its user ended; None if it had ended before.
 
-        The code is 75 where all is in a checkpoint.
+        The code is 75 if all steps are in a checkpoint.
 
         Args:
-            saved_step: The step of the newest checkpoint that was known before.
+            saved_step: The step of the newest known checkpoint.
         """
         if self.asked is None or (self.codes and not any(self.codes)):
             return None
         is_saved = EXIT_PREEMPTED in self.codes
-        if not self.codes:  # nobody trained
+        if not self.codes:  # no rank trained
             is_saved = 0 < num_steps <= saved_step
         how = f"ended after {num_steps} steps" if num_steps else "ended before the first step"
         if self.is_unread:

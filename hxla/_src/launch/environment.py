@@ -1,4 +1,4 @@
-"""What the processes of this machine's devices get as their environment."""
+"""The environment variables of processes for this machine's devices."""
 
 import os
 import pathlib
@@ -14,11 +14,11 @@ from ..core.catalogue import find
 from ..core.errors import LaunchError
 from .channel import WAITS_VARIABLE
 
-#: What the process of a rank gets besides its place in the generation, by the rank, the device, its
-#: place on its host and the path of the mesh file.
+#: The environment of a rank's process, without its place in the generation, from the rank, the
+#: device, its place on its host and the path of the mesh file.
 Environment = Callable[[int, Device, int, str], dict[str, str]]
 
-# Processes that compile programs of their own would wait for each other's measured kernels.
+# Sharded autotuning makes processes with different programs wait for each other's kernels.
 _GPU_FLAGS = ("--xla_gpu_shard_autotuning=false",)
 # Options of XLA without which unlike GPUs disagree; see docs/running.md.
 _MIXED_GPU_FLAGS = (
@@ -28,12 +28,12 @@ _MIXED_GPU_FLAGS = (
 )
 _MIXED_GPU_NCCL = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0"}
 
-#: JAX's names for the devices of each library.
+#: JAX platform of each library.
 _PLATFORMS = {"NCCL": "cuda", "RCCL": "rocm", "TPU": "tpu"}
 
-# glibc gives the pages of every large buffer back and faults them in again at the next step: on a
-# 26 MB sum that took up to four times as long as the sum itself. Where the kernel leaves huge pages
-# to those who ask for them, asking is worth 3 to 6 % of a GPT's step.
+# By default glibc returns the pages of large buffers and faults them in again at the next step: for
+# a 26 MB sum that took up to four times as long as the sum. Huge pages, where the kernel grants
+# them on request, are worth 3 to 6 % of a GPT's step.
 _KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
@@ -42,17 +42,17 @@ _KEEP_MEMORY = {
 
 
 def num_gpus() -> int:
-    """NVIDIA GPUs of this machine; 0 without a driver, which is a normal case."""
+    """Number of NVIDIA GPUs of this machine; 0 without a driver."""
     with _nvml.driver() as nvml:
         return 0 if nvml is None else int(nvml.nvmlDeviceGetCount())
 
 
 def describe(mesh: str | None, number: int | None) -> tuple[Device, ...]:
-    """The devices to start a process for.
+    """The devices that get a process each.
 
     Raises:
-        LaunchError: If more GPUs are asked for than there are, or none at all, or the mesh has
-            several nodes.
+        LaunchError: If `number` is below one or above the number of GPUs, or the mesh has several
+            nodes.
         MeshError: If the mesh file is wrong.
     """
     if mesh is not None:
@@ -76,19 +76,21 @@ def describe(mesh: str | None, number: int | None) -> tuple[Device, ...]:
 
 
 def elastic_environment(devices: Sequence[Device], mesh: str | None = None) -> Environment:
-    """What processes for devices of this machine get; this one's environment is made ready too.
+    """The environments of processes for this machine's devices; also prepares this process's.
 
     Raises:
-        LaunchError: If they share no library for collectives.
+        LaunchError: If the devices share no library for collectives.
     """
     cards = sum(device.kind != "cpu" for device in devices)
     if are_unlike([device.kind for device in devices]):
         raise LaunchError(f"{in_words([d.kind for d in devices])} share no library for collectives")
     if not cards:
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _cache_of(f"cpu-{_processor()}"))
-    # A generation's programs are those of the one before, however quickly they are compiled.
+        os.environ.setdefault(
+            "JAX_COMPILATION_CACHE_DIR", _compilation_cache(f"cpu-{_cpu_digest()}")
+        )
+    # The next generation reuses all programs, so short compilations are cached, too.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    # Processes are forked from one that has imported jax, which reads some of them then.
+    # The fork server imports jax, which reads some variables at import.
     common = process_environment(0, devices[0], devices, mesh)
     os.environ |= {k: v for k, v in common.items() if k != "CUDA_VISIBLE_DEVICES"}
 
@@ -100,7 +102,7 @@ def elastic_environment(devices: Sequence[Device], mesh: str | None = None) -> E
 
 
 def place_of(rank: int, devices: Sequence[Device]) -> int:
-    """Of a device of this machine among those of its library."""
+    """Index of a device of this machine among those of its library."""
     library = library_of(devices[rank].kind)
     return sum(library_of(other.kind) == library for other in devices[:rank])
 
@@ -108,18 +110,18 @@ def place_of(rank: int, devices: Sequence[Device]) -> int:
 def process_environment(
     place: int, device: Device, devices: Sequence[Device], mesh: str | None
 ) -> dict[str, str]:
-    """Of a process, but for its place in the job.
+    """The environment of a process, without its place in the job.
 
     Args:
-        place: Of an accelerator among those of this machine.
-        devices: All that may be used together.
+        place: Index of an accelerator among those of this machine.
+        devices: All devices of the job.
 
     Raises:
         LaunchError: If fewer cards are visible than are described, or `JAX_PLATFORMS` asks for an
-            accelerator where the device is a processor.
+            accelerator and the device is a CPU.
     """
     env = dict(os.environ)
-    is_unlike = are_unlike(own.kind for own in devices)
+    is_unlike = are_unlike(other.kind for other in devices)
     if is_unlike:
         env[LOCAL_CLIENTS_VARIABLE] = "1"
     env |= {
@@ -130,7 +132,7 @@ def process_environment(
     flags = env.get("XLA_FLAGS", "")
     if mesh is not None:
         env["HXLA_MESH"] = str(find("meshes", mesh))
-    # A fast process may wait long for a slow one; the watchdog ends jobs that are stuck.
+    # A fast process may wait long for a slow one; the watchdog ends stuck jobs.
     patient = (
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=3600",
         "--xla_cpu_collective_call_terminate_timeout_seconds=7200",
@@ -141,12 +143,12 @@ def process_environment(
         if asked and "cpu" not in asked.split(","):
             raise LaunchError(
                 f"JAX_PLATFORMS={asked} asks for an accelerator, and this process would have the "
-                "processor: a driver shows none here, or the mesh file describes none; unset it, "
+                "CPU: a driver shows none here, or the mesh file describes none; unset it, "
                 "or set JAX_PLATFORMS=cpu"
             )
         env["JAX_PLATFORMS"] = "cpu"
-        # XLA cuts long contractions and sums by the threads it has, whatever its flags say, so the
-        # cores that a process may use would change bits.
+        # XLA divides long contractions and sums by its number of threads, whatever its flags say,
+        # so the number of cores would change bits.
         if "xla_force_host_platform_device_count" not in flags:
             env.setdefault("NPROC", "1")
         wanted: tuple[str, ...] = (
@@ -156,7 +158,7 @@ def process_environment(
         for key, value in _KEEP_MEMORY.items():
             env.setdefault(key, value)
     else:
-        if is_unlike:  # the processor's backend is that through which processes meet
+        if is_unlike:  # processes communicate through the CPU backend
             env["JAX_PLATFORMS"] = f"cpu,{_PLATFORMS[library_of(device.kind)]}"
         visible = env.get("CUDA_VISIBLE_DEVICES")
         cards = visible.split(",") if visible else None
@@ -167,7 +169,7 @@ def process_environment(
             )
         env["CUDA_VISIBLE_DEVICES"] = cards[place] if cards else str(place)
         kind = device.kind.lower().replace(" ", "-")
-        env.setdefault("JAX_COMPILATION_CACHE_DIR", _cache_of(kind))
+        env.setdefault("JAX_COMPILATION_CACHE_DIR", _compilation_cache(kind))
         mixed = len({d.kind for d in devices if d.kind != "cpu"}) > 1
         wanted = _GPU_FLAGS + (_MIXED_GPU_FLAGS if mixed else ())
         wanted += patient if is_unlike else ()
@@ -178,14 +180,14 @@ def process_environment(
     return env
 
 
-def _cache_of(kind: str) -> str:
-    """Where programs that were compiled for devices of a kind are kept."""
+def _compilation_cache(kind: str) -> str:
+    """The folder for compiled programs of a device kind."""
     cache = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
     return f"{cache}/hxla/xla/{kind}"
 
 
-def _processor() -> str:
-    """What programs compiled for this machine's processor may not be run without."""
+def _cpu_digest() -> str:
+    """A digest of the CPU features on which compiled programs depend."""
     lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     known = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
     return f"{zlib.crc32(chr(10).join(sorted(known)).encode()):08x}"

@@ -1,6 +1,7 @@
-"""What the process does from which warm ones are forked: it imports, and ends with the launcher.
+"""The imports of the fork server of warm processes.
 
-Signals to the job's process group are the launcher's matter. Nothing else may import this module.
+It ignores signals to the job's process group, which the launcher handles. No other module may
+import this one.
 """
 
 import signal
@@ -17,7 +18,7 @@ from . import join
 
 __all__ = ["flax", "join", "optax", "orbax", "scipy"]
 
-for _name in dir(hxla):  # which is imported when it is used, and then by each process
+for _name in dir(hxla):  # otherwise each process would import on first use
     getattr(hxla, _name)
 
 for _number in (signal.SIGTERM, signal.SIGHUP):

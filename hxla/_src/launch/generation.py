@@ -1,4 +1,4 @@
-"""The ranks of a generation on all its hosts: started, heard, judged and stopped together."""
+"""The ranks of a generation on all its hosts: started, polled, judged and stopped together."""
 
 import dataclasses
 import signal
@@ -21,15 +21,15 @@ class GenerationRanks:
     """The ranks of a generation, from their start until the last one ended.
 
     Args:
-        address: Of this machine, as the hosts reach it.
-        job: A name of the job that no other one has.
-        are_members: Whether the generation may have a successor, to which they leave their state;
-            their coordination service is then in none of them, but in a process of its own.
+        address: Address of this machine, as the hosts reach it.
+        job: A unique name of the job.
+        are_members: Whether the generation may have a successor, for which ranks leave their state.
+            Its coordination service is then a separate process, not in rank 0.
 
     Attributes:
-        standings: In the order of ranks, as they were last heard.
-        reports: By rank the last one that the authority knows of.
-        ended: The ranks whose end it knows of.
+        standings: The last standings, in the order of ranks.
+        reports: The last report of each rank that the authority knows.
+        ended: The ranks whose end the authority knows.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class GenerationRanks:
         self._service: CoordinationProcess | None = None
         if are_members and len(places) > 1:
             self._service = CoordinationProcess(start.address, len(places))
-        self._on_hosts = []
+        self._host_ranks = []
         for host in hosts.values():
             here = {rank: seat for rank, seat in enumerate(seats) if places[rank].host is host}
-            self._on_hosts.append((host, host.start(dataclasses.replace(start, seats=here))))
+            self._host_ranks.append((host, host.start(dataclasses.replace(start, seats=here))))
         self.hosts = [place.host.name for place in places]
         ranks = range(len(places))
         self.standings: Sequence[Standing] = [Standing(rank=r, status=Status()) for r in ranks]
@@ -74,49 +74,49 @@ class GenerationRanks:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Processes by device."""
-        pids = {rank: pid for _, ranks in self._on_hosts for rank, pid in ranks.pids.items()}
+        """Pids by device."""
+        pids = {rank: pid for _, ranks in self._host_ranks for rank, pid in ranks.pids.items()}
         return {device: pids[rank] for rank, device in enumerate(self.generation.members)}
 
     @property
     def has_joined(self) -> bool:
-        """Whether any of its ranks began."""
+        """Whether any of its ranks has joined."""
         return any(report.is_joined for report in self.reports.values())
 
     def hear(self) -> Sequence[Standing]:
-        """What is known of each rank now."""
-        every = [standing for _, ranks in self._on_hosts for standing in ranks.standings()]
+        """Poll the standing of each rank."""
+        every = [standing for _, ranks in self._host_ranks for standing in ranks.standings()]
         self.standings = sorted(every, key=lambda standing: standing.rank)
         return self.standings
 
     def begin(self, state: Sequence[KeptFolder]) -> None:
-        """Let members begin with a state, of which each folder has a part, or with none."""
-        for host, ranks in self._on_hosts:
+        """Let members begin, with a state whose parts are in the folders, if any."""
+        for host, ranks in self._host_ranks:
             host.begin(ranks, state)
 
     def order(self, **changes: object) -> None:
         """Change fields of the `Order` of all members."""
-        for _, ranks in self._on_hosts:
+        for _, ranks in self._host_ranks:
             ranks.order(**changes)
 
     def quieten(self, spared: int | None = None) -> None:
-        for _, ranks in self._on_hosts:
+        for _, ranks in self._host_ranks:
             ranks.quieten(spared)
 
     def change_shares(self, shares: Sequence[float | None]) -> None:
-        for _, ranks in self._on_hosts:
+        for _, ranks in self._host_ranks:
             ranks.change_shares(shares)
 
     def kill(self, number: int = signal.SIGKILL, ranks: Collection[int] | None = None) -> None:
-        """Send a signal to ranks that run, and to what they started; None: to all."""
-        for _, here in self._on_hosts:
+        """Send a signal to running ranks and their children; None for all ranks."""
+        for _, here in self._host_ranks:
             here.kill([rank for rank in here.pids if ranks is None or rank in ranks], number)
 
     def judge(self, ending: RunEnding, now: float) -> None:
-        """Find the rank that failed first, if any has, and end the others.
+        """Find the rank that failed first, if any, and end the others.
 
         Args:
-            now: By `time.monotonic`; infinity: nobody will say any more.
+            now: By `time.monotonic`; infinity if no more messages will come.
         """
         if ending.verdict is not None:
             return
@@ -127,7 +127,7 @@ class GenerationRanks:
             ending.follow(time.monotonic())
         if ending.num_interrupts:
             return
-        # Once asked to end, a process may die of the signal; an error is still one.
+        # After a signal of the user only errors count, as processes may die of the signal.
         judged = [s for s in self.standings if ending.asked is None or s.status.state == "failed"]
         verdict = judge(judged, now)
         if verdict is not None:
@@ -135,16 +135,16 @@ class GenerationRanks:
             self.fail(ending, verdict, grace)
 
     def fail(self, ending: RunEnding, verdict: Verdict, grace_seconds: float) -> None:
-        """Say which rank has failed, and end the others."""
+        """Report the failed rank, and end the others."""
         ending.fail(verdict, grace_seconds, time.monotonic())
         who = self.generation.members[verdict.rank]
         self._streams.say(f"{who} {verdict.reason}; ending the job")
-        # One that stood still has nothing to say of it either.
+        # A stuck rank has nothing to report.
         self.quieten(spared=verdict.rank if verdict.can_leave else None)
         self.kill(signal.SIGTERM)
 
     def kill_late(self, ending: RunEnding) -> None:
-        """End those that do not end in time."""
+        """Kill ranks that do not end in time."""
         now = time.monotonic()
         late = [
             standing
@@ -158,9 +158,9 @@ class GenerationRanks:
         if late:
             self.kill(ranks={standing.rank for standing in late})
 
-    def close(self, *, shows_held: bool, kept: Collection[str]) -> None:
-        """End what is left, and let go of ports, cgroups, pipes and folders that are not kept."""
-        for _, ranks in self._on_hosts:
-            ranks.close(shows_held=shows_held, kept=kept)
+    def close(self, *, shows_delayed: bool, kept: Collection[str]) -> None:
+        """End all processes, and release ports, cgroups, pipes and folders except `kept`."""
+        for _, ranks in self._host_ranks:
+            ranks.close(shows_delayed=shows_delayed, kept=kept)
         if self._service is not None:
             self._service.close()

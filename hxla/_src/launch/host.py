@@ -1,4 +1,4 @@
-"""The machines whose devices a run uses: this one, and what any other has to do."""
+"""Hosts of a run's devices: their protocol, and this machine as one."""
 
 import dataclasses
 import itertools
@@ -19,8 +19,8 @@ from .ranks import LocalRanks, Ranks, RanksStart, StartProcess
 from .throttle import own_cores, pack
 from .warm import warm_up
 
-_MEMORY = "/dev/shm"  # memory that outlives the process that wrote it
-#: The notice of a device that is taken back without a deadline, as one that left the mesh file.
+_MEMORY = "/dev/shm"  # survives the end of its writer
+#: Notice of a device without a deadline, such as one that is no longer in the mesh file.
 NOTICE_SECONDS = 600.0
 
 
@@ -28,9 +28,9 @@ class Host(Protocol):
     """A machine whose devices a run uses.
 
     Attributes:
-        machine: Hosts of one machine share its cores.
-        is_lost: Whether it is gone, with all that was kept there.
-        notice_seconds: That it gives when its devices are asked back.
+        machine: Name of the machine; hosts of one machine share its cores.
+        is_lost: Whether the host is gone, with all states on it.
+        notice_seconds: Notice before its devices are taken back.
     """
 
     name: str
@@ -40,41 +40,41 @@ class Host(Protocol):
 
     @property
     def cores(self) -> Sequence[int]:
-        """Those that its processes may use."""
+        """The cores for its processes."""
 
     @property
     def pinned(self) -> str:
-        """What its processes have chosen for later generations; empty: nothing yet."""
+        """Choices of its processes for later generations, as JSON; empty without any."""
 
     def start(self, start: RanksStart) -> Ranks:
         """Start its ranks of a generation."""
 
     def begin(self, ranks: Ranks, state: Sequence["KeptFolder"]) -> None:
-        """Let members begin with a state, of which each folder has a part, or with none."""
+        """Let members begin, with a state whose parts are in the folders, if any."""
 
     def forget(self, folder: str) -> None:
-        """Let go of a state."""
+        """Remove a state."""
 
     def state_folder(self, generation: int, rank: int) -> str:
-        """Where a process leaves its state."""
+        """The folder for a process's last state."""
 
     def close(self) -> None:
-        """Let go of all, also of what was left in memory."""
+        """Release everything, including states in memory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeptFolder:
-    """A folder on a host, with a state or a part of one."""
+    """A folder on a host with a state or a part of one."""
 
     host: Host
     folder: str
 
 
 class Carrying(Protocol):
-    """A folder on its way from a host to another."""
+    """The transfer of a folder between hosts."""
 
     def arrived(self) -> bool | None:
-        """Whether it has arrived; None: it is under way."""
+        """Whether the transfer succeeded; None while it runs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,43 +86,43 @@ class OfferedDevice:
 
 
 class Hosts(Protocol):
-    """Where devices come from.
+    """The source of a run's devices.
 
     Attributes:
-        address: Of this machine, as the hosts reach it.
+        address: Address of this machine, as the hosts reach it.
     """
 
     address: str
 
     def offered(self) -> Sequence[OfferedDevice]:
-        """The devices that may be used, now.
+        """The devices that may be used now.
 
         Raises:
-            HxlaError: If that cannot be told.
+            HxlaError: If they are not known.
         """
 
     def poll(self) -> bool:
-        """Hear what the hosts have to say; whether one was found to be lost."""
+        """Poll reports of the hosts; returns whether a host was lost."""
 
     def carry(self, source: KeptFolder, target: KeptFolder) -> Carrying:
-        """Begin to carry a folder from one host to another, where it appears whole."""
+        """Start an atomic transfer of a folder between hosts."""
 
     def let_go(self, host: Host) -> None:
-        """A device of a host was released, and none of its others is used."""
+        """Release a host, none of whose devices is used any more."""
 
     def close(self) -> None:
-        """Let go of all hosts."""
+        """Close all hosts."""
 
 
 class LocalHost:
-    """This machine: a host, and where devices come from if it is the only one.
+    """This machine as a host, and as the source of devices if it is the only one.
 
     Args:
         keeps_state: Whether ranks are members of generations, which leave their state in memory.
-        read_devices: The devices that may be used, now.
+        read_devices: Returns the devices that may be used now.
 
     Attributes:
-        memory: The folder for that; None: there is none.
+        memory: The folder for states; None without `keeps_state`.
     """
 
     name = machine = "this machine"
@@ -158,19 +158,19 @@ class LocalHost:
             return ""
 
     def offered(self) -> Sequence[OfferedDevice]:
-        """The devices that may be used, now."""
+        """The devices that may be used now."""
         return [OfferedDevice(host=self, device=device) for device in self._read_devices()]
 
     def poll(self) -> bool:
-        """Its ranks write into memory that is read directly."""
+        """Does nothing, as reports are read directly from memory."""
         return False
 
     def carry(self, _source: KeptFolder, _target: KeptFolder) -> Carrying:
-        """Never: there is no other host."""
+        """Not called, as there is no other host."""
         raise AssertionError("there is one host")
 
     def let_go(self, host: Host) -> None:
-        """Nothing: it is kept until the end."""
+        """Does nothing, as this host stays until the end."""
 
     def start(self, start: RanksStart) -> LocalRanks:
         return LocalRanks(
@@ -188,11 +188,11 @@ class LocalHost:
         return left_folder(self.memory, generation, rank)
 
     def note(self, line: str) -> None:
-        """Say what someone must clean up after a crash: a pid, a cgroup, `rm` and a folder."""
+        """Register a pid, a cgroup, or `rm` and a folder for clean-up after a crash."""
         self._janitor.write(f"{line}\n".encode())
 
     def close(self) -> None:
-        """Let go of all, also of what was left in memory, and of what is still being received."""
+        """Remove states from memory, also unfinished ones, and end the clean-up process."""
         if self.memory is not None:
             shutil.rmtree(self.memory, ignore_errors=True)
         self.note("done")
@@ -200,27 +200,27 @@ class LocalHost:
 
 
 def cores_of(places: Sequence[OfferedDevice]) -> list[int | None]:
-    """The core of each process that is held to a share of one; hosts of one machine share cores."""
-    found: list[int | None] = [None] * len(places)
+    """The core of each process with a core share, packed over the hosts of each machine."""
+    cores: list[int | None] = [None] * len(places)
     for machine in {place.host.machine for place in places}:
-        own = [k for k, p in enumerate(places) if p.host.machine == machine]
-        own = [k for k in own if places[k].device.core_share is not None]
-        shares = [places[k].device.core_share or 1.0 for k in own]
-        if own:
-            for k, core in zip(own, pack(shares, places[own[0]].host.cores), strict=True):
-                found[k] = core
-    return found
+        indices = [k for k, p in enumerate(places) if p.host.machine == machine]
+        indices = [k for k in indices if places[k].device.core_share is not None]
+        shares = [places[k].device.core_share or 1.0 for k in indices]
+        if indices:
+            for k, core in zip(indices, pack(shares, places[indices[0]].host.cores), strict=True):
+                cores[k] = core
+    return cores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceChanges:
-    """How the devices that are offered differ from those that are known.
+    """The difference between offered and known devices.
 
     Attributes:
-        met: Those that were never offered before.
-        usable: Those, and the ones that were asked back and are offered again.
-        lost: Those whose host is gone.
-        missing: Those that are not offered any more.
+        met: Devices that are offered for the first time.
+        usable: These, and devices that are offered again after they were asked back.
+        lost: Devices whose host is gone.
+        missing: Devices that are no longer offered.
     """
 
     met: Sequence[str]
@@ -230,29 +230,31 @@ class DeviceChanges:
 
 
 class KnownDevices:
-    """The devices of a run, by the names that it gives them.
+    """The devices of a run and their names.
 
     Args:
         word: The first word of the names.
 
     Attributes:
-        places: Those that may be used.
+        places: The devices that may be used, by name.
     """
 
     def __init__(self, word: str) -> None:
         self._word, self._names = word, itertools.count()
         self.places: dict[str, OfferedDevice] = {}
         self._numbers: dict[str, int] = {}  # on their hosts
-        self._asked_back: set[str] = set()  # those that are no longer offered
-        self._given_back: dict[str, OfferedDevice] = {}  # those that still are, and are not used
+        self._asked_back: set[str] = set()  # devices that are no longer offered
+        self._given_back: dict[
+            str, OfferedDevice
+        ] = {}  # devices that are still offered, but not used
 
     def number(self, name: str) -> int:
-        """Of a device on its host."""
+        """The number of a device on its host."""
         return self._numbers[name]
 
     def compare(self, offered: Sequence[OfferedDevice]) -> DeviceChanges:
-        """Find known devices among those that are offered now, and name the others."""
-        # Of devices that are alike those stay which are used, and those go which leave anyway.
+        """Match offered devices with known ones, and name the others."""
+        # Among equal devices used ones match first, and those that were asked back last.
         used = sorted(self.places, key=self._asked_back.__contains__)
         gone = {name: self.places[name] for name in used} | self._given_back
         met, usable = list[str](), list[str]()
@@ -273,18 +275,18 @@ class KnownDevices:
         return DeviceChanges(met=met, usable=usable, lost=lost, missing=missing)
 
     def ask_back(self, names: Sequence[str]) -> None:
-        """Note that devices are not offered any more."""
+        """Mark devices as no longer offered."""
         self._asked_back |= set(names)
 
     def release(self, name: str) -> Host | None:
-        """Do without a device; returns its host, if it has no other."""
-        given = self.places.pop(name, None)
-        if given is None:
+        """Release a device; returns its host if none of its other devices is used."""
+        place = self.places.pop(name, None)
+        if place is None:
             return None
         if name not in self._asked_back:
-            self._given_back[name] = given
-        is_used = any(place.host is given.host for place in self.places.values())
-        return None if is_used else given.host
+            self._given_back[name] = place
+        is_used = any(other.host is place.host for other in self.places.values())
+        return None if is_used else place.host
 
     def _add(self, place: OfferedDevice) -> str:
         name = f"{self._word} {next(self._names)}"

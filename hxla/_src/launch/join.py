@@ -40,9 +40,9 @@ from .channel import (
 )
 from .output import last_words, show
 
-_BY_SIGNAL = (128 + signal.SIGTERM, 128 + signal.SIGINT)  # with which nothing was saved
-_STAY_SECONDS = 2.0  # for others that end by themselves
-_LAST_SECONDS = 0.1  # for them to be gone, once they have said that they end
+_SIGNAL_CODES = (128 + signal.SIGTERM, 128 + signal.SIGINT)  # exit codes without a saved state
+_STAY_SECONDS = 2.0  # for other ranks to end by themselves
+_LAST_SECONDS = 0.1  # for their end after they have announced it
 _PREFIX = "hxla/beat/"  # of keys of the coordination service
 
 
@@ -54,7 +54,7 @@ class ServiceStatuses:
         put(f"{_PREFIX}{rank}", text_of(status))
 
     def statuses(self) -> dict[int, Status]:
-        """Those that were written."""
+        """The written statuses, by rank."""
         return {
             int(key.rpartition("/")[2]): Status(**json.loads(text))
             for key, text in entries(_PREFIX).items()
@@ -62,10 +62,10 @@ class ServiceStatuses:
 
 
 def check_is_there(rank: int) -> None:
-    """Refuse to wait for a rank whose script is over.
+    """Refuse to wait for a rank whose script has ended.
 
     Raises:
-        LaunchError: If it is.
+        LaunchError: If the script has ended.
     """
     every: RankStatuses = own_channel() or ServiceStatuses()
     if every.statuses().get(rank, Status()).has_ended:
@@ -77,7 +77,7 @@ def _joined() -> bool:
 
 
 def uninitialised_cluster() -> str | None:
-    """The job that this process should have joined and has not, or None."""
+    """The job that this process has not joined yet, in words; None without one."""
     if _joined():
         return None
     number = os.environ.get("HXLA_NUM_PROCESSES", "1")
@@ -87,14 +87,14 @@ def uninitialised_cluster() -> str | None:
 
 
 def join() -> None:
-    """Join the job that this process is part of; does nothing under plain `python script.py`.
+    """Join the job of this process; does nothing under plain `python script.py`.
 
-    Inside `hxla run` the launcher has done it already. Inside Slurm, Open MPI or Kubernetes, where
-    `jax.distributed.initialize()` finds its own cluster, call this before anything uses a device.
+    Under `hxla run` the process has joined already. Under Slurm, Open MPI or Kubernetes, whose
+    cluster `jax.distributed.initialize()` detects, call this before anything uses a device.
 
     Raises:
-        LaunchError: If the processes do not find each other, or devices that share no library are
-            to meet in their hosts and `JAX_PLATFORMS` does not name `cpu` first.
+        LaunchError: If the processes do not find each other, or if devices without a common library
+            communicate through their hosts and `JAX_PLATFORMS` does not name `cpu` first.
 
     Example:
         >>> import hxla
@@ -123,15 +123,15 @@ def join() -> None:
                 address,
                 number,
                 int(os.environ["HXLA_PROCESS_ID"]),
-                # Our own watchdog speaks first, with the step and the phase.
+                # hxla's watchdog reports earlier, with step and phase.
                 heartbeat_timeout_seconds=100,
-                # Nothing asks who calls, so it is for this machine alone.
+                # The service has no authentication, so only this machine may reach it.
                 coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address),
             )
         elif cluster_in_sight() or _in_kubernetes_job():
             leave_sigterm_alone()
             jax.distributed.initialize()
-            atexit.register(_say_end)  # before jax waits for the others
+            atexit.register(_publish_end)  # before jax waits for other processes
     except RuntimeError as error:
         raise LaunchError(
             f"the processes of the job did not find each other: {error}\ncall hxla.join() before "
@@ -139,13 +139,13 @@ def join() -> None:
         ) from error
 
 
-def _say_end() -> None:
+def _publish_end() -> None:
     with contextlib.suppress(Exception):  # the service is gone with process 0
         _change(ServiceStatuses(), jax.process_index(), has_ended=True)
 
 
 def _change(statuses: RankStatuses | None, rank: int, **changes: object) -> Status:
-    """Change the status of this process's rank; where nobody reads it only return it."""
+    """Change the status of this process's rank, and publish it if there is a channel."""
     before = Status() if statuses is None else statuses.statuses().get(rank, Status())
     now = dataclasses.replace(before, moved_at=time.monotonic(), **changes)  # type: ignore[arg-type]
     if statuses is not None:
@@ -157,7 +157,7 @@ def _in_kubernetes_job() -> bool:
     return "KUBERNETES_SERVICE_HOST" in os.environ and "JOB_COMPLETION_INDEX" in os.environ
 
 
-def _die_with_the_launcher() -> None:
+def _die_with_launcher() -> None:
     launcher = os.environ.get("HXLA_LAUNCHER_PID")
     if launcher and sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -166,8 +166,8 @@ def _die_with_the_launcher() -> None:
 
 
 def run_joined(work: Callable[[], None]) -> None:
-    """Join, work, and leave with the exit code of what was done."""
-    _die_with_the_launcher()
+    """Join the job, work, and end with the exit code of the work."""
+    _die_with_launcher()
     channel, rank = own_channel(), int(os.environ.get("HXLA_PROCESS_ID", "0"))
     code: int | str | None = 0
     try:
@@ -179,7 +179,7 @@ def run_joined(work: Callable[[], None]) -> None:
             _change(channel, rank, state="finished")
     except SystemExit as stop:
         code = stop.code or 0
-        _say_exit(channel, rank, code)
+        _publish_exit(channel, rank, code)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
         _change(channel, rank, state="left", note="Ctrl-C", has_ended=True)
@@ -197,20 +197,20 @@ def run_joined(work: Callable[[], None]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     if channel is not None and code == 0 and channel.read(Status, rank).state == "left":
-        _stay_for_the_others(channel, rank, seconds=float("inf"))
+        _wait_for_others(channel, rank, seconds=float("inf"))
     elif channel is not None and code and rank == 0:
-        _stay_for_the_others(channel, rank, seconds=_STAY_SECONDS)
+        _wait_for_others(channel, rank, seconds=_STAY_SECONDS)
     if code:
         # An orderly shutdown would wait at a barrier for processes that may never come.
         os._exit(code)
 
 
-def _say_exit(channel: Channel | None, rank: int, code: int | str | None) -> None:
-    """Whether `sys.exit` ended all that was to be done is seen by what the others do."""
+def _publish_exit(channel: Channel | None, rank: int, code: int | str | None) -> None:
+    """Publish the end of a script by `sys.exit`; other ranks show whether it was too early."""
     if channel is None:
         return
     was_preempted = channel.read(Status, rank).state == "preempted"
-    if code == EXIT_PREEMPTED or (was_preempted and code in _BY_SIGNAL):
+    if code == EXIT_PREEMPTED or (was_preempted and code in _SIGNAL_CODES):
         _change(channel, rank, state="preempted")
     elif code:
         note = code.strip() if isinstance(code, str) else f"sys.exit({code})"
@@ -221,11 +221,10 @@ def _say_exit(channel: Channel | None, rank: int, code: int | str | None) -> Non
         _change(channel, rank, state="left", note="sys.exit(0)")
 
 
-def _stay_for_the_others(channel: Channel, rank: int, *, seconds: float) -> None:
-    """Keep the coordination service alive, which is in rank 0, and sockets that others listen at.
+def _wait_for_others(channel: Channel, rank: int, *, seconds: float) -> None:
+    """Keep rank 0's coordination service and open sockets alive until other ranks end.
 
-    With them gone the others would print errors of their own before they end. The launcher sees to
-    it that the wait has an end.
+    Otherwise these would print further errors before they end. The launcher limits the wait.
     """
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -238,7 +237,7 @@ def _stay_for_the_others(channel: Channel, rank: int, *, seconds: float) -> None
 
 
 def run_as_main(command: Sequence[str]) -> None:
-    """Run a script, or after `-m` a module, with its arguments as Python would."""
+    """Run a script, or after `-m` a module, with its arguments like Python."""
     if command[0] == "-m":
         sys.argv, sys.path[0] = list(command[1:]), os.getcwd()
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
@@ -249,5 +248,5 @@ def run_as_main(command: Sequence[str]) -> None:
 
 
 def run_script(command: Sequence[str]) -> None:
-    """Join, and run a script with its arguments as `__main__`."""
+    """Join the job, and run a script with its arguments as `__main__`."""
     run_joined(functools.partial(run_as_main, command))

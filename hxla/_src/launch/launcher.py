@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 
 _MOST_PROCESSES = 65536
-_HAND_OVER_SECONDS = 30.0  # members end the step at hand and write their state
-_PREPARE_SECONDS = 600.0  # members trace and compile
+_HAND_OVER_SECONDS = 30.0  # for members to finish their step and write their state
+_PREPARE_SECONDS = 600.0  # for members to trace and compile
 
 
 def elastic_rules(
     least: int | None, most: int | None, heartbeat_seconds: float | None
 ) -> MembershipRules:
-    """What an elastic run keeps to; its ports are free ones of this machine.
+    """The rules of an elastic run, with free ports of this machine.
 
     Args:
-        least: The fewest devices to train on, minP; None: one.
-        most: The most, maxP; None: one for each microbatch.
-        heartbeat_seconds: How long a process may be silent; None: ten seconds.
+        least: The fewest devices to train on, minP; None for one.
+        most: The most devices, maxP; None for one for each microbatch.
+        heartbeat_seconds: The longest silence of a process; None for ten seconds.
 
     Raises:
         LaunchError: If the numbers contradict each other, or are too small.
@@ -64,7 +64,7 @@ def elastic_rules(
 
 
 def free_port() -> int:
-    """A port of this machine on which nobody listens now."""
+    """A free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -80,26 +80,25 @@ def run(
     dump: str | None = None,
     program: Sequence[str] = ("hxla._src.launch",),
 ) -> int:
-    """Start the processes, pass on their output and signals, and wait for them.
+    """Start the processes, forward their output and signals, and wait for them.
 
     Args:
-        number: Processes to start, instead of a mesh.
-        plan: File of a plan to run: only the devices that take part are started.
-        grace_seconds: From SIGTERM to SIGKILL; a process that finishes a step and saves it may
-            take longer.
-        dump: New folder for what XLA makes of each program, `process-0` and so on below it.
-        program: Module that runs the command in each process, and its own arguments.
+        number: Number of processes, instead of a mesh.
+        plan: Plan file; only the devices of the plan get a process.
+        grace_seconds: From SIGTERM to SIGKILL; longer for a process that finishes and saves a step.
+        dump: New folder for XLA's dumps, with a folder `process-0` and so on for each process.
+        program: Module that runs the command in each process, and its arguments.
 
     Returns:
         0 if all returned 0, else the exit code of the process that failed first (128 plus the
-        signal's number if it was killed), or of how the user ended the job: see docs/running.md.
+        signal's number if it was killed), or of the user's signal: see docs/running.md.
 
     Raises:
         LaunchError: As `describe`.
     """
     asked = None
     if plan is not None:
-        from ..plan.plan import Plan  # with jax, which a launcher does without
+        from ..plan.plan import Plan  # imports jax, which a launcher does not need
 
         asked = Plan.read(plan)
     if asked is not None and mesh is None and number is None:
@@ -159,15 +158,15 @@ def run_elastic(
     grace_seconds: float = 5.0,
     events: str | None = None,
 ) -> int:
-    """Run a script whose processes come and go with the devices, until it has trained.
+    """Train a script on devices that come and go.
 
     Args:
         mesh: Built-in name or path of a mesh file, which is read again when it changes.
-        number: Processes to start, instead of a mesh.
-        ray: Address of a Ray cluster whose nodes give the devices, instead of a mesh.
-        nodes: File of the IDs of the nodes of it that may be used; None: all.
-        grace_seconds: The notice that a SIGTERM gives.
-        events: File for what happens, one line of JSON each.
+        number: Number of processes, instead of a mesh.
+        ray: Address of a Ray cluster with the devices, instead of a mesh.
+        nodes: File with the IDs of the Ray nodes that may be used; None for all.
+        grace_seconds: The notice of a SIGTERM.
+        events: File for events and decisions, one line of JSON each.
 
     Returns:
         The exit code of the job.
@@ -201,38 +200,38 @@ def _needing_ray() -> Iterator[None]:
 
 
 def _mesh_of(plan: "Plan", file: str) -> str | None:
-    """The mesh file of a plan: built in, where it was, or beside the plan; None: it had none.
+    """The mesh file of a plan: built in, at its path, or beside the plan; None if it had none.
 
     Raises:
-        LaunchError: If it is nowhere there.
+        LaunchError: If the file is missing.
     """
     if not plan.mesh_file:
         return plan.cluster or None
-    own = pathlib.Path(plan.mesh_file)
-    for path in (own, pathlib.Path(file).with_name(own.name)):
+    recorded = pathlib.Path(plan.mesh_file)
+    for path in (recorded, pathlib.Path(file).with_name(recorded.name)):
         if path.is_file():
             return str(path)
     raise LaunchError(
-        f"plan {file} is for the mesh file {plan.cluster!r}, which is not at {own} and not beside "
-        "the plan: put it there, or pass --mesh FILE"
+        f"plan {file} is for the mesh file {plan.cluster!r}, which is not at {recorded} and not "
+        "beside the plan: put it there, or pass --mesh FILE"
     )
 
 
 def _planned_ranks(plan: "Plan", num_devices: int) -> Sequence[int]:
-    """The devices of a plan, by their numbers in the cluster.
+    """The ranks of a plan's devices in the cluster.
 
-    Where some are not there, a process may have several of them, and if none has, the job says
-    so beside all else in which the plan differs: then every process is started.
+    If the cluster has fewer devices, every process is started: a process may have several devices,
+    and otherwise the job reports this with all other differences from the plan.
     """
     ranks = sorted(device.rank for device in plan.devices)
     return range(num_devices) if ranks[-1] >= num_devices else ranks
 
 
 def new_dump(folder: str | None) -> str | None:
-    """The absolute path of a folder that holds no other dump.
+    """The absolute path of an empty or new folder.
 
     Raises:
-        LaunchError: If there is anything in it.
+        LaunchError: If the folder is not empty.
     """
     if folder is None:
         return None
@@ -243,14 +242,14 @@ def new_dump(folder: str | None) -> str | None:
 
 
 def dumping(env: Mapping[str, str], folder: str, process: str) -> dict[str, str]:
-    """Environment variables that make a process dump its programs."""
+    """Environment variables with which a process dumps its programs."""
     wanted = (
         f"--xla_dump_to={folder}/process-{process}",
         "--xla_dump_hlo_as_text",
-        "--xla_dump_hlo_as_proto",  # it holds the buffer assignment whole
+        "--xla_dump_hlo_as_proto",  # has the complete buffer assignment
     )
     return {
         "XLA_FLAGS": " ".join([env.get("XLA_FLAGS", ""), *wanted]).strip(),
-        # A program from the cache is not compiled, and what is not compiled is not dumped.
+        # A cached program is not compiled, hence not dumped.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
     }

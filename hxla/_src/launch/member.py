@@ -1,7 +1,6 @@
-"""A process as a member of a generation: it says that it lives, and does what it is told.
+"""A process as a member of a generation: it sends heartbeats and follows orders.
 
-Both happen in a thread of their own, for the main one may be stuck in a collective whose other side
-is gone.
+A separate thread does both, as the main one may be stuck in a collective with a lost process.
 """
 
 import contextlib
@@ -43,23 +42,23 @@ class Member:
         self._change = threading.Condition()
         self._leave: Callable[[], tuple[int, str] | None] | None = None
         self._is_asked_back: Callable[[], bool] = lambda: False
-        self._is_used = False
+        self._has_trained = False
         self.changing = threading.Lock()
         threading.Thread(target=self._run, daemon=True, name="hxla-member").start()
 
     @property
     def stops(self) -> bool:
-        """Whether to ask all for a last step, and then to leave the state in memory."""
+        """Whether to request a last step, after which the state is left in memory."""
         return self._order.stops
 
     @property
     def ends(self) -> bool:
-        """Whether to ask all for a last step, and then to write a checkpoint."""
+        """Whether to request a last step, after which a checkpoint is written."""
         return self._order.ends
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether nobody trains meanwhile, and a state in memory waits for its generation."""
+        """Whether no generation trains and a state in memory waits for this one."""
         return self._order.begins and bool(self._order.state)
 
     def tell(self, **changes: object) -> None:
@@ -69,45 +68,45 @@ class Member:
             self._channel.tell(self._rank, self._report)
 
     def wait_for_the_others(self) -> Sequence[str]:
-        """Until the generation is formed; returns the folders of the state to begin with, if any.
+        """Wait until the generation is formed; returns the folders of its first state, if any.
 
         Raises:
             LaunchError: If this process has trained before.
         """
-        if self._is_used:
+        if self._has_trained:
             raise LaunchError(
                 "hxla run --elastic takes scripts that train once: a second session would begin "
                 "with the state of the first; start another job for it"
             )
-        self._is_used = True
+        self._has_trained = True
         self.wait_before_devices()
         return self._order.state
 
     def wait_before_devices(self) -> None:
-        """Until the generation is formed."""
+        """Wait until the generation is formed."""
         self.tell(is_prepared=True)
         with self._change:
             self._change.wait_for(lambda: self._order.begins)
 
     @property
     def folder(self) -> str:
-        """Where it leaves its state."""
+        """The folder for its last state."""
         return left_folder(os.environ[MEMORY_VARIABLE], self.generation, self._rank)
 
     @property
     def num_neighbours(self) -> int:
-        """The processes of its generation on this host, itself counted."""
+        """The number of processes of its generation on this host."""
         return int(os.environ[NEIGHBOURS_VARIABLE])
 
     @contextlib.contextmanager
     def trains(
         self, leave: Callable[[], tuple[int, str] | None], is_asked_back: Callable[[], bool]
     ) -> Iterator[None]:
-        """While it has a state that can be left.
+        """Within it the process has a state that can be left.
 
         Args:
-            leave: Leaves it in memory, called from another thread, `changing` being held: the step
-                and the digest of the state; None: nothing can be left.
+            leave: Leaves the state in memory, in another thread and under the lock `changing`.
+                Returns its step and digest, or None if it cannot be left.
         """
         self._leave, self._is_asked_back = leave, is_asked_back
         try:
@@ -116,7 +115,7 @@ class Member:
             self._leave = None
 
     def stay_to_leave(self) -> None:
-        """After another member was lost: wait for the order to leave, which ends this process."""
+        """Wait for the order to leave, which ends this process, after another member was lost."""
         time.sleep(_PATIENCE_SECONDS)
 
     def _run(self) -> None:
@@ -157,12 +156,12 @@ def own_member() -> Member | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pinned:
-    """What was chosen before and bits depend on: what goes on with it keeps it.
+    """Earlier choices that decide bits, and that a resumed run or later generation keeps.
 
     Attributes:
-        microbatch_size: The examples of a microbatch; None: nothing is pinned.
-        shares: The ratio in which the devices of a copy share what is cut.
-        is_chain: Whether a microbatch is a chain of segments, or one program; None: either.
+        microbatch_size: Examples of a microbatch; None if nothing is pinned.
+        shares: The ratio of shard sizes on the devices of a replica.
+        is_chain: Whether a microbatch is a chain of segments or one program; None if not pinned.
     """
 
     microbatch_size: int | None = None
@@ -172,13 +171,13 @@ class Pinned:
 
     @classmethod
     def read(cls, text: str) -> "Pinned":
-        """From the JSON of its fields."""
-        found = json.loads(text)
-        return cls(**found | {name: tuple(found[name]) for name in ("cut", "shares")})
+        """Read the JSON of the fields."""
+        fields = json.loads(text)
+        return cls(**fields | {name: tuple(fields[name]) for name in ("cut", "shares")})
 
 
 def pin(choices: Pinned) -> None:
-    """Later generations are to choose the same, whatever their devices suggest."""
+    """Store choices for later generations."""
     path = pathlib.Path(os.environ[MEMORY_VARIABLE], PINNED)
     part = path.with_name(f"{PINNED}-{os.getpid()}")
     part.write_text(json.dumps(dataclasses.asdict(choices)))
@@ -186,7 +185,7 @@ def pin(choices: Pinned) -> None:
 
 
 def pinned() -> Pinned:
-    """What the generations before have chosen."""
+    """The choices of earlier generations."""
     folder = os.environ.get(MEMORY_VARIABLE)
     if not folder:
         return Pinned()

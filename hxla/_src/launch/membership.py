@@ -1,7 +1,7 @@
-"""The values of membership: generations, what is known of a run, what happens, what is to be done.
+"""The values of membership: generations, the knowledge about a run, events and actions.
 
 A member is a device with its process. A generation is replaced as a whole, and its number grows: a
-message that carries an older number is about processes that are no members any more.
+message with an older number is about processes that are no longer members.
 """
 
 import dataclasses
@@ -10,8 +10,8 @@ from typing import Literal, TypeGuard
 
 from .kept_state import KeptState, newest
 
-#: What a run is doing. In `running` and `preparing` it trains; `collecting` gathers what survivors
-#: left after something that was not planned; `failed` and `finished` are its ends.
+#: The phase of a run. In `running` and `preparing` it trains; in `collecting` survivors leave their
+#: states after an unplanned event; `failed` and `finished` are its ends.
 RunPhase = Literal[
     "running",
     "preparing",
@@ -22,19 +22,19 @@ RunPhase = Literal[
     "failed",
     "finished",
 ]
-ENDED: tuple[RunPhase, ...] = ("failed", "finished")  #: Nothing follows them.
+ENDED: tuple[RunPhase, ...] = ("failed", "finished")  #: Final phases.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Who trains together.
+    """The members that train together.
 
     Attributes:
-        number: Its number; later ones have larger numbers.
+        number: Larger for later generations.
         members: The devices, in the order of their ranks.
-        port: The port of its coordinator, another than that of the generation before.
-        first_step: The step that it starts from: how many are behind it.
-        shares: The microbatches of each member, if they were asked for.
+        port: The port of its coordinator, not that of the generation before.
+        first_step: The number of steps done when it starts.
+        shares: The requested microbatch counts of members; empty without a request.
     """
 
     number: int
@@ -46,18 +46,18 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MembershipRules:
-    """What a run keeps to.
+    """The rules of a run.
 
     Attributes:
         max_devices: The most members, maxP.
-        num_steps: The steps of the whole run.
-        num_microbatches: The microbatches of a step.
-        heartbeat_seconds: How long a member may be silent.
-        prepare_seconds: How long new processes may take to be ready beside the old ones.
-        hand_over_seconds: How long members may take to stop and leave their state.
-        collect_seconds: How long survivors may take to leave theirs, and a killed process to end.
-        form_seconds: How long a new generation may take to join.
-        most_failures: How many generations in a row may end without a step.
+        num_steps: Steps of the whole run.
+        num_microbatches: Microbatches of a step.
+        heartbeat_seconds: Longest silence of a member.
+        prepare_seconds: Limit for new processes to become ready beside the old ones.
+        hand_over_seconds: Limit for members to stop and leave their states.
+        collect_seconds: Limit for survivors to leave their states, and for killed processes to end.
+        form_seconds: Limit for a new generation to join.
+        most_failures: The most generations in a row that may end without a step.
         ports: The ports for coordinators, used in turns; at least two.
     """
 
@@ -79,7 +79,6 @@ class CommittedRun:
     """Consecutive steps that one generation committed.
 
     Attributes:
-        first: The first of them.
         end: The step after the last.
     """
 
@@ -90,14 +89,14 @@ class CommittedRun:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """What is committed: every microbatch of every step up to `end`, once each.
+    """The committed steps: every microbatch of every step before `end`, once each.
 
-    A step is one exact sum over all its microbatches, so they are committed together. What a run
-    lost with the last holder of its state is taken back, and counted.
+    A step is one exact sum over all its microbatches, so they are committed together. Steps whose
+    state is lost are taken back and counted.
 
     Attributes:
-        num_microbatches: The microbatches of a step.
-        runs: Who committed what, without gaps.
+        num_microbatches: Microbatches of a step.
+        runs: Committed steps by generation, without gaps.
         num_lost: Steps that were taken back.
     """
 
@@ -107,11 +106,11 @@ class Ledger:
 
     @property
     def end(self) -> int:
-        """How many steps are committed."""
+        """The number of committed steps."""
         return self.runs[-1].end if self.runs else 0
 
     def committed(self, generation: int, end: int) -> "Ledger":
-        """After a generation completed all steps before `end`; some may be known already."""
+        """Commit all steps before `end` that are not yet committed."""
         if end <= self.end:
             return self
         last = self.runs[-1] if self.runs else None
@@ -123,7 +122,7 @@ class Ledger:
         return dataclasses.replace(self, runs=runs)
 
     def back_to(self, end: int) -> "Ledger":
-        """After the steps from `end` on were lost; it never goes forward."""
+        """Take back the steps from `end` on."""
         if end >= self.end:
             return self
         kept = (r for r in self.runs if r.first < end)
@@ -133,25 +132,25 @@ class Ledger:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Membership:
-    """All that the authority knows.
+    """The knowledge of the authority.
 
     Attributes:
-        generation: The generation that trains or is formed; the last one while there is none.
+        generation: The generation that trains or is formed; otherwise the last one.
         coming: The generation that is prepared beside it.
-        devices: The devices that may be used, in the order in which they were offered.
-        leaving: Those that were asked back, and until when.
-        shares: The microbatches for each member that were asked for last.
+        devices: The devices that may be used, in the order of their offers.
+        leaving: Devices that were asked back, each with its deadline.
+        shares: The microbatch counts of members that were last requested.
         alive: The members of `generation` whose process has not ended.
         ready: The members that are prepared, or have joined.
-        heard: When each member was heard last.
+        heard: Members and the times of their last messages.
         kept: The states that members left or copied.
         left: The members of `generation` that left their last state.
-        sources: What the generation that is formed starts from: all parts of a state.
+        sources: All parts of the state from which a generation is formed.
         saved_step: The step of the newest checkpoint.
-        until_seconds: When what it is doing takes too long.
-        is_killing: Whether the members that are alive have been killed.
-        num_generations: How many numbers were given out.
-        num_failures: How many generations in a row ended without a step.
+        until_seconds: Deadline of the phase.
+        is_killing: Whether the members that are alive were killed.
+        num_generations: Numbers in use so far.
+        num_failures: Generations in a row that ended without a step.
     """
 
     rules: MembershipRules
@@ -181,7 +180,7 @@ class Membership:
 
     @property
     def needed(self) -> tuple[KeptState, ...]:
-        """The newest state that is kept, of devices that stay if they have it; empty if saved."""
+        """All parts of the newest kept state, preferably on devices that stay; empty if saved."""
         leaving = {device for device, _ in self.leaving}
         best = newest(self.kept, leaving)
         if not best or best[0].step < self.saved_step:
@@ -189,10 +188,10 @@ class Membership:
         leaves = any(one.device in leaving for one in best)
         return () if leaves and best[0].step == self.saved_step else best
 
-    def waiting_less(self, at_seconds: float) -> "Membership":
-        """While states are handed over: whoever left its own is to end soon after another did.
+    def with_shorter_wait(self, at_seconds: float) -> "Membership":
+        """Shorten the deadline of a hand-over once one member has ended and the rest left states.
 
-        It may wait for one that was killed meanwhile, which nobody else notices.
+        A member may wait for a killed one, which no other process notices.
         """
         has_ended = self.alive < set(self.generation.members)
         if self.phase != "handing over" or not has_ended or not self.have_left:
@@ -202,16 +201,16 @@ class Membership:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing follows."""
+        """Whether the run is in a final phase."""
         return self.phase in ENDED
 
     def can_note(self, event: "Happened") -> TypeGuard["Offered | AskedBack"]:
-        """Whether an event may wait for the next one before anything is decided."""
+        """Whether an event needs no decision before the next one."""
         is_known = isinstance(event, AskedBack) and event.device in self.devices
         return not self.is_over and (is_known or isinstance(event, Offered))
 
     def noted(self, event: "Offered | AskedBack") -> "Membership":
-        """What is known of devices with an event of one, before anything is decided."""
+        """Note an offered or asked-back device, without a decision."""
         leaving = tuple(pair for pair in self.leaving if pair[0] != event.device)
         if isinstance(event, AskedBack):
             until = event.at_seconds + event.notice_seconds
@@ -220,7 +219,7 @@ class Membership:
         return dataclasses.replace(self, devices=(*self.devices, *new), leaving=leaving)
 
     def without(self, device: str) -> "Membership":
-        """A device is gone, and with it the state that its member left."""
+        """Remove a device and its kept states."""
         return dataclasses.replace(
             self,
             devices=tuple(d for d in self.devices if d != device),
@@ -229,7 +228,7 @@ class Membership:
         )
 
     def silent(self, at_seconds: float) -> tuple[str, ...]:
-        """Members of which nothing was heard for too long."""
+        """Members without a message for too long."""
         longest = self.rules.heartbeat_seconds
         return tuple(
             device
@@ -240,7 +239,7 @@ class Membership:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Happened:
-    """Something happened, now if it is not said when."""
+    """An event, by default at the present time."""
 
     at_seconds: float = dataclasses.field(default_factory=time.monotonic)
 
@@ -254,7 +253,7 @@ class Offered(Happened):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AskedBack(Happened):
-    """A device will be taken, by a scheduler or by a SIGTERM with notice."""
+    """A device will be taken away, by a scheduler or by a SIGTERM with notice."""
 
     device: str
     notice_seconds: float
@@ -262,24 +261,24 @@ class AskedBack(Happened):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Vanished(Happened):
-    """A device is gone, with its processes and all that was kept there."""
+    """A device is gone, with its process and kept states."""
 
     device: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharesAsked(Happened):
-    """The members of a generation shall run these numbers of microbatches."""
+    """A request for the microbatch counts of a generation's members."""
 
     generation: int
     shares: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Told(Happened):
-    """A process of a generation said that it lives.
+class MemberEvent(Happened):
+    """A message of a member; by itself a heartbeat.
 
-    What one process says is heard in its order, its end last.
+    Messages of a process arrive in their order, its end last.
     """
 
     generation: int
@@ -287,23 +286,23 @@ class Told(Happened):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Prepared(Told):
-    """It is ready: imported, compiled, and has joined nobody yet."""
+class Prepared(MemberEvent):
+    """The process is ready: imported and compiled, but not joined."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Joined(Told):
-    """It has joined, and has the state of the generation's first step."""
+class Joined(MemberEvent):
+    """The process has joined, and has the state of the generation's first step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Completed(Told):
-    """It has the state after so many steps.
+class Completed(MemberEvent):
+    """The process has the state after `step` steps.
 
     Attributes:
-        num_microbatches: Those of the last step that its device ran; 0: not known.
-        num_executors: How many it ran at once.
-        busy_seconds: The seconds that it was busy with them.
+        num_microbatches: Microbatches of its device in the last step; 0 if not known.
+        num_executors: Concurrent microbatches.
+        busy_seconds: Seconds of these microbatches.
     """
 
     step: int
@@ -313,14 +312,14 @@ class Completed(Told):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Wrote(Told):
-    """Its state, or its part of it, is in a host's memory.
+class Wrote(MemberEvent):
+    """A member's state, or its part, is in a host's memory.
 
     Attributes:
-        step: How many steps are behind it.
-        digest: The SHA-256 of what was written.
-        num_parts: The parts that make a whole state.
-        spread: On how many hosts each part should be before older states are let go.
+        step: Number of steps done.
+        digest: The SHA-256 of the written bytes.
+        num_parts: Number of parts of a whole state.
+        spread: The number of hosts that need each part before older states are removed.
     """
 
     step: int
@@ -332,24 +331,24 @@ class Wrote(Told):
 
     @property
     def kept(self) -> KeptState:
-        """What is there now."""
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(KeptState)}
-        return KeptState(**own)
+        """The state in memory."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(KeptState)}
+        return KeptState(**fields)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeftState(Wrote):
-    """It left its state, and ends."""
+    """The process left its state, and ends."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Copied(Wrote):
-    """It copied its state and goes on, or its host got a copy of a neighbour's."""
+    """The process copied its state, or its host got a copy of a neighbour's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Exited(Told):
-    """It ended, however."""
+class Exited(MemberEvent):
+    """The process ended."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -361,7 +360,7 @@ class Saved(Happened):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Passed(Happened):
-    """Time passed, and nothing else."""
+    """Time passed without another event."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -380,14 +379,14 @@ class Discard:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stop:
-    """Raise the stop flag: the members fix their last step together, leave their state and end."""
+    """Let members fix a last step together, leave their states and end."""
 
     generation: Generation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Leave:
-    """Wake members if they sleep; each leaves its last complete state and ends."""
+    """Let members leave their last complete state at once and end."""
 
     generation: Generation
     devices: frozenset[str]
@@ -395,7 +394,7 @@ class Leave:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kill:
-    """End members at once."""
+    """Kill members."""
 
     generation: Generation
     devices: frozenset[str]
@@ -403,12 +402,12 @@ class Kill:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Form:
-    """Let a generation join and train; where none was prepared for its number one is started.
+    """Let a generation join and train; start its processes if they are not prepared.
 
-    The end of one that was prepared is told, and no second one of that number is started.
+    If prepared processes end, no others are started under the same number.
 
     Attributes:
-        sources: What it starts from: all parts of a state; empty: the checkpoint of its first step.
+        sources: All parts of its first state; empty for the checkpoint of its first step.
     """
 
     generation: Generation
@@ -417,21 +416,21 @@ class Form:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Save:
-    """No checkpoint has a state that waits in memory until there are devices again."""
+    """Report that a state without a checkpoint waits in memory for devices."""
 
     step: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Release:
-    """A device that was asked back is not needed any more."""
+    """Give back a device that was asked back."""
 
     device: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tell:
-    """Say it to the user."""
+    """Show words to the user."""
 
     words: str
 

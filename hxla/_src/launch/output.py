@@ -1,4 +1,4 @@
-"""What the processes of a job print, line by line, and the error that ended one of them."""
+"""The output of a job's processes, line by line, and the error that ended one of them."""
 
 import contextlib
 import dataclasses
@@ -18,27 +18,27 @@ from typing import IO
 
 from ..core.errors import HxlaError
 
-# XLA's own log, whose errors are followed by stack traces: a process that loses another prints
-# dozens of lines of it. Time stamps are those of absl (E1122 12:34:40) and of TSL (2026-11-22 ...).
-_LOG_OF_XLA = re.compile(
+# Errors in XLA's log are followed by stack traces: a process that loses another prints dozens of
+# such lines. Time stamps are those of absl (E1122 12:34:40) and of TSL (2026-11-22 ...).
+_XLA_LOG = re.compile(
     rb"[EF]\d{4} \d\d:|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [EF] |\*\*\* |terminate called|"
     rb"Fatal Python error"
 )
 _LOGS = "hxla-run-"
-_NUM_KEPT = 10  # with that of the job that begins
-_HOLD_SECONDS = 1.2  # by which a failure that explains such lines was judged
+_NUM_KEPT = 10  # folders, including that of this job
+_DELAY_SECONDS = 1.2  # within it a failure that explains such lines is judged
 
 
 def append_log(folder: pathlib.Path, rank: int, text: bytes) -> None:
     """Append to the log of a rank."""
-    with contextlib.suppress(OSError):  # a full disk loses noise and nothing else
+    with contextlib.suppress(OSError):  # a full disk loses log lines only
         folder.mkdir(mode=0o700, exist_ok=True)
         with (folder / f"rank-{rank}.log").open("ab") as file:
             file.write(text)
 
 
 class Logs:
-    """A folder for what would bury the line that matters; it is there once it holds something.
+    """A log folder for noise, which is made with its first line.
 
     The folders of the last ten jobs are kept.
     """
@@ -50,23 +50,23 @@ class Logs:
 
     @property
     def said(self) -> bool:
-        """Whether there is anything in it."""
+        """Whether anything was logged."""
         return self.folder.is_dir()
 
 
 def _remove_old(parent: pathlib.Path) -> None:
     """Remove this user's folders of ended jobs, except the newest."""
-    found = []
+    folders = []
     with os.scandir(parent) as entries:
         for entry in entries:
             pid = entry.name.removeprefix(_LOGS).partition("-")[0]
             if entry.name.startswith(_LOGS) and pid.isdigit():
                 with contextlib.suppress(OSError):  # another process removes it too
-                    told = entry.stat(follow_symlinks=False)
-                    own = told.st_uid == os.getuid() and entry.is_dir(follow_symlinks=False)
-                    if own and not pathlib.Path("/proc", pid).exists():
-                        found.append((told.st_mtime, entry.path))
-    for _, path in sorted(found, reverse=True)[_NUM_KEPT - 1 :]:
+                    status = entry.stat(follow_symlinks=False)
+                    is_users = status.st_uid == os.getuid() and entry.is_dir(follow_symlinks=False)
+                    if is_users and not pathlib.Path("/proc", pid).exists():
+                        folders.append((status.st_mtime, entry.path))
+    for _, path in sorted(folders, reverse=True)[_NUM_KEPT - 1 :]:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -74,10 +74,10 @@ class Output:
     """Writes lines of all ranks to one stream.
 
     Args:
-        lock: Of all streams, so that lines stay whole.
+        lock: Shared by all streams, so that lines stay whole.
 
     Attributes:
-        lost: Why nothing can be written any more; None: it can.
+        lost: The error after which nothing can be written; None without one.
     """
 
     def __init__(self, stream: IO[bytes], lock: threading.Lock):
@@ -86,7 +86,7 @@ class Output:
         self.is_terminal = stream.isatty()
 
     def write(self, line: bytes) -> None:
-        """Write whole lines; without a reader they are lost, and no process waits for one."""
+        """Write whole lines; without a reader they are dropped, and no process blocks."""
         with self._lock:
             if self.lost is not None:
                 return
@@ -95,7 +95,7 @@ class Output:
                 self._stream.flush()
             except (OSError, ValueError) as error:
                 self.lost = error
-                # What is left in the buffer would be an error of its own when Python ends.
+                # A rest in the buffer would raise another error at the end of Python.
                 with contextlib.suppress(OSError, ValueError):
                     nowhere = os.open(os.devnull, os.O_WRONLY)
                     os.dup2(nowhere, self._stream.fileno())
@@ -104,7 +104,7 @@ class Output:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Streams:
-    """Where what processes print goes."""
+    """The streams and the log folder for the output of processes."""
 
     out: Output
     err: Output
@@ -112,55 +112,55 @@ class Streams:
 
     @classmethod
     def over(cls, out: IO[bytes], err: IO[bytes]) -> "Streams":
-        """Those of a run, over the standard output and error of its launcher."""
+        """The streams of a run, over the standard output and error of its launcher."""
         lock = threading.Lock()
         return cls(out=Output(out, lock), err=Output(err, lock), logs=Logs())
 
     def say(self, text: str) -> None:
-        """A line of the launcher."""
+        """Write a line of the launcher."""
         self.err.write(f"hxla: {text}\n".encode())
 
 
 class Forwarder:
-    """Passes on what a rank prints to one stream, each line with the rank before it.
+    """Forwards a stream of a rank, with the rank before each line.
 
     Args:
-        logs: For what is kept out of the way; None for standard output, which never is.
+        logs: For noise in standard error; None for standard output.
     """
 
     def __init__(self, rank: int, pipe: IO[bytes], output: Output, logs: Logs | None):
         self._rank, self._pipe, self._output, self._logs = rank, pipe, output, logs
         self._is_quiet = False
-        self._held: list[bytes] = []
-        self._held_since = 0.0
+        self._delayed: list[bytes] = []
+        self._delayed_since = 0.0
         self._change = threading.Lock()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def join(self, timeout_seconds: float, *, shows_held: bool) -> None:
-        """Until everything was passed on; what is still held is shown, or logged."""
+    def join(self, timeout_seconds: float, *, shows_delayed: bool) -> None:
+        """Wait until everything is forwarded; delayed lines are shown or logged."""
         self._thread.join(timeout_seconds)
-        if not shows_held:
+        if not shows_delayed:
             self.quieten()
         self.release(now=float("inf"))
 
     def quieten(self) -> None:
-        """From here on this rank only says that another has failed: that goes to its log."""
+        """Log all further lines, which only report that another rank has failed."""
         with self._change:
             self._is_quiet = self._logs is not None
-            self._log(b"".join(self._held))
-            self._held = []
+            self._log(b"".join(self._delayed))
+            self._delayed = []
 
     def release(self, now: float) -> None:
-        """Show what was held for so long that no failure explains it."""
+        """Show lines that no failure has explained within the delay."""
         with self._change:
-            if self._held and now - self._held_since > _HOLD_SECONDS:
-                held, self._held = self._held, []
-                for line in held:
+            if self._delayed and now - self._delayed_since > _DELAY_SECONDS:
+                lines, self._delayed = self._delayed, []
+                for line in lines:
                     self._show(line)
 
     def _run(self) -> None:
-        """One line after another; one that ends in a carriage return is live, replaced later."""
+        """Forward line by line; one that ends in a carriage return is replaced by the next."""
         pending = b""
         while chunk := os.read(self._pipe.fileno(), 65536):
             *lines, pending = re.split(rb"(?<=[\r\n])", pending + chunk)
@@ -173,9 +173,9 @@ class Forwarder:
         with self._change:
             if self._is_quiet:
                 self._log(line)
-            elif self._logs is not None and (self._held or _LOG_OF_XLA.match(line)):
-                self._held_since = self._held_since if self._held else time.monotonic()
-                self._held.append(line)
+            elif self._logs is not None and (self._delayed or _XLA_LOG.match(line)):
+                self._delayed_since = self._delayed_since if self._delayed else time.monotonic()
+                self._delayed.append(line)
             else:
                 self._show(line)
 
@@ -196,7 +196,7 @@ _LIBRARIES = tuple(sysconfig.get_paths().values())
 
 
 def last_words(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says."""
+    """The kind of an error and the first line of its message."""
     first, _, rest = str(error).strip().partition("\n")
     return f"{type(error).__name__}: {first}{' ...' if rest else ''}" if first else repr(error)
 
@@ -205,8 +205,8 @@ def show(error: BaseException, rank: int, logs: str | None, *, is_victim: bool) 
     """Print an error that ends a process.
 
     Args:
-        logs: Folder for the whole of it; None: everything is printed.
-        is_victim: Whether it only says that another process has ended: then nothing is printed.
+        logs: Folder for the full traceback; None prints all of it.
+        is_victim: Whether the error only reports the end of another process, so it is only logged.
     """
     whole = "".join(traceback.format_exception(error))
     if logs is None:
@@ -214,29 +214,29 @@ def show(error: BaseException, rank: int, logs: str | None, *, is_victim: bool) 
         return
     append_log(pathlib.Path(logs), rank, whole.encode())
     if not is_victim:
-        told = traceback.TracebackException.from_exception(error)
-        is_told = isinstance(error, HxlaError)
-        if is_told and not _has_own_frames(told.__cause__):  # its message says all that matters
-            told.__cause__ = told.__context__ = None
-        _leave_out_our_own(told, is_ours=not is_told)
-        sys.stderr.write("".join(told.format()))
+        shown = traceback.TracebackException.from_exception(error)
+        is_hxla_error = isinstance(error, HxlaError)
+        if is_hxla_error and not _has_user_frames(shown.__cause__):  # its message is complete
+            shown.__cause__ = shown.__context__ = None
+        _drop_internal_frames(shown, is_ours=not is_hxla_error)
+        sys.stderr.write("".join(shown.format()))
 
 
-def _has_own_frames(told: traceback.TracebackException | None) -> bool:
-    """Whether the user's own code takes part in an error."""
-    if told is None:
+def _has_user_frames(shown: traceback.TracebackException | None) -> bool:
+    """Whether an error has frames of the user's code."""
+    if shown is None:
         return False
     hidden = (_PACKAGE, *_HIDDEN, *_LIBRARIES)
-    return any(not frame.filename.startswith(hidden) for frame in told.stack)
+    return any(not frame.filename.startswith(hidden) for frame in shown.stack)
 
 
-def _leave_out_our_own(told: traceback.TracebackException, *, is_ours: bool) -> None:
-    """Keep frames of the script and of other libraries, and where hxla itself failed."""
-    frames = list(told.stack)
+def _drop_internal_frames(shown: traceback.TracebackException, *, is_ours: bool) -> None:
+    """Keep frames of the script and other libraries, and the last one if hxla failed."""
+    frames = list(shown.stack)
     kept = [f for f in frames if not f.filename.startswith((_PACKAGE, *_HIDDEN))]
     if is_ours and frames and frames[-1].filename.startswith(_PACKAGE):
         kept.append(frames[-1])
-    told.stack[:] = kept or frames
-    for other in (told.__cause__, told.__context__):
+    shown.stack[:] = kept or frames
+    for other in (shown.__cause__, shown.__context__):
         if other is not None:
-            _leave_out_our_own(other, is_ours=is_ours)
+            _drop_internal_frames(other, is_ours=is_ours)

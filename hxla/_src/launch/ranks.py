@@ -1,4 +1,4 @@
-"""The ranks of a generation on one host, from their start until the last one ended."""
+"""The ranks of a generation on one host, from their start to their end."""
 
 import contextlib
 import dataclasses
@@ -33,11 +33,11 @@ from .member import PINNED
 from .output import Forwarder, Streams
 from .throttle import Throttle, make_throttle
 
-_FORWARD_SECONDS = 2.0  # for what was printed last
+_FORWARD_SECONDS = 2.0  # for the last output
 
 
 class Process(Protocol):
-    """A process that leads a group."""
+    """A process that leads a process group."""
 
     pid: int
     stdout: IO[bytes]
@@ -45,21 +45,21 @@ class Process(Protocol):
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; minus the number of the signal that killed it."""
+        """None while it runs; negative for the signal that killed it."""
 
     def join(self) -> None:
         """Wait for its end."""
 
 
-#: Starts a process with an environment, on a core; None: on all.
+#: Starts a process with an environment, on one core or (None) on all.
 StartProcess = Callable[[Mapping[str, str], int | None], Process]
 
 
 class ColdProcess:
-    """A process that begins with Python.
+    """A new Python process.
 
     Args:
-        arguments: Of the interpreter.
+        arguments: Arguments of the interpreter.
     """
 
     def __init__(self, arguments: Sequence[str], env: Mapping[str, str], core: int | None):
@@ -90,11 +90,11 @@ class ColdProcess:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seat:
-    """Where a rank runs.
+    """The device and core of a rank.
 
     Attributes:
-        place: Of the device on its host.
-        core: The core that it may use; None: all.
+        place: Index of the device on its host.
+        core: The core for the process; None for all.
     """
 
     device: Device
@@ -104,14 +104,14 @@ class Seat:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RanksStart:
-    """What a host needs to know to start its ranks of a generation.
+    """The start of a generation's ranks on a host.
 
     Attributes:
-        job: A name of the job that no other one has.
-        num_processes: The processes of the generation, on all hosts.
-        seats: Those on this host, by rank.
+        job: A unique name of the job.
+        num_processes: Number of processes of the generation, on all hosts.
+        seats: The seats on this host, by rank.
         mesh: The text of the mesh file.
-        pinned: What generations before have chosen, as `hxla._src.launch.member.pin` writes it.
+        pinned: Choices of earlier generations, as `hxla._src.launch.member.pin` writes them.
     """
 
     job: str
@@ -124,29 +124,29 @@ class RanksStart:
 
 
 class Ranks(Protocol):
-    """The ranks of a generation on a host, as the run sees them."""
+    """The ranks of a generation on a host."""
 
     @property
     def pids(self) -> Mapping[int, int]:
-        """Processes by rank."""
+        """Pids by rank."""
 
     def standings(self) -> Sequence[Standing]:
-        """What is known of each rank now."""
+        """The standing of each rank."""
 
     def order(self, **changes: object) -> None:
-        """Change fields of the `Order` of all of them."""
+        """Change fields of the `Order` of all ranks."""
 
     def quieten(self, spared: int | None = None) -> None:
-        """From here on all but one only say that another is gone: that goes to the log."""
+        """Log further output of all ranks but one, which only reports another's failure."""
 
     def change_shares(self, shares: Sequence[float | None]) -> None:
-        """Hold the ranks to other shares of their cores."""
+        """Change the core shares of the ranks."""
 
     def kill(self, ranks: Collection[int], number: int) -> None:
-        """Send a signal to those that run, and to what they started."""
+        """Send a signal to running ranks and their children."""
 
-    def close(self, *, shows_held: bool, kept: Collection[str] = ()) -> None:
-        """End what is left, and let go of what they wrote, but of the folders that are kept."""
+    def close(self, *, shows_delayed: bool, kept: Collection[str] = ()) -> None:
+        """End all processes, and remove their folders except `kept`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,9 +161,8 @@ class LocalRanks:
     """Ranks on this host.
 
     Args:
-        memory: The folder in which members leave their state; None: they are no members, and only
-            signals reach them.
-        note: Called with each pid and each folder that someone must clean up after a crash.
+        memory: The folder for states of members; None if ranks are no members and get signals only.
+        note: Called with each pid and folder to clean up after a crash.
     """
 
     def __init__(
@@ -183,7 +182,7 @@ class LocalRanks:
         self._ended_at: dict[int, float] = {}
         mesh, env = "", {CHANNEL_VARIABLE: path, LOGS_VARIABLE: str(streams.logs.folder)}
         if memory is not None:
-            mesh = _files_of_members(start, memory)
+            mesh = _write_member_files(start, memory)
             env |= {
                 GENERATION_VARIABLE: str(start.generation),
                 JOB_VARIABLE: start.job,
@@ -197,7 +196,7 @@ class LocalRanks:
                 of_device = environment(rank, seat.device, seat.place, mesh)
                 self._start(rank, seat, of_device | env | {"HXLA_PROCESS_ID": str(rank)})
         except BaseException:
-            self.close(shows_held=True)
+            self.close(shows_delayed=True)
             raise
 
     def _start(self, rank: int, seat: Seat, env: Mapping[str, str]) -> None:
@@ -222,12 +221,12 @@ class LocalRanks:
         return {rank: one.process.pid for rank, one in self._ranks.items()}
 
     def standings(self) -> list[Standing]:
-        """What is known of each rank now; lines that no failure explains are shown."""
+        """The standing of each rank; also shows delayed lines without a failure."""
         return [self._standing(rank, time.monotonic()) for rank in self._ranks]
 
     def _standing(self, rank: int, now: float) -> Standing:
         self._ranks[rank].err.release(now)
-        # One that has ended says nothing more, so that is looked at first.
+        # The exit code first, as an ended process sends no further messages.
         code = self._ranks[rank].process.exit_code
         return Standing(
             rank=rank,
@@ -264,28 +263,28 @@ class LocalRanks:
                 try:
                     os.killpg(process.pid, number)
                     os.killpg(process.pid, signal.SIGCONT)
-                except ProcessLookupError:  # it has just been forked, and leads no group yet
+                except ProcessLookupError:  # a new fork does not yet lead a group
                     os.kill(process.pid, number)
 
-    def close(self, *, shows_held: bool, kept: Collection[str] = ()) -> None:
+    def close(self, *, shows_delayed: bool, kept: Collection[str] = ()) -> None:
         self.kill(self._ranks, signal.SIGKILL)
         for one in self._ranks.values():
             one.process.join()
-            end_group(one.process.pid)  # what it had started
+            end_group(one.process.pid)  # its children
         for one in self._ranks.values():
             for forwarder in (one.out, one.err):
-                forwarder.join(_FORWARD_SECONDS, shows_held=shows_held)
+                forwarder.join(_FORWARD_SECONDS, shows_delayed=shows_delayed)
             if one.throttle is not None:
                 one.throttle.close()
         self._channel.close()
         if self._memory is not None:
             for folder in folders_of(self._memory, self._generation):
-                if folder not in kept:  # half written, or nobody was told any more
+                if folder not in kept:  # incomplete, or never reported
                     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _files_of_members(start: RanksStart, memory: str) -> str:
-    """Write what members read: the mesh file, whose path is returned, and earlier choices."""
+def _write_member_files(start: RanksStart, memory: str) -> str:
+    """Write the mesh file and earlier choices for members; returns the path of the mesh file."""
     mesh, pinned = (
         pathlib.Path(memory, name) for name in (f"mesh-{start.generation}.toml", PINNED)
     )

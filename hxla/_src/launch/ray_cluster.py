@@ -15,7 +15,7 @@ from .host import NOTICE_SECONDS, Host, KeptFolder, OfferedDevice
 from .output import Streams
 from .ray_host import START_SECONDS, RayCarrying, RayHost, devices_of, draining
 
-# What keeps the names of runs and of placement groups apart from those of others.
+# Ray namespace of the names of runs and placement groups.
 _NAMESPACE = "hxla"
 _REACH_SECONDS = 10.0
 
@@ -23,16 +23,16 @@ _REACH_SECONDS = 10.0
 class RayHosts:
     """All nodes of a Ray cluster that have GPUs, or CPUs and no GPU.
 
-    A node gives its devices once an actor that holds all of them was placed, so one that others use
-    is waited for. A node that Ray drains gives them back within its notice.
+    A node offers its devices once an actor that reserves all of them is placed, so the run waits
+    for nodes in use. The devices of a node that Ray drains are asked back with its notice.
 
     Args:
-        address: Of the cluster, as `ray.init` takes it.
-        nodes: File of the IDs of the nodes that may be used, one a line, read again; behind one may
-            stand the name of the placement group that holds the node for this run. None: all.
+        address: Address of the cluster, as for `ray.init`.
+        nodes: File with the IDs of the nodes that may be used, one a line, read repeatedly. An ID
+            may be followed by the placement group that reserves the node. None for all nodes.
 
     Raises:
-        LaunchError: If there is no such cluster, or no such file.
+        LaunchError: If the cluster or the file is missing.
     """
 
     def __init__(
@@ -45,18 +45,18 @@ class RayHosts:
         connect(address)
         self.address = ray.util.get_node_ip_address()
         self._command, self._streams, self._file = command, streams, nodes
-        self._allowed: Mapping[str, str] | None = None  # with the groups
+        self._allowed: Mapping[str, str] | None = None  # placement groups by node
         self._hosts: dict[str, RayHost] = {}
-        self._known: set[str] = set()  # nodes, also those that gave nothing
+        self._known: set[str] = set()  # nodes with an actor, even a failed one
         self._meet()
         asked = [host.asked for host in self._hosts.values()]
-        if asked:  # those that are there begin together
+        if asked:  # present nodes begin together
             ray.wait(asked, num_returns=len(asked), timeout=START_SECONDS)
         else:
             streams.say("no node of the Ray cluster has devices yet: waiting")
 
     def offered(self) -> Sequence[OfferedDevice]:
-        """The devices that may be used, now.
+        """The devices that may be used now.
 
         Raises:
             HxlaError: If the cluster does not answer.
@@ -84,9 +84,9 @@ class RayHosts:
         return RayCarrying(source.host, source.folder, target.host, target.folder)
 
     def let_go(self, host: Host) -> None:
-        """Leave a node that may not be used any more to others."""
-        for node, own in list(self._hosts.items()):
-            if own is host and not self._allows(node):
+        """Leave the node of a host, if it may no longer be used."""
+        for node, other in list(self._hosts.items()):
+            if other is host and not self._allows(node):
                 self._leave(node)
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class RayHosts:
         ray.shutdown()
 
     def _meet(self) -> dict[str, int]:
-        """Start actors on new nodes; the nodes that Ray drains, and until when."""
+        """Start actors on new nodes; returns the nodes that Ray drains and their deadlines."""
         if self._file is not None:
             self._allowed = _read_nodes(self._file)
         nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
@@ -103,7 +103,7 @@ class RayHosts:
             host.is_lost = host.is_lost or name not in nodes
             if host.is_lost:
                 del self._hosts[name]
-                # Its actor died, or its group was let go: perhaps the node is as good as before.
+                # The actor or its group is gone, but the node may be usable again.
                 if host.began or host.group is not None:
                     self._known.discard(name)
             elif not host.began and not self._allows(name):
@@ -116,7 +116,7 @@ class RayHosts:
             if called := (self._allowed or {}).get(name):
                 try:
                     group = get_placement_group(called)
-                except ValueError:  # it was let go since: the file will say what comes next
+                except ValueError:  # the group was removed, and the file will follow
                     continue
             self._hosts[name] = RayHost(node, self._command, self._streams, group)
             self._known.add(name)
@@ -134,7 +134,7 @@ def connect(address: str) -> None:
     """Connect this process to a cluster.
 
     Raises:
-        LaunchError: If there is none.
+        LaunchError: If there is no cluster.
     """
     try:
         _reach(address)
@@ -160,7 +160,7 @@ def _read_nodes(path: str) -> dict[str, str]:
 
 
 def _reach(address: str) -> None:
-    """Ray itself tries for minutes to reach a cluster that is not there."""
+    """Fail early on a missing cluster, which Ray tries to reach for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host, int(port)), _REACH_SECONDS).close()

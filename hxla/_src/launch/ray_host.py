@@ -1,8 +1,7 @@
 """Hosts of a Ray cluster: an actor on each, whose children are the processes of a job.
 
-What is kept on a host (pages of memory, cgroups, pipes, states) stays the actor's; the run asks it
-what there is to hear, and states travel through Ray's object store where the next members are on
-another host.
+The actor owns the host's memory pages, cgroups, pipes and states. The run polls it for reports, and
+states travel through Ray's object store if the next members are on another host.
 """
 
 import contextlib
@@ -33,23 +32,23 @@ from .output import Streams
 from .ranks import LocalRanks, Ranks, RanksStart
 from .warm import WarmProcess
 
-#: Label of a node: what of a core each of its CPU devices may use.
+#: Node label: the share of a core of each of its CPU devices.
 CORE_SHARE = "core-share"
-_MODEL = "accelerator_type:"  # of a resource that Ray gives nodes with GPUs it knows
+_MODEL = "accelerator_type:"  # prefix of Ray's resource for a known GPU model
 
 
 def name_of(node: str) -> str:
-    """What a run calls a node, of its ID."""
+    """A node's name in a run, from its ID."""
     return f"node {node[:8]}"
 
 
 def devices_of(node: Mapping[str, Any]) -> dict[str, float]:
-    """What an actor or a placement group asks for that is to have all devices of a node."""
+    """The resources of an actor or placement group for all devices of a node."""
     return {kind: num for kind in ("CPU", "GPU") if (num := node["Resources"].get(kind))}
 
 
 def label_of(node: Mapping[str, Any]) -> tuple[str, int]:
-    """The kind of a node's devices, as `Device.label` has it, and how many it has."""
+    """The kind of a node's devices, as in `Device.label`, and their number."""
     resources = node["Resources"]
     if resources.get("GPU"):
         models = [key.partition(":")[2] for key in resources if key.startswith(_MODEL)]
@@ -60,27 +59,27 @@ def label_of(node: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def draining() -> dict[str, int]:
-    """Nodes that Ray drains, and until when in milliseconds since 1970; 0: it did not say.
+    """Nodes that Ray drains, with the deadline in milliseconds since 1970; 0 without one.
 
-    No public call tells; this is the one that Ray's own trainer asks.
+    Ray has no public call for this; its trainer uses the same one.
     """
     from ray._private.state import state
 
     return dict(state.get_draining_nodes())
 
 
-#: Of actors, and of the process from which others are forked.
+#: For actors, and for the fork server.
 START_SECONDS = 120.0
 _END_SECONDS = 30.0
 _KILLED = -9
-# The concurrency groups of what may take long, beside which an agent is heard: reading waits for
-# nobody, so hosts that take states from each other never wait in a circle.
+# Concurrency groups of slow calls, beside which an agent is polled. Reading waits for nothing, so
+# hosts that exchange states never deadlock.
 _READ, _STATE, _COPY = "read", "state", "copy"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Of a host."""
+    """The devices and cores of a host, and its folder for states."""
 
     devices: tuple[Device, ...]
     cores: tuple[int, ...]
@@ -89,10 +88,10 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heard:
-    """What there is to hear of a host.
+    """The reports of a host since the last poll.
 
     Attributes:
-        at_seconds: By `time.monotonic` of that host.
+        at_seconds: `time.monotonic` of that host.
     """
 
     out: bytes = b""
@@ -103,7 +102,7 @@ class Heard:
 
 
 class _Lines:
-    """A stream that keeps what is written until it is taken."""
+    """A stream that keeps its bytes until `take`."""
 
     def __init__(self) -> None:
         self._lock, self._kept = threading.Lock(), b""
@@ -125,12 +124,12 @@ class _Lines:
 
 
 class HostAgent:
-    """On a host: starts processes, and says what is to be heard of them. Ray runs it as an actor.
+    """Starts processes on a host and reports on them, as a Ray actor.
 
     Args:
-        command: A Python script and its arguments, where this host finds them.
-        num_cpus: The devices that it has, if it has no GPU.
-        core_share: What of a core each of them may use; None: all.
+        command: A Python script and its arguments, as this host finds them.
+        num_cpus: Number of CPU devices, used without GPUs.
+        core_share: Share of a core for each CPU device; None for all of it.
     """
 
     def __init__(
@@ -150,15 +149,15 @@ class HostAgent:
             keeps_state=True,
         )
         self._ranks: dict[int, LocalRanks] = {}
-        self._received: dict[int, list[str]] = {}  # by generation: folders that it begins with
+        self._received: dict[int, list[str]] = {}  # folders of the first state, by generation
 
     def facts(self) -> Facts:
-        """What is here."""
+        """The devices of this host."""
         assert self._host.memory is not None
         return Facts(devices=self._devices, cores=tuple(self._host.cores), memory=self._host.memory)
 
     def hear(self) -> Heard:
-        """What there is to hear since the last time."""
+        """The reports since the last call."""
         ranks = {number: one.standings() for number, one in self._ranks.items()}
         for number, standings in ranks.items():
             if all(standing.report.is_joined for standing in standings):
@@ -183,18 +182,18 @@ class HostAgent:
             getattr(self._ranks[generation], method)(*arguments, **named)
 
     def begin(self, generation: int, folders: Sequence[str], others: Sequence[Any]) -> None:
-        """Let processes begin with a state of which there are parts on other hosts."""
-        own = [self._received_folder(generation, k) for k in range(len(others))]
-        self._received[generation] = own
-        for folder, state in zip(own, others, strict=True):
+        """Let processes begin with a state whose parts are on several hosts."""
+        received = [self._received_folder(generation, k) for k in range(len(others))]
+        self._received[generation] = received
+        for folder, state in zip(received, others, strict=True):
             self.receive(folder, [state])
-        self.call(generation, "order", begins=True, state=[*folders, *own])
+        self.call(generation, "order", begins=True, state=[*folders, *received])
 
     def receive(self, folder: str, state: Sequence[Any]) -> None:
-        """Write files from another host into a folder, which appears whole.
+        """Write files from another host into a folder, atomically.
 
         Args:
-            state: The reference of the files: in a list, so that only this call waits for them.
+            state: A list with the reference of the files, so that only this call waits for them.
         """
         files = ray.get(state[0])
         new = pathlib.Path(f"{folder}.part")
@@ -212,18 +211,18 @@ class HostAgent:
         return {file.name: np.fromfile(file, np.uint8) for file in pathlib.Path(folder).iterdir()}
 
     def forget(self, folder: str) -> None:
-        """Let go of a state."""
+        """Remove a state."""
         self._host.forget(folder)
 
-    def close_ranks(self, generation: int, shows_held: bool, kept: Collection[str]) -> None:
-        """End the ranks of a generation, and let go of its folders that are not kept."""
+    def close_ranks(self, generation: int, shows_delayed: bool, kept: Collection[str]) -> None:
+        """End the ranks of a generation, and remove its folders except `kept`."""
         self._received.pop(generation, None)
         ranks = self._ranks.pop(generation, None)
         if ranks is not None:
-            ranks.close(shows_held=shows_held, kept=kept)
+            ranks.close(shows_delayed=shows_delayed, kept=kept)
 
     def close(self) -> Heard:
-        """End all; returns what was still to be heard."""
+        """End all processes; returns the last reports."""
         for number in list(self._ranks):
             self.close_ranks(number, True, ())
         self._host.close()
@@ -234,7 +233,7 @@ class HostAgent:
 
 
 def leave_main_module() -> None:
-    """In an actor: a process that is forked would run the main module, Ray's own, once more."""
+    """Keep processes that an actor forks from running Ray's main module again."""
     vars(sys.modules["__main__"]).pop("__file__", None)
 
 
@@ -247,7 +246,7 @@ class RayRanks:
     """Ranks of a generation on a node of a Ray cluster.
 
     Args:
-        pids: Reference of their pids by rank; None: the node is lost.
+        pids: Reference of pids by rank; None if the node is lost.
     """
 
     def __init__(self, host: "RayHost", generation: int, ranks: Sequence[int], pids: Any):
@@ -256,7 +255,7 @@ class RayRanks:
 
     @property
     def pids(self) -> Mapping[int, int]:
-        """Processes by rank, on their host; zeros where it was lost before it told."""
+        """Pids by rank on their host; zeros if it was lost before it reported them."""
         if self._asked is not None:
             with self._host.losing():
                 self._pids = ray.get(self._asked, timeout=START_SECONDS)
@@ -264,7 +263,7 @@ class RayRanks:
         return self._pids
 
     def standings(self) -> list[Standing]:
-        """What is known of each rank; times are those of this machine's clock."""
+        """The standing of each rank; times are of this machine's clock."""
         heard = {one.rank: one for one in self._host.heard.ranks.get(self.generation, ())}
         every = [heard.get(rank, Standing(rank=rank, status=Status())) for rank in self._pids]
         if self._host.is_lost:
@@ -278,21 +277,21 @@ class RayRanks:
         self._host.tell("call", self.generation, "quieten", spared)
 
     def change_shares(self, _shares: Sequence[float | None]) -> None:
-        raise AssertionError("the share of a node is a label of it")
+        raise AssertionError("the core share of a node is its label")
 
     def kill(self, ranks: Collection[int], number: int) -> None:
         if ranks:
             self._host.tell("call", self.generation, "kill", list(ranks), int(number))
 
-    def close(self, *, shows_held: bool, kept: Collection[str] = ()) -> None:
-        self._host.tell("close_ranks", self.generation, shows_held, set(kept))
+    def close(self, *, shows_delayed: bool, kept: Collection[str] = ()) -> None:
+        self._host.tell("close_ranks", self.generation, shows_delayed, set(kept))
 
 
 class RayHost:
     """A node of a Ray cluster, by the actor on it.
 
     Args:
-        group: The placement group that holds the node for it; None: nobody does.
+        group: The placement group that reserves the node for the run; None without one.
     """
 
     def __init__(
@@ -319,7 +318,7 @@ class RayHost:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Those that it has; none while its actor has not begun, as where others use the node."""
+        """Its devices; none until its actor runs, which waits while others use the node."""
         if self._facts is None and not self.is_lost and ray.wait([self.asked], timeout=0)[0]:
             try:
                 self._facts = ray.get(self.asked)
@@ -332,7 +331,7 @@ class RayHost:
 
     @property
     def began(self) -> bool:
-        """Whether its actor was ever heard."""
+        """Whether its actor has started."""
         return self._facts is not None
 
     @property
@@ -344,7 +343,7 @@ class RayHost:
         return self.heard.pinned
 
     def poll(self) -> bool:
-        """Hear what it has to say; whether it was found to be lost."""
+        """Poll its reports; returns whether the host is lost."""
         if self._hearing is None or self.is_lost or not ray.wait([self._hearing], timeout=0)[0]:
             return False
         with self.losing():
@@ -353,7 +352,7 @@ class RayHost:
         return self.is_lost
 
     def start(self, start: RanksStart) -> RayRanks:
-        """Start its ranks of a generation; those of a host that is lost have ended at once."""
+        """Start its ranks of a generation; on a lost host they count as ended."""
         pids = None
         with self.losing():
             pids = self._agent.start.remote(start)
@@ -371,17 +370,17 @@ class RayHost:
                 for one in state
                 if isinstance(one.host, RayHost) and one.host is not self
             ]
-            own = self._agent.begin.options(concurrency_group=_STATE)
-            own.remote(ranks.generation, here, others)
+            begin = self._agent.begin.options(concurrency_group=_STATE)
+            begin.remote(ranks.generation, here, others)
 
     def reading(self, folder: str) -> Any:
-        """The reference of the files of a state, which are read meanwhile."""
+        """The reference of the files of a state, read in the background."""
         return self._agent.read_state.options(concurrency_group=_READ).remote(folder)
 
     def receiving(self, folder: str, state: Any) -> Any:
-        """The reference of nothing: a state of a reference is written into a folder meanwhile."""
-        own = self._agent.receive.options(concurrency_group=_COPY)
-        return own.remote(folder, [state])
+        """The reference of a background write of a state into a folder."""
+        receive = self._agent.receive.options(concurrency_group=_COPY)
+        return receive.remote(folder, [state])
 
     def forget(self, folder: str) -> None:
         self.tell("forget", folder)
@@ -391,14 +390,14 @@ class RayHost:
         return left_folder(self._facts.memory, generation, rank)
 
     def tell(self, method: str, *arguments: object, **named: object) -> None:
-        """Call a method of the actor and wait for nothing."""
+        """Call a method of the actor without waiting."""
         with self.losing():
             getattr(self._agent, method).remote(*arguments, **named)
 
     def close(self) -> None:
-        """Let go of all, also of what was left in memory; what it still has to say is heard."""
+        """End all processes, remove states from memory, and take the last reports."""
         until = time.monotonic() + _END_SECONDS
-        # Being asked already, it has perhaps told what the next answer will not say again.
+        # The pending poll may have lines that later answers do not repeat.
         answers = [] if self._hearing is None else [self._hearing]
         if self.began:
             with self.losing():
@@ -418,7 +417,7 @@ class RayHost:
             ray.kill(self._agent)
 
     def _hear(self, heard: Heard) -> None:
-        late = time.monotonic() - heard.at_seconds  # between the clocks of two machines
+        late = time.monotonic() - heard.at_seconds  # offset of the two machines' clocks
         ranks = {
             number: [
                 dataclasses.replace(
@@ -437,7 +436,7 @@ class RayHost:
 
     @contextlib.contextmanager
     def losing(self) -> Iterator[None]:
-        """Whatever fails inside because the actor is gone says that it is lost."""
+        """Mark the host as lost on errors of a missing actor."""
         try:
             yield
         except ray.exceptions.RayTaskError:
@@ -447,7 +446,7 @@ class RayHost:
 
 
 class RayCarrying:
-    """A folder on its way from a node to another, through Ray's object store."""
+    """The transfer of a folder between nodes through Ray's object store."""
 
     def __init__(self, source: RayHost, folder: str, target: RayHost, copy: str):
         self._target, self._copy = target, copy
@@ -460,7 +459,7 @@ class RayCarrying:
         waits_for = self._written or self._state
         if self._target.is_lost or waits_for is None:
             return False
-        # Without a copy on this machine.
+        # Without fetching the state to this machine.
         if not ray.wait([waits_for], timeout=0, fetch_local=False)[0]:
             return None
         try:
@@ -468,6 +467,6 @@ class RayCarrying:
                 self._written = self._target.receiving(self._copy, self._state)
                 return None
             ray.get(self._written)
-        except ray.exceptions.RayError:  # the folder was let go, or a host is gone
+        except ray.exceptions.RayError:  # the folder or a host is gone
             return False
         return True

@@ -1,7 +1,7 @@
-"""A run of `hxla run`, fixed or elastic: the authority's decisions, carried out on its hosts.
+"""A run of `hxla run`, fixed or elastic: carries out the authority's decisions on hosts.
 
-A fixed run is one generation of all its devices, which has no successor: its ranks are no members,
-only signals reach them, and the first of them that fails ends it.
+A fixed run is one generation of all its devices, without a successor. Its ranks are no members:
+they get signals only, and the first failure ends the run.
 """
 
 import contextlib
@@ -36,6 +36,7 @@ from .membership import (
     Leave,
     Ledger,
     LeftState,
+    MemberEvent,
     Membership,
     MembershipRules,
     Offered,
@@ -48,7 +49,6 @@ from .membership import (
     Stop,
     Tell,
     ToDo,
-    Told,
     Vanished,
 )
 from .output import Streams
@@ -63,10 +63,10 @@ class EventLog:
     """A file of events and decisions, with the seconds since the start.
 
     Args:
-        path: Of it; None: nothing is written.
+        path: Path of the file; None writes nothing.
 
     Raises:
-        LaunchError: If it cannot be written.
+        LaunchError: If the file cannot be written.
     """
 
     def __init__(self, path: str | None):
@@ -77,20 +77,20 @@ class EventLog:
             raise LaunchError(f"--events {path}: {error.strerror}") from error
 
     def write(self, what: Any) -> None:
-        """Write an event of the authority, or what it decided."""
+        """Write an event or a decision of the authority."""
         fields = dataclasses.asdict(what)
         fields.pop("at_seconds", None)
         self.add(type(what).__name__, **fields)
 
     def close(self, ledger: Ledger) -> None:
-        """Write which generation committed which steps, and let go of the file."""
+        """Write the committed steps of each generation, and close the file."""
         self.write(ledger)
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
 
     def add(self, what: str, **fields: object) -> None:
-        """Write something else, by its name."""
+        """Write another event by its name."""
         if self._file is None:
             return
         row = {"seconds": round(time.monotonic() - self._began, 4), "what": what, **fields}
@@ -103,7 +103,7 @@ class Run:
 
     Args:
         grace_seconds: From SIGTERM to SIGKILL, and the notice of a SIGTERM to one member.
-        events: The log of everything that happens; None: the run is a fixed one.
+        events: The log of an elastic run; None for a fixed run.
     """
 
     def __init__(
@@ -133,21 +133,17 @@ class Run:
         self._step = 0
 
     def receive(self, number: int) -> None:
-        """Take note of a signal, and wake up; any thread may say so."""
+        """Note a signal and wake up the loop; any thread may call this."""
         self._signals.append(number)
         self._wake.set()
 
     def wait(self) -> int:
-        """Run the job to its end.
-
-        Returns:
-            Its exit code.
-        """
-        with _handing_on_signals(self):
+        """Run the job to its end; returns its exit code."""
+        with _forwarding_signals(self):
             try:
-                self._reread()
+                self._compare_devices()
                 while not self._is_over:
-                    self._look()
+                    self._poll()
             finally:
                 for ranks in list(self._generations.values()):
                     self._close(ranks)
@@ -156,8 +152,8 @@ class Run:
         self._watch_output()
         return self._conclude()
 
-    def _look(self) -> None:
-        """Wait a moment, and serve whatever has happened since."""
+    def _poll(self) -> None:
+        """Wait a moment, then handle all events since."""
         self._wake.wait(_ELASTIC_POLL_SECONDS if self._is_elastic else _FIXED_POLL_SECONDS)
         self._wake.clear()
         self._watch_output()
@@ -165,9 +161,9 @@ class Run:
             self._serve_signal(self._signals.pop(0))
         is_due = self._is_elastic and time.monotonic() - self._read_at > _REREAD_SECONDS
         if (self._hosts.poll() or is_due) and not self._ending.is_near:
-            self._reread()
+            self._compare_devices()
         for number in list(self._generations):
-            if number in self._generations:  # else what another said has ended it
+            if number in self._generations:  # otherwise another generation has ended it
                 self._hear(self._generations[number])
         for copied in self._left.arrived(time.monotonic()):
             if copied.spread == 1:
@@ -178,17 +174,17 @@ class Run:
             ranks.kill_late(self._ending)
 
     def _pass_time(self) -> None:
-        """Let the authority look at the clock; while this process slept nobody was silent."""
+        """Pass the time to the authority; members were not silent while this process slept."""
         now, known = time.monotonic(), self._known
         if now - self._passed_at > known.rules.heartbeat_seconds / 2:
-            self._hear_of(known.generation.number, sorted(known.alive))
+            self._refresh_heartbeats(known.generation.number, sorted(known.alive))
         self._passed_at = now
         self._happens(Passed())
 
-    def _hear_of(self, generation: int, devices: Iterable[str]) -> None:
-        """Take members as heard of, of whom nobody had a reason to hear."""
+    def _refresh_heartbeats(self, generation: int, devices: Iterable[str]) -> None:
+        """Count members as heard from, as they had no reason to send messages."""
         for device in devices:
-            self._happens(Told(generation=generation, device=device))
+            self._happens(MemberEvent(generation=generation, device=device))
 
     # -- what happens ------------------------------------------------------------------------
 
@@ -200,11 +196,11 @@ class Run:
         return (is_last or self._ending.is_near) and not self._generations
 
     def _happens(self, *events: Happened) -> None:
-        """One decision for all that happen together."""
+        """Let the authority decide on simultaneous events, and act."""
         if self._ending.is_near:
             return
         for event in events:
-            if type(event) not in (Told, Passed):
+            if type(event) not in (MemberEvent, Passed):
                 self._events.write(event)
         self._known, todo = advance(self._known, *events)
         for what in todo:
@@ -212,8 +208,8 @@ class Run:
             self._do(what)
         self._left.keep({*self._known.kept, *self._known.sources})
 
-    def _reread(self) -> None:
-        """Compare the devices that may be used with those that are known."""
+    def _compare_devices(self) -> None:
+        """Compare offered devices with known ones, and report changes."""
         self._read_at = time.monotonic()
         try:
             changes = self._devices.compare(self._hosts.offered())
@@ -228,7 +224,7 @@ class Run:
             label, host = place.device.label, place.host.name
             self._events.add("Placed", device=name, label=label, host=host)
         for name in changes.lost:
-            if places.pop(name, None) is not None:  # else it was released with another
+            if places.pop(name, None) is not None:  # otherwise it is released already
                 self._streams.say(f"{name} is gone with its host")
                 self._happens(Vanished(device=name))
         offered = [Offered(device=name) for name in changes.usable]
@@ -238,11 +234,11 @@ class Run:
             if d in places
         ]
         self._devices.ask_back([event.device for event in asked])
-        # A device that takes another's place comes with its leaving.
+        # Together, as a new device may replace one that leaves.
         self._happens(*offered, *asked)
 
     def _hear(self, ranks: GenerationRanks) -> None:
-        """What the ranks of a generation said since, the end of each last."""
+        """Handle the messages of a generation's ranks, and then their ends."""
         standings = ranks.hear()
         for standing in standings:
             if standing.rank in ranks.ended:
@@ -261,22 +257,22 @@ class Run:
 
     def _hear_one(self, ranks: GenerationRanks, device: str, standing: Standing) -> None:
         before, now = ranks.reports[standing.rank], standing.report
-        # A rank that is no member reports nothing; the step at hand is the last one that it does.
+        # Ranks of a fixed run send no report, only the step at hand.
         self._step = max(self._step, now.step if self._is_elastic else standing.status.step + 1)
         if now == before:
             return
         ranks.reports[standing.rank] = now
         of: dict[str, Any] = {"generation": ranks.generation.number, "device": device}
         if now.num_microbatches and now.num_microbatches != before.num_microbatches:
-            self._limit(now.num_microbatches)
-        self._happens(Told(**of))
+            self._limit_devices(now.num_microbatches)
+        self._happens(MemberEvent(**of))
         if now.is_prepared and not before.is_prepared:
             self._happens(Prepared(**of))
         if now.saved_step > before.saved_step:
             self._happens(Saved(step=now.saved_step))
         part = of | {"part": now.part, "num_parts": now.num_parts}
         for step in sorted(now.copies.keys() - before.copies.keys(), key=int):
-            self._wrote(Copied(**part, step=int(step), digest=now.copies[step]), ranks)
+            self._record_state(Copied(**part, step=int(step), digest=now.copies[step]), ranks)
         if now.is_joined and not before.is_joined:
             self._happens(Joined(**of))
         if now.step > before.step:
@@ -284,7 +280,7 @@ class Run:
             of |= {"num_microbatches": int(num), "num_executors": int(executors)}
             self._happens(Completed(**of, step=now.step, busy_seconds=seconds))
         if now.left_step > before.left_step:
-            self._wrote(LeftState(**part, step=now.left_step, digest=now.digest), ranks)
+            self._record_state(LeftState(**part, step=now.left_step, digest=now.digest), ranks)
         if now.note and not before.note:
             self._streams.say(f"{device} could not leave its state: {now.note}")
         if now.asked_back and not before.asked_back:
@@ -293,14 +289,14 @@ class Run:
         if now.is_finished and not before.is_finished:
             self._finish(now)
 
-    def _wrote(self, event: Copied | LeftState, ranks: GenerationRanks) -> None:
+    def _record_state(self, event: Copied | LeftState, ranks: GenerationRanks) -> None:
         members, places = ranks.generation.members, self._devices.places
         hosts = {device: places[device].host for device in members if device in places}
-        if event.device in hosts:  # else it is gone, with what was written there
+        if event.device in hosts:  # otherwise the device is gone with its states
             self._happens(self._left.wrote(event, members.index(event.device), hosts))
 
-    def _limit(self, num_microbatches: int) -> None:
-        """A step has so many microbatches: more devices than that have nothing to do."""
+    def _limit_devices(self, num_microbatches: int) -> None:
+        """Limit the number of devices to that of microbatches."""
         most = min(self._most, num_microbatches)
         rules = dataclasses.replace(
             self._known.rules, max_devices=most, num_microbatches=num_microbatches
@@ -314,7 +310,7 @@ class Run:
         self._happens(Saved(step=report.step))
 
     def _ended(self, ranks: GenerationRanks, device: str, standing: Standing) -> None:
-        """A rank has ended: its script's error ends the run, anything else costs its generation."""
+        """End the run for an error of the script, otherwise only the rank's generation."""
         status, report, code = standing.status, standing.report, standing.code or 0
         if not self._is_elastic or self._ending.is_near or self._known.phase == "finished":
             return
@@ -329,7 +325,7 @@ class Run:
         is_current = number == self._known.generation.number
         if is_current and not ranks.has_joined and self._known.ledger.end:
             last = ranks.generation.members[-1]
-            if self._known.phase == "forming":  # perhaps it can be planned for fewer
+            if self._known.phase == "forming":  # a plan for fewer devices may exist
                 self._streams.say(
                     f"generation {number} cannot begin: {words}; it is tried without {last}"
                 )
@@ -402,7 +398,7 @@ class Run:
 
     def _form(self, generation: Generation, sources: Sequence[KeptState]) -> None:
         ranks = self._generations.get(generation.number) or self._start(generation)
-        self._step = generation.first_step  # later ones may be lost
+        self._step = generation.first_step  # later steps may be lost
         if self._is_elastic:
             step = f"step {generation.first_step}" if generation.first_step else "the beginning"
             keepers = ", ".join(one.device for one in sources)
@@ -410,7 +406,7 @@ class Run:
             members = ", ".join(generation.members)
             self._streams.say(f"generation {generation.number} from {step}{where}: {members}")
         ranks.begin(self._left.of(sources))
-        self._hear_of(generation.number, generation.members)
+        self._refresh_heartbeats(generation.number, generation.members)
 
     def _order(self, generation: Generation, *, stops: bool = False, leaves: bool = False) -> None:
         ranks = self._generations.get(generation.number)
@@ -430,14 +426,14 @@ class Run:
             return
         if not self._is_elastic:
             ranks.kill()
-            ranks.judge(self._ending, math.inf)  # before anything that is held back is shown
-        ranks.close(shows_held=self._ending.asked is None, kept=self._left.paths)
+            ranks.judge(self._ending, math.inf)  # before delayed lines are shown
+        ranks.close(shows_delayed=self._ending.asked is None, kept=self._left.paths)
 
     # -- the end -----------------------------------------------------------------------------
 
     def _serve_signal(self, number: int) -> None:
         if number == signal.SIGUSR1:
-            (self._reread if self._is_elastic else self._change_shares)()
+            (self._compare_devices if self._is_elastic else self._change_shares)()
             return
         self._ending.ask(number, time.monotonic())
         trains = self._known.phase in ("running", "preparing", "handing over")
@@ -453,14 +449,14 @@ class Run:
                     )
                 ranks.order(ends=True)
             else:
-                if number == signal.SIGINT:  # all of them say that they were interrupted
+                if number == signal.SIGINT:  # every rank would report the interrupt
                     ranks.quieten()
                 ranks.kill(number)
 
     def _watch_output(self) -> None:
-        """Standard output closed, by `head` perhaps, ends the run as SIGTERM does.
+        """End the run like SIGTERM if standard output is closed, as by `head`.
 
-        One that is full, or gone for another reason, is worth a line and no job.
+        Other failures of the output are only reported.
         """
         lost = self._streams.out.lost
         if lost is None or self._is_output_lost:
@@ -485,7 +481,7 @@ class Run:
         self._streams.say(f"core shares are now {shares}")
 
     def _conclude(self) -> int:
-        """Say how the job ended and where the rest is; returns the exit code."""
+        """Report how the job ended; returns the exit code."""
         known, ledger, verdict = self._known, self._known.ledger, self._ending.verdict
         best = newest(known.kept)
         trains = known.phase in ("running", "preparing", "handing over", "finished")
@@ -511,8 +507,8 @@ class Run:
 
 
 @contextlib.contextmanager
-def _handing_on_signals(run: Run) -> Iterator[None]:
-    """Hand signals to a run instead of ending by them; only a main thread can."""
+def _forwarding_signals(run: Run) -> Iterator[None]:
+    """Forward signals to a run, in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Where the states are that members left or copied, and the second copies on other hosts."""
+"""The folders of members' states and copies, and of second copies on other hosts."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -9,30 +9,30 @@ from .membership import Copied, LeftState
 
 
 class StateFolders:
-    """The folders of states, on their hosts, until nobody counts on them."""
+    """The folders of states that are still needed, on their hosts."""
 
     def __init__(self, carry: Callable[[KeptFolder, KeptFolder], Carrying]) -> None:
         self._carry = carry
         self._folders: dict[KeptState, KeptFolder] = {}
-        # What was written, what is to be, where, and how far that is.
+        # The first copy, the second copy, its folder and its transfer.
         self._under_way: list[tuple[Copied, Copied, KeptFolder, Carrying]] = []
 
     @property
     def paths(self) -> Collection[str]:
-        """Those on all hosts, also where one is about to appear."""
-        coming = {there.folder for _, _, there, _ in self._under_way}
-        return {own.folder for own in self._folders.values()} | coming
+        """The folders on all hosts, including those of transfers."""
+        expected = {there.folder for _, _, there, _ in self._under_way}
+        return {folder.folder for folder in self._folders.values()} | expected
 
     def wrote(
         self, event: Copied | LeftState, rank: int, hosts: Mapping[str, Host]
     ) -> Copied | LeftState:
-        """A process wrote one; where a generation is on several hosts another gets a copy.
+        """Record a state that a process wrote; with several hosts another one gets a copy.
 
         Args:
-            hosts: By device, those of its generation, in the order of ranks.
+            hosts: The hosts of its generation by device, in the order of ranks.
 
         Returns:
-            The event, with where it is and where it should be.
+            The event with its host, and the number of hosts that should have the state.
         """
         host = hosts[event.device]
         first = {other.name: device for device, other in reversed(list(hosts.items()))}
@@ -48,29 +48,29 @@ class StateFolders:
         return event
 
     def arrived(self, at_seconds: float) -> Iterable[Copied]:
-        """The copies that have arrived on another host, at a time.
+        """Events of second copies whose transfer has ended, with the time `at_seconds`.
 
-        Where one could not be written there the first has to do, or copies would wait for it: that
-        is yielded again, with a spread of one.
+        After a failed transfer the first copy is yielded again with a spread of one, so that later
+        copies do not wait.
         """
         for one in list(self._under_way):
             first, copy, there, carrying = one
-            found = carrying.arrived()
-            if found is None:
+            has_arrived = carrying.arrived()
+            if has_arrived is None:
                 continue
             self._under_way.remove(one)
-            if found:
+            if has_arrived:
                 self._put(copy.kept, there)
                 yield dataclasses.replace(copy, at_seconds=at_seconds)
             elif first.kept in self._folders and not there.host.is_lost:
                 yield dataclasses.replace(first, at_seconds=at_seconds, spread=1)
 
     def of(self, states: Iterable[KeptState]) -> list[KeptFolder]:
-        """Where they are."""
+        """The folders of states."""
         return [self._folders[kept] for kept in states]
 
     def keep(self, needed: Collection[KeptState]) -> None:
-        """Let go of all others."""
+        """Remove all states but `needed`."""
         for kept in [kept for kept in self._folders if kept not in needed]:
             old = self._folders.pop(kept)
             if not old.host.is_lost:
@@ -79,7 +79,7 @@ class StateFolders:
     def _put(self, kept: KeptState, new: KeptFolder) -> None:
         before = self._folders.get(kept)
         if before is not None and before != new:
-            before.host.forget(before.folder)  # it is there twice: copied, and then left
+            before.host.forget(before.folder)  # the state was copied before it was left
         self._folders[kept] = new
 
 

@@ -1,4 +1,4 @@
-"""Hold processes to a share of a core, to make a mixed cluster of one machine."""
+"""Limit processes to a share of a core, to emulate a mixed cluster on one machine."""
 
 import contextlib
 import math
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 from ..core.errors import LaunchError
 
-_PERIOD_MICROSECONDS = 20_000  # short, so that a share holds within a microbatch
-_MOST_PERIOD_MICROSECONDS = 1_000_000  # Linux's own bounds
+_PERIOD_MICROSECONDS = 20_000  # shorter than a microbatch
+_MOST_PERIOD_MICROSECONDS = 1_000_000  # bounds of Linux
 _LEAST_QUOTA_MICROSECONDS = 1_000
 _PREFIX = "hxla-"
 
 
 class Cgroup:
-    """The CPU quota of a cgroup: of the v1 cpu controller, or of the unified hierarchy (v2)."""
+    """A cgroup with a CPU quota, by the v1 cpu controller or the unified hierarchy (v2)."""
 
     def __init__(self, folder: pathlib.Path, version: int, pid: int):
         self.folder = folder
@@ -27,7 +27,7 @@ class Cgroup:
         (folder / "cgroup.procs").write_text(str(pid))
 
     def set_share(self, share: float) -> None:
-        """Change the share; 1 lifts the limit."""
+        """Change the share; 1 removes the limit."""
         quota, period = quota_and_period(share)
         if self._version == 1:
             # Without a quota any period is allowed.
@@ -38,7 +38,7 @@ class Cgroup:
 
     @staticmethod
     def share_of(folder: pathlib.Path, version: int) -> float:
-        """The share of one that is there."""
+        """The share of an existing cgroup."""
         if version == 1:
             quota, period = ((folder / f"cpu.cfs_{x}_us").read_text() for x in ("quota", "period"))
         else:
@@ -46,7 +46,7 @@ class Cgroup:
         return 1.0 if quota.strip() in ("-1", "max") else int(quota) / int(period)
 
     def close(self) -> None:
-        """Remove the cgroup; its processes may take a moment to be gone."""
+        """Remove the cgroup, once its processes have ended."""
         for _ in range(50):
             try:
                 self.folder.rmdir()
@@ -59,9 +59,9 @@ class Cgroup:
 
 
 def quota_and_period(share: float) -> tuple[int, int]:
-    """Microseconds that a process may run, and in how many; -1: as long as it likes.
+    """Quota and period in microseconds; a quota of -1 is no limit.
 
-    The period is the shortest, from 20 ms on, in which a small share is a quota that Linux takes.
+    The period is the shortest, from 20 ms on, for which Linux accepts the quota of the share.
     """
     if share >= 1:
         return -1, _PERIOD_MICROSECONDS
@@ -71,7 +71,7 @@ def quota_and_period(share: float) -> tuple[int, int]:
 
 
 class DutyCycle:
-    """Stops and continues the process group, where no cgroup may be written."""
+    """Stops and continues a process group, if no cgroup may be written."""
 
     def __init__(self, pid: int):
         self._pid = pid
@@ -105,20 +105,20 @@ class DutyCycle:
             os.killpg(self._pid, signal.SIGCONT)
 
 
-Throttle = Cgroup | DutyCycle  # holds one process group to a share of a core
+Throttle = Cgroup | DutyCycle  # limits a process group to a share of a core
 
 
 def cgroup_parent() -> tuple[int, pathlib.Path] | None:
-    """Where a cgroup with a CPU limit may be made, and of which version; None if nowhere."""
+    """Version and folder for new cgroups with a CPU limit; None if there is no such folder."""
     root = pathlib.Path("/sys/fs/cgroup")
     places: list[tuple[int, pathlib.Path, str]] = []
     for line in pathlib.Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        own = path.lstrip("/")
+        relative = path.lstrip("/")
         if "cpu" in controllers.split(","):
-            places += [(1, root / x / own, "cpu.cfs_quota_us") for x in ("cpu", "cpu,cpuacct")]
+            places += [(1, root / x / relative, "cpu.cfs_quota_us") for x in ("cpu", "cpu,cpuacct")]
         elif not controllers:
-            places += [(2, root / x / own, "cpu.max") for x in (".", "unified")]
+            places += [(2, root / x / relative, "cpu.max") for x in (".", "unified")]
     for version, place, knob in places:
         probe = place / f"{_PREFIX}{os.getpid()}-probe"
         try:
@@ -134,7 +134,7 @@ def cgroup_parent() -> tuple[int, pathlib.Path] | None:
 
 
 def remove_stale(parent: pathlib.Path) -> None:
-    """Remove the cgroups of launchers that are gone."""
+    """Remove the cgroups of ended launchers."""
     for folder in parent.glob(f"{_PREFIX}*-*"):
         pid = folder.name.removeprefix(_PREFIX).split("-")[0]
         if pid.isdigit() and not pathlib.Path("/proc", pid).exists():
@@ -143,10 +143,13 @@ def remove_stale(parent: pathlib.Path) -> None:
 
 
 def make_throttle(pid: int, rank: int, share: float) -> tuple[Throttle, str]:
-    """Hold a process (leader of its group) to a share of a core.
+    """Limit a process group to a share of a core.
+
+    Args:
+        pid: The leader of the group.
 
     Returns:
-        The throttle, and which mechanism it is and why, in words.
+        The throttle, and its mechanism in words.
     """
     place = cgroup_parent()
     throttle: Throttle
@@ -162,13 +165,13 @@ def make_throttle(pid: int, rank: int, share: float) -> tuple[Throttle, str]:
 
 
 def own_cores() -> list[int]:
-    """The cores that this process may use, those first of which other jobs hold the least."""
+    """The cores for this process, least used by other jobs first."""
     taken = dict.fromkeys(sorted(os.sched_getaffinity(0)), 0.0)
     place = cgroup_parent()
     if place is not None:
         version, parent = place
         for folder in parent.glob(f"{_PREFIX}*-*"):
-            # Whatever is gone by now holds nothing.
+            # An ended process uses nothing.
             with contextlib.suppress(OSError, ValueError, IndexError):
                 pid = int((folder / "cgroup.procs").read_text().split()[0])
                 cores = os.sched_getaffinity(pid) & taken.keys()
@@ -178,10 +181,10 @@ def own_cores() -> list[int]:
 
 
 def pack(shares: Sequence[float], cores: Sequence[int]) -> list[int]:
-    """A core for each share, no core above 1 (first fit, largest share first).
+    """A core for each share, at most 1 in total per core (first fit, largest share first).
 
     Raises:
-        LaunchError: If they do not fit, with the numbers.
+        LaunchError: If the shares do not fit, with the numbers.
     """
     free = dict.fromkeys(cores, 1.0)
     chosen = [-1] * len(shares)

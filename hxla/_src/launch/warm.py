@@ -1,4 +1,4 @@
-"""Processes with their imports done: forked from one that did them and has touched no device."""
+"""Processes forked from a server that has imported everything and used no device."""
 
 import atexit
 import contextlib
@@ -17,17 +17,17 @@ from typing import IO, Any
 
 from .channel import WAITS_VARIABLE
 
-#: It imports what a script does anyway, which initialises no backend.
+#: Imports the modules of a usual script, without initialising a backend.
 _SERVER = "hxla._src.launch.fork_server"
 _SET_CHILD_SUBREAPER = 36  # of prctl
-_NOT_KNOWN = 255  # an exit code that nobody is left to tell
+_UNKNOWN_CODE = 255  # exit code after the end of the fork server
 
 
 class WarmProcess:
-    """A process that runs a script, as the launcher sees it.
+    """A forked process that runs a script.
 
     Args:
-        core: The core that it may use; None: all.
+        core: The core for the process; None for all.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], core: int | None):
@@ -48,26 +48,26 @@ class WarmProcess:
         if self._orphaned_code is not None:
             return self._orphaned_code
         code: int | None = self._process.exitcode
-        return self._code_of_orphan(os.WNOHANG) if code == _NOT_KNOWN else code
+        return self._code_of_orphan(os.WNOHANG) if code == _UNKNOWN_CODE else code
 
     def join(self) -> None:
         self._process.join()
-        if self._process.exitcode == _NOT_KNOWN and self._orphaned_code is None:
+        if self._process.exitcode == _UNKNOWN_CODE and self._orphaned_code is None:
             self._code_of_orphan(0)
 
     def _code_of_orphan(self, options: int) -> int | None:
-        """The exit code once the fork server is gone: the process is then this one's child."""
+        """The exit code after the end of the fork server, when the process is this one's child."""
         try:
             pid, status = os.waitpid(self.pid, options)
-        except ChildProcessError:  # it has ended before, or is handed over just now
-            return None if pathlib.Path("/proc", str(self.pid)).exists() else _NOT_KNOWN
+        except ChildProcessError:  # it ended before, or becomes a child just now
+            return None if pathlib.Path("/proc", str(self.pid)).exists() else _UNKNOWN_CODE
         if pid:
             self._orphaned_code = os.waitstatus_to_exitcode(status)
         return self._orphaned_code
 
 
 class CoordinationProcess:
-    """The coordination service of a generation: its end and errors are not the launcher's."""
+    """The coordination service of a generation, in a process apart from the launcher."""
 
     def __init__(self, address: str, num_processes: int):
         context = _context()
@@ -80,21 +80,21 @@ class CoordinationProcess:
         self.pid: int = self._process.pid or 0
 
     def close(self) -> None:
-        """End it, with its port."""
+        """End the service and free its port."""
         self._process.kill()
         self._process.join()
         self._lives.close()
 
 
 def warm_up() -> None:
-    """Start the process from which others are forked, and its imports; wait for neither."""
+    """Start the fork server and its imports, without waiting."""
     _context()
     forkserver.ensure_running()
 
 
 def _context() -> Any:
     if sys.platform == "linux":
-        # Processes outlive the one that they were forked from, and then are this one's.
+        # Processes outlive the fork server, and then become this one's children.
         ctypes.CDLL(None, use_errno=True).prctl(_SET_CHILD_SUBREAPER, 1)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_SERVER])
@@ -103,15 +103,15 @@ def _context() -> Any:
 
 def _serve(address: str, num_processes: int, launcher: Connection) -> None:
     from ..jax.coordination import (
-        serve,  # with jax, which its fork server has and a launcher needs not
+        serve,  # imports jax, which a launcher does not need
     )
 
     os.setsid()
-    nowhere = os.open(os.devnull, os.O_WRONLY)  # whatever it says of members is known already
+    nowhere = os.open(os.devnull, os.O_WRONLY)  # its messages about members are known already
     os.dup2(nowhere, 2)
     service = serve(address, num_processes)
     if service is not None:
-        # The parent lives for as long as this process does; only the launcher has the other end.
+        # The parent is the fork server; only the launcher has the other end of the pipe.
         launcher.poll(None)
     os._exit(0)
 
@@ -123,8 +123,8 @@ def _file(connection: Connection) -> IO[bytes]:
 
 
 def _end_with(launcher: int) -> None:
-    """In a thread: the launcher's end is this process's."""
-    with contextlib.suppress(ProcessLookupError):  # it is gone already
+    """End this process with the launcher; runs in a thread."""
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
         select.select([os.pidfd_open(launcher)], [], [])
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -132,7 +132,7 @@ def _end_with(launcher: int) -> None:
 def _run(
     command: list[str], env: dict[str, str], core: int | None, out: Connection, err: Connection
 ) -> None:
-    """In the process."""
+    """Run a script in the forked process."""
     os.setsid()
     multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]  # the script's choice
     for ended_by in (signal.SIGTERM, signal.SIGHUP):

@@ -73,8 +73,8 @@ class SessionMeasure:
         return TriedSizes(
             shares=work.better_shares,
             reason=f"in {work.num_steps} steps of a trial with {ratio} over {axis.name} {worked} "
-            f"of the time, so sizes {'move' if work.better_shares else 'stay'}: pass mesh={mesh} to "
-            "get the same bits where a trial would tell otherwise",
+            f"of the time, so sizes {'move' if work.better_shares else 'stay'}: pass mesh={mesh} "
+            "to get the same bits where a trial would tell otherwise",
         )
 
     def segment_seconds(

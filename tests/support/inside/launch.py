@@ -39,6 +39,7 @@ from hxla._src.launch.membership import (
     Leave,
     Ledger,
     LeftState,
+    MemberEvent,
     MembershipRules,
     Offered,
     Passed,
@@ -50,7 +51,6 @@ from hxla._src.launch.membership import (
     SharesAsked,
     Stop,
     Tell,
-    Told,
     Vanished,
 )
 from hxla._src.launch.output import Logs, Streams
