@@ -54,10 +54,10 @@ def begin(rules: MembershipRules, saved_step: int = 0) -> Membership:
     Args:
         saved_step: The step of the checkpoint from which the run resumes.
     """
-    nobody = Generation(number=0, members=(), port=rules.ports[0], first_step=saved_step)
+    empty = Generation(number=0, members=(), port=rules.ports[0], first_step=saved_step)
     ledger = Ledger(num_microbatches=rules.num_microbatches).committed(0, saved_step)
     return Membership(
-        rules=rules, phase="waiting", generation=nobody, ledger=ledger, saved_step=saved_step
+        rules=rules, phase="waiting", generation=empty, ledger=ledger, saved_step=saved_step
     )
 
 

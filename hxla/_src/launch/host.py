@@ -244,9 +244,8 @@ class KnownDevices:
         self.places: dict[str, OfferedDevice] = {}
         self._numbers: dict[str, int] = {}  # on their hosts
         self._asked_back: set[str] = set()  # devices that are no longer offered
-        self._given_back: dict[
-            str, OfferedDevice
-        ] = {}  # devices that are still offered, but not used
+        # Devices that are still offered, but not used.
+        self._given_back: dict[str, OfferedDevice] = {}
 
     def number(self, name: str) -> int:
         """The number of a device on its host."""

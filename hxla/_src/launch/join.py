@@ -193,7 +193,7 @@ def run_joined(work: Callable[[], None]) -> None:
     if isinstance(code, str):
         print(code, file=sys.stderr)
         code = 1
-    with contextlib.suppress(OSError):  # nobody may be reading
+    with contextlib.suppress(OSError):  # the output may have no reader
         sys.stdout.flush()
         sys.stderr.flush()
     if channel is not None and code == 0 and channel.read(Status, rank).state == "left":

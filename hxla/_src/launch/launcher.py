@@ -114,8 +114,8 @@ def run(
     chosen = [devices[rank] for rank in ranks]
     kinds = [device.kind for device in chosen]
     if are_unlike(kinds):
-        said = f"{in_words(kinds)} share no library for collectives: they meet in their hosts"
-        print(f"hxla: {said}", file=sys.stderr)
+        note = f"{in_words(kinds)} share no library for collectives: they meet in their hosts"
+        print(f"hxla: {note}", file=sys.stderr)
     folder, envs = new_dump(dump), list[dict[str, str]]()
     for rank, device in zip(ranks, chosen, strict=True):
         env = process_environment(place_of(rank, devices), device, chosen, mesh) | settings

@@ -49,7 +49,7 @@ class Logs:
         _remove_old(self.folder.parent)
 
     @property
-    def said(self) -> bool:
+    def has_lines(self) -> bool:
         """Whether anything was logged."""
         return self.folder.is_dir()
 

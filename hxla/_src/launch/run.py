@@ -186,7 +186,7 @@ class Run:
         for device in devices:
             self._happens(MemberEvent(generation=generation, device=device))
 
-    # -- what happens ------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------
 
     @property
     def _is_over(self) -> bool:
@@ -342,7 +342,7 @@ class Run:
                 self._happens(Exited(generation=number, device=new))
         self._happens(Exited(generation=number, device=device))
 
-    # -- what is to be done ------------------------------------------------------------------
+    # -- decisions ---------------------------------------------------------------------------
 
     def _do(self, what: ToDo) -> None:
         match what:
@@ -501,7 +501,7 @@ class Run:
             num = len(ledger.runs)
             self._streams.say(f"{ledger.end} steps by {num} generation{'s' * (num != 1)}{lost}")
             code = int(known.phase == "failed")
-        if self._streams.logs.said:
+        if self._streams.logs.has_lines:
             self._streams.say(f"what the processes said besides is in {self._streams.logs.folder}")
         return code
 

@@ -142,9 +142,8 @@ class Balancer:
         self._walls: collections.deque[float] = collections.deque(maxlen=config.window_steps)
         self._finishes: collections.deque[float] = collections.deque(maxlen=config.window_steps)
         self._move: _Move | None = None
-        self._refused: dict[
-            tuple[int, ...], int
-        ] = {}  # step until which slow counts are not tried again
+        # The step until which slow counts are not tried again.
+        self._refused: dict[tuple[int, ...], int] = {}
         self._after_trial: tuple[int, ...] | None = None
 
     @property

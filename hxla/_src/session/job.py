@@ -151,9 +151,9 @@ class Job(JobArguments):
                 present devices.
             auto: Whether to search for the fastest plan. For the present devices every segment of
                 the model is timed first, on each kind of device. For a described cluster times are
-                those of `profile`, or estimates. By default a described cluster is searched for if
-                neither arguments nor annotations distribute the model, and the present devices if
-                `auto.auto_parallel` is set.
+                those of `profile`, or estimates. By default a search is made for a described
+                cluster if neither arguments nor annotations distribute the model, and for the
+                present devices if `auto.auto_parallel` is set.
             profile: The measured times for the search and for the cut of stages, or their file from
                 `hxla profile`.
             microbatch_size: The number of examples in a microbatch. `"measured"` tries some sizes
