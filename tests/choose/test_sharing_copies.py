@@ -108,7 +108,7 @@ def planned(mebibytes, own=None, *, described=None, **options):
 def test_where_whole_state_fits_the_search_is_as_it_was():
     plan = planned(1024)
     assert plan.placement.zero <= 1
-    assert not any("copies of one device each" in reason for reason in plan.reasons)
+    assert not any("replicas of one device each" in reason for reason in plan.reasons)
     pipelines = [own for own in plan.runners_up if "stage" in own.description]
     assert plan.num_stages > 1 or pipelines
 
@@ -268,5 +268,5 @@ def test_processes_find_the_same_copies_and_train_them_to_the_same_bits(tmp_path
 
     (sha256, *form), said = told("--mesh", "small.toml", "script.py", "auto")
     assert form == ["2", "2"], said
-    assert "copies of one device each: no plan with whole state fits" in said
+    assert "replicas of one device each: no plan with whole state fits" in said
     assert told("-n", "2", "script.py", "copies")[0] == (sha256, "2", "2")

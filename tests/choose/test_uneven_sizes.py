@@ -69,14 +69,14 @@ def test_sizes_are_those_of_brute_force_with_tight_memory():
         best = brute_force(num_units, devices, padded, own)
         if best is not None:
             feasible += 1
-            sizes = best_sizes(num_units, devices, padded_bytes=padded, own_bytes=own)
+            sizes = best_sizes(num_units, devices, padded_bytes=padded, shard_bytes=own)
             assert sum(sizes) == num_units
             assert fits(sizes, devices, padded, own)
             assert (slowest(sizes, devices), max(sizes)) == pytest.approx(best, rel=1e-9)
             continue
         infeasible += 1
         with pytest.raises(hxla.PlanError, match=r"device \d lacks [\d,]+ bytes") as error:
-            best_sizes(num_units, devices, padded_bytes=padded, own_bytes=own)
+            best_sizes(num_units, devices, padded_bytes=padded, shard_bytes=own)
         if "however" in str(error.value):
             continue
         # So many bytes more on that device, and it fits; one byte less, and it does not.
@@ -100,7 +100,7 @@ def test_a_device_with_less_memory_gets_less():
         SplitDevice(name="large", unit_seconds=1.0, memory_bytes=100),
         SplitDevice(name="small", unit_seconds=1.0, memory_bytes=34),
     ]
-    assert best_sizes(10, devices, own_bytes=10.0) == (7, 3)
+    assert best_sizes(10, devices, shard_bytes=10.0) == (7, 3)
 
 
 def test_many_units_take_no_time():

@@ -74,7 +74,7 @@ def test_a_plan_counts_and_says_what_the_parameters_cost():
     assert found.parameters < usual.parameters
     assert found.sums == usual.sums
     [said] = [reason for reason in plan.reasons if reason.startswith("offload")]
-    assert "17.1 KiB of the parameters of a copy are in host memory" in said
+    assert "17.1 KiB of the parameters of a replica are in host memory" in said
     # All twice but for the last segment, which has the embedding too, and both ways in the update.
     moved = share * 4
     assert f"{moved / 1e6:.1g}"[:4] in said
@@ -96,7 +96,7 @@ def test_parameters_that_cannot_wait_on_the_host_are_refused():
         (refusal(1, **away()), needs),
         (
             refusal(zero=3, known={"host_memory_bytes": 20_000}, **away(stash="host")),
-            "would keep 17,510 bytes of the parameters and 6,464 bytes of what waits for backwards"
+            "would keep 17,510 bytes of the parameters and 6,464 bytes of the residuals"
             " in the 20,000 of its host's memory",
         ),
     ):

@@ -116,7 +116,7 @@ def test_a_plan_says_what_the_copies_cost():
     [said] = [reason for reason in plan.reasons if reason.startswith("offload")]
     costs, _ = costs_of(JobContext(own).graph(2), plan.chain.points, range(100))
     crossing = sum(cost.input_bytes for cost in costs[1:4])  # of six segments, the last two stay
-    assert f"at most {num_bytes(crossing)} of what waits for backwards" in said
+    assert f"at most {num_bytes(crossing)} of the residuals" in said
     moved = 4 * 2 * crossing
     assert f"{num_bytes(moved)} there and back at 0.001 GB/s, {moved / 1e6:.3g} s" in said
     assert hxla.Plan.from_json(plan.to_json()) == plan
@@ -157,7 +157,7 @@ def test_what_cannot_wait_on_the_host_is_refused():
         (refusal({"memory": {"offload": {"stahs": "host"}}}), "stahs"),
         (
             refusal({"memory": {"offload": {"stash": "host"}}}, four, stages=2),
-            "memory.offload.stash='host': copies of the model are cut by stage",
+            "memory.offload.stash='host': replicas are cut by stage",
         ),
         (
             refusal(asked(communication={"clip_norm": 1.0, "clip": "before"})),
@@ -169,7 +169,7 @@ def test_what_cannot_wait_on_the_host_is_refused():
         ),
         (
             refusal(asked(), described(host_memory_bytes=1000)),
-            "would keep 2,376 bytes of what waits for backwards in the 1,000 of its host's memory",
+            "would keep 2,376 bytes of the residuals in the 1,000 of its host's memory",
         ),
     ):
         assert said in words, words

@@ -132,11 +132,11 @@ REFUSED = {
     ),
     "unlike devices in a pipeline": (
         lambda: planned(("NVIDIA L4", "cpu"), mesh=None, stages=2),
-        "meet over the host, where copies of one device meet, and the axes stage need",
+        "meet over the host, where replicas of one device meet, and the axes stage need",
     ),
     "stages": (
         lambda: planned(("cpu",) * 4, over("host"), mesh=None, stages=2),
-        "over='host', where copies of one device meet, and the axes stage need collectives",
+        "over='host', where replicas of one device meet, and the axes stage need collectives",
     ),
     "a split": (
         lambda: planned(("cpu",) * 4, over("host"), mesh={"data": 2, "tensor": 2}, rules="decoder"),

@@ -254,7 +254,7 @@ def test_a_plan_with_wrong_shares_is_refused(name):
 
 
 def test_wrong_settings_are_refused():
-    with pytest.raises(hxla.PlanError, match="one copy of the model has nobody to share with"):
+    with pytest.raises(hxla.PlanError, match="one replica has nobody to share with"):
         planned(job(optax.adam(1e-2), memory={"zero": 1}), 1)
     with pytest.raises(hxla.PlanError, match=r"memory.shares needs memory.zero"):
         planned(job(optax.adam(1e-2), memory={"shares": [1, 2]}), 2)

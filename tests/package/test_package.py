@@ -283,7 +283,7 @@ def test_a_model_too_large_for_a_device_trains_over_two_without_annotations():
     # One copy that both cut, or two that share their state, by what was measured.
     ways = {
         "data x tensor = 1 x 2": "up/kernel: P(None, 'tensor')",
-        "copies of one device each: with whole state": "ZeRO stage 2",
+        "replicas of one device each: with whole state": "ZeRO stage 2",
     }
     [way] = [way for way in ways if way in said]
     assert ways[way] in said

@@ -19,7 +19,7 @@ def best_pipeline(chain: Chain, *, num_stages: int | None = None) -> Staging:
     """Cuts and placement of the fastest single pipeline on the chain's devices.
 
     Plan space: any number of stages, any cut of the chain into them, any order of kinds, devices
-    may stay idle. The time to be least is `fill + (m - 1) * period + update` (`_pipeline.py`).
+    may stay idle. The time to minimise is `fill + (m - 1) * period + update` (`fill_and_period`).
 
     *Inner problem.* With limits on the period and on the update the least fill is found by a
     dynamic programme from the last stage to the first: its state is (devices used per kind, first
@@ -41,8 +41,7 @@ def best_pipeline(chain: Chain, *, num_stages: int | None = None) -> Staging:
         num_stages: Of the plan; None: any number.
 
     Raises:
-        PlanError: If nothing fits: the stage, its device and the bytes it lacks in the plan that
-            lacks least.
+        PlanError: If nothing fits: stage, device and lacking bytes of the plan that lacks least.
 
     References:
         Narayanan et al., "PipeDream", SOSP 2019, section 3.1 (cuts by dynamic programming);
@@ -57,10 +56,10 @@ def best_pipeline(chain: Chain, *, num_stages: int | None = None) -> Staging:
     best: tuple[float, _Plan] | None = None
     limit, least = math.inf, _least_update(t)
     while True:
-        found = _fastest(solver, limit, num)
-        if found is None:
+        fastest = _fastest(solver, limit, num)
+        if fastest is None:
             break
-        seconds, update, plan = found
+        seconds, update, plan = fastest
         if best is None or seconds + update < best[0]:
             best = (seconds + update, plan)
         if seconds + least >= best[0]:
@@ -79,12 +78,12 @@ def _fastest(solver: "_Solver", update: float, num: int) -> tuple[float, float, 
     best: tuple[float, float, _Plan] | None = None
 
     def solve(period: float) -> tuple[float, float] | None:
-        """Fill and period of the plan of the least fill up to a period, kept if it is the best."""
+        """Fill and period of the plan of least fill up to a period, recorded if it is the best."""
         nonlocal best
-        found = solver.solve(period, update)
-        if found is None:
+        solution = solver.solve(period, update)
+        if solution is None:
             return None
-        fill, period, slowest, plan = found
+        fill, period, slowest, plan = solution
         plans = [(fill + (num - 1) * period, slowest, plan), *([best] if best else [])]
         best = min(plans)
         return fill, period
@@ -99,10 +98,10 @@ def _fastest(solver: "_Solver", update: float, num: int) -> tuple[float, float, 
     limit = math.inf
     while True:
         limit = min(limit, (best[0] - least_fill) / (num - 1) * (1 + 1e-12))
-        found = solve(limit)
-        if found is None or found[0] + (num - 1) * least_period >= best[0]:
+        solution = solve(limit)
+        if solution is None or solution[0] + (num - 1) * least_period >= best[0]:
             return best
-        limit = float(np.nextafter(found[1], -math.inf))
+        limit = float(np.nextafter(solution[1], -math.inf))
 
 
 class _Solver:
@@ -136,7 +135,7 @@ class _Solver:
         return list(map(float, values[values <= limit]))
 
     def solve(self, period: float, update: float) -> tuple[float, float, float, _Plan] | None:
-        """Fill, period, update and plan of the least fill within limits; None if there is none."""
+        """Fill, period, update and plan of the least fill within limits; None: no plan."""
         t = self.t
         allowed = np.where(self._period <= period, self._cost, math.inf)
         if update < math.inf:
@@ -193,18 +192,18 @@ def _less(used: tuple[int, ...], kind: int) -> tuple[int, ...]:
 
 
 def _least_update(t: Tables) -> float:
-    """No plan's slowest update is shorter: that of the longest layer on the best kind for it."""
+    """A bound on the slowest update: the longest layer on its best kind."""
     layers = np.arange(t.num_layers)
     return float(t.update[:, layers, layers + 1].min(axis=0).max())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoomyStage:
-    """A stage of the pipeline that needs least memory beyond what its devices have.
+    """A stage of the pipeline that lacks least memory.
 
     Attributes:
         layers: First layer, and the one after its last.
-        lack_bytes: That its device is short of (below 0: bytes to spare).
+        lack_bytes: Missing on its device (below 0: bytes to spare).
     """
 
     kind: int
@@ -215,7 +214,7 @@ class RoomyStage:
 def roomiest_pipeline(chain: Chain) -> list[RoomyStage]:
     """Stages of the pipeline whose worst stage lacks least memory, found exactly.
 
-    Of many devices the numbers of each kind are left out: there are more of them than stages.
+    With many devices the numbers of each kind are ignored: there are more devices than stages.
     """
     t = tables(chain)
     size = t.num_layers + 1
@@ -229,9 +228,9 @@ def roomiest_pipeline(chain: Chain) -> list[RoomyStage]:
 
     def least(used: tuple[int, ...]) -> Array:
         """[l, a, e] The greatest lack from each layer on, by the first stage's kind and end."""
-        own = lack[sum(used)] if few else lack[sum(used)].min(axis=0, keepdims=True)
+        stage_lack = lack[sum(used)] if few else lack[sum(used)].min(axis=0, keepdims=True)
         rests = [suffix[_less(used, a)] if n else nothing for a, n in enumerate(used)]
-        return np.maximum(own, np.array(rests)[:, None, :]).transpose(1, 0, 2)
+        return np.maximum(stage_lack, np.array(rests)[:, None, :]).transpose(1, 0, 2)
 
     nothing = np.full(size, math.inf)
     start = nothing.copy()
@@ -243,16 +242,16 @@ def roomiest_pipeline(chain: Chain) -> list[RoomyStage]:
     layer, stages = 0, []
     while layer < t.num_layers:
         kind, end = divmod(int(least(used)[layer].argmin()), size)
-        own = lack[sum(used)][:, layer, end]
+        by_kind = lack[sum(used)][:, layer, end]
         used = _less(used, kind)
-        kind = kind if few else int(own.argmin())
-        stages.append(RoomyStage(kind=kind, layers=(layer, end), lack_bytes=float(own[kind])))
+        kind = kind if few else int(by_kind.argmin())
+        stages.append(RoomyStage(kind=kind, layers=(layer, end), lack_bytes=float(by_kind[kind])))
         layer = end
     return stages
 
 
 def explain_infeasible(chain: Chain) -> str:
-    """Of the pipelines that do not fit the one whose worst stage lacks least: what it lacks."""
+    """The message about the pipeline that lacks least memory."""
     stages = roomiest_pipeline(chain)
     lines = [
         f"stage {i} of {len(stages)} (layers {stage.layers[0]} to {stage.layers[1] - 1} on "

@@ -1,4 +1,4 @@
-"""Plans of one number of stages below a time: refuted by branching on the cut that all share."""
+"""Refutes plans of one number of stages below a time, by branching on the shared cut."""
 
 import dataclasses
 import heapq
@@ -13,10 +13,10 @@ from .lower_bound import Alive, Bound
 from .packing import fractional_packing
 from .relaxation import Bands, Pins, Priced, priced
 
-FREE, MIXED = -1, -2  # stages of which nothing is laid down, and those of several kinds
+FREE, MIXED = -1, -2  # a stage of any kinds, and one of several kinds
 Box = tuple[tuple[int, int], ...]
 Spans = tuple[tuple[int, int], ...]
-Modes = tuple[int, ...]  # per position from the end: a kind that all copies have there, or these
+Modes = tuple[int, ...]  # per position from the end: the kind of all replicas, or FREE or MIXED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,12 +34,12 @@ class Column:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BranchPart:
-    """Plans whose largest stage is of like size.
+    """Plans whose largest stages are of similar size.
 
     Attributes:
-        tail: That they have at least.
+        tail: Their least tail.
         priced: Their pipelines by period.
-        grid: The same for every period, where some stages' kinds are laid down.
+        grid: The same for every period, for nodes with fixed kinds.
     """
 
     bound: Bound
@@ -51,13 +51,13 @@ class BranchPart:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BranchNode:
-    """Plans whose boundaries and kinds lie within limits.
+    """Plans whose boundaries and kinds are within limits.
 
     Attributes:
-        box: Per position from the end, the layers that its stage may begin with: from, up to.
-        modes: What is laid down of their kinds.
-        spans: Of each of the part's programmes, the intervals of periods that can matter: from, up
-            to; None: all.
+        box: Per position from the end, the first layers that its stage may have: from, up to.
+        modes: The kinds of their stages.
+        spans: Per programme of the part, the intervals of periods that can matter: from, up to;
+            None: all.
     """
 
     part: BranchPart
@@ -68,30 +68,30 @@ class BranchNode:
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing is laid down of its kinds."""
+        """Whether all stages may have any kinds."""
         return all(mode == FREE for mode in self.modes)
 
     def programmes(self) -> list[Priced]:
-        """Of its pipelines, by period."""
+        """The programmes of its pipelines, by period."""
         every = self.part.priced if self.is_free else self.part.grid
         if self.spans is None:
             return every
-        return [own.within(*span) for own, span in zip(every, self.spans, strict=True)]
+        return [x.within(*span) for x, span in zip(every, self.spans, strict=True)]
 
 
 def span_of(kept: Array) -> tuple[int, int]:
-    """From the first that is kept up to after the last."""
+    """From the first kept index up to after the last."""
     at = np.flatnonzero(kept)
     return (int(at[0]), int(at[-1]) + 1) if len(at) else (0, 0)
 
 
 def cut_of(node: BranchNode) -> tuple[list[int], list[int]]:
-    """First layers, and what is laid down, stage by stage, of a node of one cut."""
+    """First layer and mode of each stage, for a node of a single cut."""
     return [low for low, _ in reversed(node.box)], list(reversed(node.modes))
 
 
 def narrowed(box: Bands, place: int, part: tuple[int, int]) -> list[tuple[int, int]]:
-    """A box with one boundary confined further; the others are kept in order."""
+    """A box with one boundary confined further; the others stay in order."""
     new = list(box)
     new[place] = part
     for i in range(place + 1, len(new)):  # towards the first stage
@@ -104,14 +104,14 @@ def narrowed(box: Bands, place: int, part: tuple[int, int]) -> list[tuple[int, i
 def like_seconds(
     t: Tables, cuts: Sequence[int], groups: Sequence[int], least_copies: int, num_microbatches: int
 ) -> float:
-    """The least time of copies that have the same kinds, as many as there are devices for.
+    """The least time of replicas with the same kinds, for every number that devices allow.
 
-    All of them pass the same cards, so that they begin one transfer after another.
+    All of them pass the same cards, so they begin one transfer after another.
 
     Args:
         cuts: First layer of each stage.
         groups: The kind of each stage.
-        least_copies: Fewer are not asked for.
+        least_copies: The fewest replicas.
     """
     most = min(int(n) // groups.count(k) for k, n in enumerate(t.num_devices) if k in groups)
     fill, period = fill_and_period(t, cuts, groups)
@@ -121,7 +121,7 @@ def like_seconds(
     best = math.inf
     for copies in range(least_copies, min(most, num_microbatches) + 1):
         sorts = [ReplicaSort(groups=tuple(groups), count=copies, num_microbatches=1)]
-        # Of all copies every microbatch in the order in which they would be done: each has one.
+        # The ends of all microbatches of all replicas, in order; each replica runs at least one.
         first = fill + apart * np.arange(copies)
         done = np.sort((first[:, None] + period * np.arange(num_microbatches)).ravel())
         seconds = max(float(first[-1]), float(done[num_microbatches - 1]))
@@ -137,29 +137,28 @@ def enough_for_cards(
     num_microbatches: int,
     seconds: float,
 ) -> bool:
-    """Whether all microbatches might pass the cards on their way in a time.
+    """Whether all microbatches might pass the network cards in a time.
 
-    In each direction a card carries, of every microbatch of a copy, its activations over the
-    boundaries by which it leaves the node and their gradients over those by which it comes, or the
-    other way round: one after another, and in all for no longer than the time there is. A linear
-    programme over every choice of kinds.
+    In each direction a card carries one message after another: of every microbatch the activations
+    over boundaries that leave the node and the gradients over those that enter it, or the reverse.
+    A linear programme over every choice of kinds.
 
     Args:
         cuts: First layer of each stage.
-        modes: The kind that all copies have at a stage; below 0: several kinds, or any.
-        copies: How many there may be.
-        seconds: That pipelines may take.
+        modes: Per stage, the kind of all replicas; below 0: several kinds, or any.
+        copies: The possible numbers of replicas.
+        seconds: The limit for pipelines.
     """
     assert t.shared is not None
     kinds = range(t.num_kinds)
 
-    def there_can_be(num: int) -> bool:
-        # Of several kinds are stages only if the others leave devices of several.
+    def are_possible(num: int) -> bool:
+        # A mixed stage needs devices of several kinds beside the other stages.
         left = [int(n) - num * modes.count(k) for k, n in enumerate(t.num_devices)]
         return min(left) >= 0 and (MIXED not in modes or sum(n > 0 for n in left) > 1)
 
-    most_copies = max(filter(there_can_be, copies), default=0)  # fewer run no more
-    one_way = t.shared[list(cuts)].diagonal(axis1=1, axis2=2) / 2  # [S, K] of a kind's own card
+    most_copies = max(filter(are_possible, copies), default=0)  # fewer replicas run no more
+    one_way = t.shared[list(cuts)].diagonal(axis1=1, axis2=2) / 2  # [S, K] on a card of the kind
     used, value = [], []
     for groups in _choices(t, modes):
         fill, period = fill_and_period(t, cuts, groups)
@@ -181,7 +180,7 @@ def enough_for_cards(
 
 
 def _choices(t: Tables, modes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Every kind of every stage that is allowed."""
+    """Every allowed choice of kinds, stage by stage."""
     return itertools.product(*((mode,) if mode >= 0 else range(t.num_kinds) for mode in modes))
 
 
@@ -189,34 +188,33 @@ _RATIO = 1.003
 _MAX_INTERVALS = 200
 _MAX_PASSES = 40
 _NEW = 5  # columns of one pass
-_MAX_CHOICES = 1024  # of kinds, that are looked at one by one
+_MAX_CHOICES = 1024  # of kinds, to enumerate
 _MAX_HALVES, _CLOSE = 5, 1.005  # of a first look
-_GRID = 1.004  # ratio of periods where boundaries take more than the relaxation knows
-_FEW = 1e6  # elements of a dynamic programme over mixes that is worth its time
+_GRID = 1.004  # ratio of periods, for boundaries slower than in the relaxation
+_FEW = 1e6  # elements of a dynamic programme over mixes, at most
 
 
 class Branching:
     """Whether a plan of so many stages can be faster than a time, by branch and price.
 
-    A node is a box of cuts: for each boundary the layers it may lie at. At a node replicas may
-    have cuts of their own, all of them in the box. The most microbatches that all devices can run
-    is then a linear programme whose columns, the pipelines, are made as its prices ask for them
-    (`Priced`); any prices bound it, so a node is refuted as soon as some prices do. Where they do
-    not and the mixes of devices are few, `Bound.possible` looks closer: at whole microbatches.
-    Periods whose pipelines cannot be part of a faster plan, by those prices, are left out of all
-    that a node is parted into.
-    Where the programme's pipelines disagree about a boundary the box is parted there.
+    A node is a box of cuts: the layers that each boundary may have. At a node replicas may have
+    different cuts, all of them in the box. The most microbatches of all devices is then a linear
+    programme whose columns, the pipelines, are generated by its prices (`Priced`). Any prices bound
+    it, so a node is refuted as soon as some prices do. Otherwise, if the mixes of devices are few,
+    `Bound.possible` looks closer: at whole microbatches. Periods of no faster plan, by those
+    prices, are dropped in the children of a node. If the programme's pipelines disagree about a
+    boundary, the box is split there.
 
-    Where every kind of device is a node of its own, nodes are parted by kinds before: at a stage
-    all copies have one kind, or another, or several. Rings of stages of several kinds share the
-    cards of two nodes at least (`Rings`). The bound is then one for plans on their devices.
+    If every kind of device is a separate node of the cluster, the kinds are branched on first: at a
+    stage all replicas have one kind, or another, or several. Rings of stages of several kinds share
+    the cards of at least two nodes (`Rings`). The bound is then one for placed plans.
 
     Args:
-        seconds: No later question is about a longer time.
+        seconds: The longest time of any later question.
         known: What the bound knows of plans faster than that.
-        prices: Of a device of each kind, to begin with.
+        prices: The first prices of a device of each kind.
         check: Called often; may raise.
-        is_rough: Whether plans are not parted by their largest stage.
+        is_rough: Whether plans are not partitioned by their largest stage.
 
     References:
         Barnhart et al., "Branch-and-Price: Column Generation for Solving Huge Integer Programs",
@@ -247,18 +245,18 @@ class Branching:
         self._nodes: list[tuple[float, int, BranchNode]] = []
         self._made = 0
         self._parts: list[BranchPart] = []
-        self._floors: list[float] = []  # of each part: no plan of it is faster
+        self._floors: list[float] = []  # per part, a bound on its plans
         parts = bound.limited(num_stages, seconds, *([1] if is_rough else []))
         for limited in parts:
             r = limited.relaxation
-            boxes, own, grid = [], [], []
+            boxes, programmes, grid = [], [], []
             for depth, most, first, last in limited.classes(
                 num_stages, seconds, known, _RATIO, _MAX_INTERVALS
             ):
-                own += priced(r, first, last, depth=depth, most=most, check=check)
+                programmes += priced(r, first, last, depth=depth, most=most, check=check)
                 boxes.append(r.bands(num_stages, float(last.max()), depth))
                 if self._pins and limited is not bound:
-                    # Of longer periods no plan runs two microbatches.
+                    # No plan with longer periods runs two microbatches.
                     low = r.least_period()
                     num = math.ceil(math.log(max(seconds / low, 1.0)) / math.log(_GRID)) + 1
                     ends = low * _GRID ** np.arange(num + 1)
@@ -266,8 +264,10 @@ class Branching:
                         r, ends, np.append(ends[1:], np.inf), depth=depth, most=most, check=check
                     )
             if boxes:
-                tail = self._tail(limited, own, seconds)
-                part = BranchPart(bound=limited, tail=tail, priced=own, grid=grid, columns=[])
+                tail = self._tail(limited, programmes, seconds)
+                part = BranchPart(
+                    bound=limited, tail=tail, priced=programmes, grid=grid, columns=[]
+                )
                 root = [
                     (min(a for a, _ in x), max(b for _, b in x)) for x in zip(*boxes, strict=True)
                 ]
@@ -280,7 +280,7 @@ class Branching:
                 )
 
     def _tail(self, bound: Bound, parts: Sequence[Priced], seconds: float) -> float:
-        """The least tail of a plan: that of one replica only where one may do."""
+        """The least tail of a plan: of one replica only if one may be enough."""
         several, single = bound.least_tails(self._num)
         if int(self._available.sum()) < 2 * self._num:
             return single
@@ -302,34 +302,34 @@ class Branching:
 
     @property
     def num_roots(self) -> int:
-        """Nodes left that are whole parts of the plans."""
+        """Nodes left that are whole parts."""
         return sum(most == -math.inf for most, *_ in self._nodes)
 
     @property
     def floor(self) -> float:
-        """No plan is faster, as far as the prices of the whole parts say."""
+        """A bound on all plans, by the prices of the whole parts."""
         return min(self._floors, default=math.inf)
 
     def _floor(self, part: BranchPart, upper: float, prices: Sequence[float]) -> float:
         """A time below which no plan of a part can be, by prices that bound it at a longer one.
 
         Args:
-            upper: What all devices run at most in the longer time, by the prices.
+            upper: The most microbatches of all devices in the longer time, by the prices.
             prices: Of a device of each kind.
         """
         scale = self._num_microbatches * (1 - 1e-6) / upper
         prices = [scale * price for price in prices]
         replicas = int(self._available.sum()) // self._num
         left = self._wanted - float(np.dot(prices, self._available))
-        worth, floor = left / replicas, math.inf  # of a replica beside its devices
-        for own in part.priced:
-            if own.most - self._num * min(prices) >= worth:
-                fills = own.fills(self._num, prices)
-                floor = min(floor, float(own.seconds_with(worth, fills, prices)[-1]))
+        worth, floor = left / replicas, math.inf  # the price of a replica beside its devices
+        for x in part.priced:
+            if x.most - self._num * min(prices) >= worth:
+                fills = x.fills(self._num, prices)
+                floor = min(floor, float(x.seconds_with(worth, fills, prices)[-1]))
         return part.tail + floor * (1 - 1e-9)
 
     def _raised(self, node: BranchNode, low: float, high: float) -> float:
-        """A greater time below which no plan is, between one that is known and another."""
+        """A greater time below which no plan exists, between two times; `low` is known."""
         tail = self._tail_at(node)
         for _ in range(_MAX_HALVES):
             if high <= low * _CLOSE:
@@ -343,7 +343,7 @@ class Branching:
         return low
 
     def step(self, seconds: float) -> list[tuple[int, ...]]:
-        """Refute or part one node.
+        """Refute or split one node.
 
         Args:
             seconds: Whether plans can be faster than this.
@@ -395,8 +395,8 @@ class Branching:
             at = self._disputed(node, shares)
             for mode in (*range(len(self._available)), MIXED):
                 modes = (*node.modes[:at], mode, *node.modes[at + 1 :])
-                own = None if node.is_free else spans
-                self._push(most, dataclasses.replace(node, modes=modes, prices=prices, spans=own))
+                kept = None if node.is_free else spans
+                self._push(most, dataclasses.replace(node, modes=modes, prices=prices, spans=kept))
             return tried
         stage = int(spread.argmax())
         at = int(np.floor(mean[stage]))
@@ -411,7 +411,7 @@ class Branching:
         return tried
 
     def _disputed(self, node: BranchNode, shares: Sequence[tuple[float, Column]]) -> int:
-        """The position of which nothing is laid down, and about whose kind most disagree."""
+        """The free position about whose kind the columns disagree most."""
         kinds = range(len(self._available))
 
         def agreed(position: int) -> float:
@@ -422,7 +422,7 @@ class Branching:
         return min(free, key=agreed)
 
     def _spans(self, node: BranchNode) -> list[tuple[tuple[int, int], ...]]:
-        """Per position from the end, the least spans of layers that its stage has one of."""
+        """Per position from the end, the spans of layers of which its stage includes one."""
         layers = node.part.bound.t.num_layers
         nexts = [layers, *(low for low, _ in node.box)]
         return [
@@ -444,7 +444,7 @@ class Branching:
                 mixed.append(min(float(ring[span]) for span in spans))
             elif mode != FREE:
                 pure = max(pure, min(float(inside[mode][span]) for span in spans))
-        # A ring of several kinds passes two cards, and the largest ends with all of a card.
+        # A ring of several kinds passes two cards, and the last to end had the whole card.
         shared = max([0.0, *mixed, 2 / num_kinds * sum(mixed)])
         if FREE not in node.modes:
             rest = float(ring[0, -1]) - self._most_pure(node, ring)
@@ -453,21 +453,21 @@ class Branching:
         return max(part.tail, (max(pure, shared) + update) * (1 - 1e-9))
 
     def _most_pure(self, node: BranchNode, ring: Array) -> float:
-        """The largest rings that stages of one kind would have if they were of several."""
+        """The largest rings of the stages of one kind, as if they had several."""
         layers = node.part.bound.t.num_layers
         ends = [layers, *(high - 1 for _, high in node.box)]
         spans = zip(node.modes, node.box, ends, strict=False)
         return sum(float(ring[low, end]) for mode, (low, _), end in spans if mode != MIXED)
 
     def _least_at(self, node: BranchNode) -> float:
-        """Of one cut whose stages are of one kind each: the best that like copies can do."""
+        """The best time of equal replicas, for a node of one cut with one kind per stage."""
         if not node.part.grid or min(node.modes) < 0:
             return 0.0
         bound = node.part.bound
         return like_seconds(bound.t, *cut_of(node), bound.num_copies, self._num_microbatches)
 
     def _enough_for_cards(self, node: BranchNode, left: float) -> bool:
-        """Whether all microbatches of a node of one cut might pass the cards in a time."""
+        """Whether all microbatches of a node of a single cut might pass the cards in a time."""
         bound, num_kinds = node.part.bound, len(self._available)
         free = sum(mode < 0 for mode in node.modes)
         single = all(high - low == 1 for low, high in node.box)
@@ -477,7 +477,7 @@ class Branching:
         return enough_for_cards(bound.t, *cut_of(node), copies, self._num_microbatches, left)
 
     def _pins_of(self, node: BranchNode) -> Pins | None:
-        """What is laid down of a node's stages, for `Priced`."""
+        """The fixed kinds of a node's stages, for `Priced`."""
         if node.is_free:
             return None
         bound = node.part.bound
@@ -500,7 +500,7 @@ class Branching:
             heapq.heappush(self._nodes, (-most, self._made, node))
 
     def _copies_of(self, node: BranchNode) -> int:
-        """The most copies that the devices of stages of one kind allow (0: too few)."""
+        """The most replicas that stages of fixed kinds allow (0: too few)."""
         pure = [(node.modes.count(k), int(n)) for k, n in enumerate(self._available)]
         most = min([int(self._available.sum()) // self._num, *(n // m for m, n in pure if m)])
         return most if most >= node.part.bound.num_copies or not any(m for m, _ in pure) else 0
@@ -508,12 +508,12 @@ class Branching:
     def _solve(
         self, node: BranchNode, left: float
     ) -> tuple[float, float, list[float], list[tuple[float, Column]], Spans | None]:
-        """What the best prices bound it by, its maximum, the prices, the columns it uses, and
-        which periods a plan can have that runs all microbatches, by these prices.
+        """The bound by the best prices, the programme's maximum, the prices, its columns, and the
+        possible periods of a plan that runs all microbatches, by these prices.
         """
         part, box, prices = node.part, node.box, node.prices
         wanted, replicas = self._wanted, self._copies_of(node)
-        mine = [
+        columns = [
             column
             for column in part.columns
             if column.modes == node.modes
@@ -529,27 +529,29 @@ class Branching:
             upper = others + top  # every plan has a pipeline
             if upper < best:
                 best, at = upper, prices
-                kept = [span_of(others + own >= wanted) for own in excess]
+                kept = [span_of(others + x >= wanted) for x in excess]
                 before = node.spans or [(0, 0)] * len(kept)
                 spans = tuple(
                     (a + low, a + high) for (a, _), (low, high) in zip(before, kept, strict=True)
                 )
             if best < wanted:
                 break
-            new = [column for column in new if column not in mine]
+            new = [column for column in new if column not in columns]
             if not new and shares:
                 break
-            mine += new
+            columns += new
             part.columns.extend(new)
-            if not mine:  # too dear for any pipeline
+            if not columns:  # too dear for any pipeline
                 prices = [price / 2 for price in prices]
                 continue
-            value = np.array([max(0.0, min(c.most, 1 + (left - c.fill) / c.period)) for c in mine])
+            value = np.array(
+                [max(0.0, min(c.most, 1 + (left - c.fill) / c.period)) for c in columns]
+            )
             counts, dual, most = fractional_packing(
-                np.array([c.used for c in mine]), value, self._available.tolist()
+                np.array([c.used for c in columns]), value, self._available.tolist()
             )
             shares = sorted(
-                ((float(y), c) for y, c in zip(counts, mine, strict=True) if y > 1e-6),
+                ((float(y), c) for y, c in zip(counts, columns, strict=True) if y > 1e-6),
                 key=lambda x: (-x[0], x[1].cuts),
             )
             if most >= wanted or best - most < 1e-4 * wanted:
@@ -565,29 +567,33 @@ class Branching:
         left: float,
         prices: list[float],
     ) -> tuple[float, list[Array], list[Column]]:
-        """The greatest excess of a pipeline, that of each programme's periods, and the pipelines
-        of great excess.
+        """The greatest excess of a pipeline, the excess by programme and period, and the pipelines
+        of greatest excess.
         """
-        top, every, found = -np.inf, [], []
-        for own in programmes:
-            worth = own.most - self._num * min(prices)
-            if not len(own.first):
-                every.append(own.first)
+        top, excesses, candidates = -np.inf, [], []
+        for programme in programmes:
+            worth = programme.most - self._num * min(prices)
+            if not len(programme.first):
+                excesses.append(programme.first)
                 continue
-            if worth <= max(0.0, top):  # no need to look closer
-                every.append(np.full(len(own.first), worth))
+            if worth <= max(0.0, top):  # no closer look needed
+                excesses.append(np.full(len(programme.first), worth))
                 top = max(top, worth)
                 continue
-            rests = own.rests(self._num, prices, node.box, pins)
-            excess = np.minimum(1 + left / own.first - rests[-1][:, 0], worth)
-            every.append(excess)
+            rests = programme.rests(self._num, prices, node.box, pins)
+            excess = np.minimum(1 + left / programme.first - rests[-1][:, 0], worth)
+            excesses.append(excess)
             top = max(top, float(excess.max()))
-            great = np.argsort(-excess, kind="stable")[:_NEW]
-            found += [(float(excess[w]), own, int(w), rests) for w in great if excess[w] > -np.inf]
-        found.sort(key=lambda x: -x[0])
+            greatest = np.argsort(-excess, kind="stable")[:_NEW]
+            candidates += [
+                (float(excess[w]), programme, int(w), rests)
+                for w in greatest
+                if excess[w] > -np.inf
+            ]
+        candidates.sort(key=lambda x: -x[0])
         new = []
-        for _, own, w, rests in found[:_NEW]:
-            cuts, kinds, fill, period = own.pipeline(w, rests, prices, pins)
+        for _, programme, w, rests in candidates[:_NEW]:
+            cuts, kinds, fill, period = programme.pipeline(w, rests, prices, pins)
             new.append(
                 Column(
                     cuts=cuts,
@@ -595,8 +601,8 @@ class Branching:
                     used=tuple(kinds.count(k) for k in range(len(prices))),
                     fill=fill,
                     period=period,
-                    most=own.most,
+                    most=programme.most,
                     modes=node.modes,
                 )
             )
-        return top, every, new
+        return top, excesses, new

@@ -14,16 +14,15 @@ UNBOUNDED = 2.0**60  # bytes of memory: no limit that a plan could meet
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """Like devices, each "device" of which may be a whole tensor-parallel group.
+    """Devices of one kind, each "device" possibly a whole tensor-parallel group.
 
     Attributes:
-        memory_bytes: That each may use.
+        memory_bytes: The limit of each.
         forward_seconds: Of one microbatch, per layer of the chain.
         backward_seconds: The same for backward.
         update_seconds: Optimizer update per layer, once a step.
         parameter_bytes: Per layer, on one device.
-        stash_bytes: Per layer, what one microbatch keeps on one device from its forward to its
-            backward.
+        stash_bytes: Per layer, the residuals of one microbatch on one device.
     """
 
     kind: str
@@ -38,20 +37,20 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rings:
-    """What sums over copies of a stage take as rings over the links that they pass.
+    """Seconds of a stage's all-reduce over replicas, as rings over the links that they pass.
 
-    A ring's reduce-scatter and all-gather send `2 (n - 1) / n` of the bytes of a stage of n copies,
-    so that rates are those of very many copies and n of them take `(n - 1) / n` of it.
+    A ring's reduce-scatter and all-gather send `2 (n - 1) / n` of the bytes of a stage of n
+    replicas. So rates are those of very many replicas, and n of them take `(n - 1) / n` of that.
 
     Attributes:
-        inside_seconds: Per group, seconds per byte of gradient where all copies of a stage are in
+        inside_seconds: Per group, seconds per byte of gradient if all replicas of a stage are in
             one node.
-        copies_inside: Per group, the most copies of a stage that one node holds.
-        num_nodes: Per group, how many nodes it has.
-        card_seconds: `card_seconds[a][b]`: seconds per byte that a copy sends from a node of group
-            a to another of group b, where no node is of two groups; else none.
-        card_sum_seconds: There, seconds per byte of gradient that a card is busy with the ring of a
-            stage of very many copies in several nodes.
+        copies_inside: Per group, the most replicas of a stage in one node.
+        num_nodes: Per group.
+        card_seconds: `card_seconds[a][b]`: seconds per byte from a node of group a to another of
+            group b; empty if some node has two groups.
+        card_sum_seconds: With `card_seconds`, seconds per byte of gradient on a card for the ring
+            of a stage of very many replicas in several nodes.
 
     References:
         Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 69, 2009, section 3.
@@ -72,18 +71,18 @@ class Chain:
         groups: One per kind of device; all have the same number of layers.
         num_microbatches: Of a global batch, over all replicas.
         state_factor: Bytes of a device per byte of parameters: 1 for the parameters, 1 for the
-            gradient's sum and what the optimizer keeps (Adam: 2).
-        workspace_bytes: That every device needs besides.
-        keeps_inputs: Whether a microbatch in flight keeps its stage's input only, of which the
-            backward makes the stash of the whole stage again, one microbatch at a time. The
-            first stage's input is the batch, which counts elsewhere.
-        output_bytes: Per layer, what one microbatch sends to the next layer.
+            gradient's sum, and the optimizer state (Adam: 2).
+        workspace_bytes: Further bytes of every device.
+        keeps_inputs: Whether a microbatch in flight keeps only its stage's input. Its backward
+            recomputes the stash of the whole stage, one microbatch at a time. The first stage's
+            input is the batch, which counts elsewhere.
+        output_bytes: Per layer, bytes of one microbatch to the next layer.
         send_seconds: `send_seconds[a][b]`: seconds per byte from a device of group a to one of b.
         send_latency_seconds: The same for the latency of one message.
         reduce_seconds: Per group, seconds per byte of gradient of the reduction over replicas
             (0: not counted).
-        rings: What of that falls to few copies, or to those in one node; None: it is the same for
-            all, as where it was measured.
+        rings: Reductions of few replicas, or of replicas in one node; None: the same for any
+            number, as when measured.
     """
 
     groups: tuple[Group, ...]
@@ -105,7 +104,7 @@ class ReplicaSort:
     Attributes:
         groups: Index of the group of each stage's device.
         count: How many such replicas there are.
-        num_microbatches: That each of them runs in a step.
+        num_microbatches: Of each replica in a step.
     """
 
     groups: tuple[int, ...]
@@ -138,25 +137,24 @@ _OF_LAYERS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tables:
-    """A chain as arrays. K kinds, L layers, boundary l lies before layer l.
+    """A chain as arrays. K kinds, L layers, boundary l is before layer l.
 
     Attributes:
         seconds: [K, L+1, L+1] `seconds[k, l, e]`: forward and backward of layers l to e - 1.
         update: [K, L+1, L+1] Their optimizer update.
-        reduce: [K, L+1, L+1] The reduction of their gradients over very many replicas, not all of
-            them in one node.
-        reduce_inside: [K, L+1, L+1] The same where all are in one node.
-        copies_inside: [K] The most copies of a stage that one node holds; none: the reduction is
-            the same for any number.
-        num_nodes: [K] Nodes of a kind; none: not known.
-        shared: [L+1, K, K] `shared[l, b, a]`: what crossing a boundary from a node of kind b to
-            another of kind a and back takes at least, where no node has devices of two kinds;
-            None: some has.
-        card_sums: [L+1, L+1] There, what a card is busy with the ring of a stage of very many
-            copies in several nodes.
-        state_bytes: [K, L+1, L+1] Parameters, gradients and optimizer state, the workspace, and
-            what a backward makes again.
-        stash_bytes: [K, L+1, L+1] What one microbatch in flight keeps.
+        reduce: [K, L+1, L+1] The reduction of their gradients over very many replicas in several
+            nodes.
+        reduce_inside: [K, L+1, L+1] The same in one node.
+        copies_inside: [K] The most replicas of a stage in one node; empty: the reduction is the
+            same for any number.
+        num_nodes: [K] Nodes of a kind; empty: not known.
+        shared: [L+1, K, K] `shared[l, b, a]`: the least seconds over a boundary from a node of kind
+            b to another of kind a and back; None: some node has devices of two kinds.
+        card_sums: [L+1, L+1] With `shared`, seconds of a card for the ring of a stage of very many
+            replicas in several nodes.
+        state_bytes: [K, L+1, L+1] Parameters, gradients, optimizer state, workspace, and the
+            stash that a backward recomputes.
+        stash_bytes: [K, L+1, L+1] The stash of one microbatch in flight.
         cross: [L+1, K+1, K+1] `cross[l, b, a]`: one microbatch's activations over boundary l from
             kind b to kind a and its gradients back. Index K stands for no stage: 0.
         memory: [K] Bytes of a device.
@@ -189,7 +187,7 @@ class Tables:
 
     @property
     def knows_cards(self) -> bool:
-        """Whether every kind is a node of its own, so that kinds say which cards are passed."""
+        """Whether every kind is a separate node, so that kinds determine the cards on the way."""
         return self.shared is not None and max(self.num_nodes) == 1
 
     def least_reduce(self, num_copies: int) -> Array:
@@ -199,8 +197,8 @@ class Tables:
         if not self.copies_inside:
             return self.reduce
         inside = num_copies <= np.array(self.copies_inside)
-        own = np.where(inside[:, None, None], self.reduce_inside, self.reduce)
-        return own * (1 - 1 / num_copies)
+        reduce_seconds = np.where(inside[:, None, None], self.reduce_inside, self.reduce)
+        return reduce_seconds * (1 - 1 / num_copies)
 
     def fits(self, depth: int) -> Array:
         """[K, L+1, L+1] Whether a stage fits its device with `depth` microbatches in flight."""
@@ -212,7 +210,7 @@ class Tables:
 
     @functools.cached_property
     def _fitting(self) -> dict[int, Array]:
-        """What `fits` has said, by depth: a search asks for the same again and again."""
+        """Results of `fits` by depth: a search asks for the same many times."""
         return {}
 
 
@@ -220,7 +218,7 @@ def tables(chain: Chain) -> Tables:
     """The chain's sums over all intervals of layers.
 
     Raises:
-        PlanError: If the chain is no such thing; all faults are listed.
+        PlanError: If the chain is invalid, with all faults.
     """
     faults = list(_faults(chain))
     if faults:
@@ -300,7 +298,7 @@ def fill_and_period(t: Tables, cuts: Sequence[int], groups: Sequence[int]) -> tu
 def times_with_edges(
     t: Tables, cuts: Sequence[int], groups: Sequence[int], edges: Sequence[float]
 ) -> tuple[float, float]:
-    """Fill and period of a copy whose boundaries take times of their own.
+    """Fill and period of a replica by the seconds of its boundaries.
 
     Args:
         cuts: First layer of each stage.
@@ -309,30 +307,30 @@ def times_with_edges(
     """
     around = [0.0, *edges, 0.0]
     busy = [float(t.seconds[s]) for s in zip(groups, cuts, (*cuts[1:], t.num_layers), strict=True)]
-    period = max(own + around[i] + around[i + 1] for i, own in enumerate(busy))
+    period = max(seconds + around[i] + around[i + 1] for i, seconds in enumerate(busy))
     return sum(busy) + sum(around), period
 
 
 def reductions(t: Tables, cuts: Sequence[int], replicas: Sequence[ReplicaSort]) -> list[float]:
-    """Of each stage the reduction of its gradients over replicas (none for a single one).
+    """Per stage the reduction of its gradients over replicas (0 for a single replica).
 
-    A ring of one kind of devices, of which a node holds so many, is counted as one in that node:
-    where a plan has no places it is not known to leave it.
+    A ring of one kind of devices counts as inside a node if a node has enough of them: without
+    places it is not known to leave the node.
     """
     ends, num = (*cuts[1:], t.num_layers), sum(r.count for r in replicas)
     if num < 2:
         return [0.0] * len(cuts)
-    found = []
+    by_stage = []
     for i, (a, b) in enumerate(zip(cuts, ends, strict=True)):
         kinds = {r.groups[i] for r in replicas if r.count}
-        own = max(float(t.reduce[k, a, b]) for k in kinds)
+        seconds = max(float(t.reduce[k, a, b]) for k in kinds)
         if t.copies_inside:
             (kind, *others) = kinds
             if not others and num <= t.copies_inside[kind]:
-                own = float(t.reduce_inside[kind, a, b])
-            own *= 1 - 1 / num
-        found.append(own)
-    return found
+                seconds = float(t.reduce_inside[kind, a, b])
+            seconds *= 1 - 1 / num
+        by_stage.append(seconds)
+    return by_stage
 
 
 def tail_seconds(t: Tables, cuts: Sequence[int], replicas: Sequence[ReplicaSort]) -> float:

@@ -16,10 +16,10 @@ other. So the time is latency per message and bytes over bandwidth, for the work
 | butterfly | log2 n | log2 n | log2 n | n log2 n |
 | halving-doubling | 2 log2 n | 2 (n - 1) / n | 2 (n - 1) / n | 2 (n - 1) |
 
-Butterfly and halving-doubling take powers of two; of other numbers the r workers beyond the largest
-power p hand theirs to a partner before and get the result after: two rounds and 2 b more, and a
-total of that of p and 2 r. A ring repeats its step n - 1 times for the reduce-scatter and n - 1 for
-the gather, not n.
+Butterfly and halving-doubling take powers of two. Of other numbers, the r workers beyond the
+largest power p send theirs to a partner before and get the result after: two rounds and 2 b more,
+and in total 2 r more than p workers. A ring repeats its step n - 1 times for the reduce-scatter and
+n - 1 for the gather, not n.
 
 References:
     Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH",
@@ -42,7 +42,7 @@ def ring_all_reduce_seconds(num_bytes: float, num_devices: int, link: LinkSecond
     """All-reduce over a ring: `2 (n - 1)` steps of one n-th of the bytes.
 
     Args:
-        num_bytes: Of the array that every device holds.
+        num_bytes: Of the array on every device.
         link: Of the ring's slowest pair.
 
     References:
@@ -70,11 +70,11 @@ ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Volume:
-    """What an all-reduce takes, in units that know nothing of a link.
+    """Rounds and bytes of an all-reduce, whatever the link.
 
     Attributes:
         num_rounds: Messages that follow one another.
-        serial_bytes: Of messages that follow one another, the longest of each round.
+        serial_bytes: Bytes of the longest message of each round, summed.
         sent_bytes: By the worker that sends most.
         total_bytes: By all workers.
     """
@@ -85,19 +85,15 @@ class Volume:
     total_bytes: float
 
     def seconds(self, link: Link) -> float:
-        """Predict the time over a link that each worker has for itself.
-
-        Args:
-            link: Its latency counts for each round, its bandwidth for the bytes.
-        """
+        """The time over a link per worker: latency for each round, bandwidth for the bytes."""
         return self.num_rounds * link.latency_seconds + self.serial_bytes / link.bytes_per_second
 
 
 def volume(algorithm: Algorithm, num_workers: int, num_bytes: float) -> Volume:
-    """What an all-reduce takes by an algorithm.
+    """Rounds and bytes of an all-reduce by an algorithm.
 
     Args:
-        num_workers: That hold an array each.
+        num_workers: Each has an array.
 
     Raises:
         PlanError: If there are no workers, or bytes below zero.
@@ -114,11 +110,11 @@ def volume(algorithm: Algorithm, num_workers: int, num_bytes: float) -> Volume:
 
 
 def favoured(num_workers: int, num_bytes: float, link: Link) -> tuple[Algorithm, float]:
-    """The algorithm of least time by a link's figures, and that time; of equal ones the first.
+    """The algorithm of least time by a link's figures, and that time; the first among equals.
 
     Args:
-        num_workers: That hold an array each.
-        link: That each worker has for itself.
+        num_workers: Each has an array.
+        link: One per worker.
     """
     times = {a: volume(a, num_workers, num_bytes).seconds(link) for a in _BY_PREFERENCE}
     best = min(times, key=lambda a: times[a])
@@ -142,8 +138,8 @@ def _ring(n: int) -> tuple[int, float, float, float]:
 def _tree(n: int) -> tuple[int, float, float, float]:
     """A binomial tree: a reduction to the root, then a broadcast from it.
 
-    In the broadcast the root sends once a level. Worker 2^k sends its array up once, and down
-    to as many as lie below it.
+    In the broadcast the root sends once a level. Worker 2^k sends its array up once, and down to
+    all workers below it.
     """
     levels = (n - 1).bit_length()
     below = max(

@@ -55,44 +55,41 @@ def complete(
 
     Args:
         graph: Of the loss, traced for one microbatch.
-        structure: How the devices share the model.
-        cluster: That the structure's ranks are of.
         batch_size: Examples of a global batch.
-        sums: How gradients are added up.
         optimizer_bytes: Of the optimizer's state for the whole model.
-        counts: Microbatches of each copy; None: as even as can be.
-        starts: Seconds of a step after which each copy begins; None: all at once.
-        reasons: Why, besides what the structure says.
+        counts: Microbatches of each replica; None: as even as possible.
+        starts: Seconds of a step after which each replica begins; None: all at once.
+        reasons: Lines besides those of the structure.
         profile: Times of the model on each kind of device alone, for the sizes of a split.
 
     Raises:
         AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
-        PlanError: If the plan cannot be run: every fault.
+        PlanError: If the plan cannot run, with every fault.
     """
     precision = graph.precision if isinstance(graph.precision, Precision) else Precision()
     kinds = [cluster.devices[r].kind for ranks in structure.replicas for r in ranks]
     specs: list[P] = [P()] * len(graph.param_names)
-    said = [
+    lines = [
         f"axis {name!r} of the model has one member, the microbatch: what it averages or gathers "
         f"over {name!r}, as BatchNorm does, is of {microbatch_size} examples"
         for name in graph.bound_axes
     ]
     if graph.normalizes and not graph.bound_axes and microbatch_size < batch_size:
-        said.append(
+        lines.append(
             f"BatchNorm takes its statistics over a microbatch, {microbatch_size} examples, and "
             f"not over the batch of {batch_size}"
         )
-    said += [
+    lines += [
         f"variable {name!r} depends on the batch: it changes by the mean of what the microbatches "
         f"make of it; merge={{{name!r}: ...}} says otherwise"
         for name in graph.averaged
     ]
-    said += _narrow_sums(graph, sums)
-    said += structure.reasons
+    lines += _narrow_sums(graph, sums)
+    lines += structure.reasons
     for dtype in precision.low_dtypes:
         slow = slow_cards(dtype, kinds)
         if slow:
-            said.append(f"{', '.join(slow)} multiplies slower in {dtype} than in float32")
+            lines.append(f"{', '.join(slow)} multiplies slower in {dtype} than in float32")
     shares: tuple[int, ...] = ()
     sizes: Sequence[Sizes] = ((),) * len(specs)
     if structure.inner:
@@ -100,8 +97,8 @@ def complete(
         split = inner_split(graph, structure, cluster, factor, profile)
         sharded, shares, sizes = split.sharded, split.shares, split.sizes
         specs = sharded.param_specs()
-        said += lines_of(split)
-        said += sharded.gathered_params().values()
+        lines += lines_of(split)
+        lines += sharded.gathered_params().values()
         sent = sum(axis.sent_bytes for axis in sharded.axes.values())
         prediction = (prediction or Prediction()).model_copy(update={"sent_bytes": float(sent)})
     pipeline: PlannedPipeline | None = None
@@ -113,14 +110,19 @@ def complete(
         ordered, points = graph_at(graph, pipeline.cut_by, pipeline.points)
         check_layers_whole(ordered, layouts(graph, specs, sizes))
         if pipeline.cut_by == "work":
-            said += uncut_scans(graph)
-        said += _shares_of_work(parts_of(ordered, points), structure.pipeline.num)
+            lines += uncut_scans(graph)
+        lines += _shares_of_work(parts_of(ordered, points), structure.pipeline.num)
     parameters = layouts(graph, specs, sizes)
     if profile is not None and structure.pipeline is None and len(structure.inner) == 1:
-        own = microbatch_seconds(graph, sharded, parameters, structure.replicas, cluster, profile)
-        if own:
-            copies = len(structure.replicas)
-            known = {"microbatch_seconds": (own,) * copies, "fixed_seconds": (0.0,) * copies}
+        seconds = microbatch_seconds(
+            graph, sharded, parameters, structure.replicas, cluster, profile
+        )
+        if seconds:
+            num_replicas = len(structure.replicas)
+            known = {
+                "microbatch_seconds": (seconds,) * num_replicas,
+                "fixed_seconds": (0.0,) * num_replicas,
+            }
             prediction = (prediction or Prediction()).model_copy(update=known)
     num = batch_size // microbatch_size
     used = sorted({rank for ranks in structure.replicas for rank in ranks})
@@ -164,7 +166,7 @@ def complete(
         ),
         "prediction": prediction,
         "runners_up": tuple(runners_up),
-        "reasons": (*said, *reasons),
+        "reasons": (*lines, *reasons),
     }
     return Plan.checked(fields)
 
@@ -176,43 +178,43 @@ def placement_for(
     optimizer_bytes: float,
     devices: Sequence[Device],
 ) -> Placement:
-    """Sums are let go between steps where some device does not hold them beside all else.
+    """The placement; sums are released between steps if they do not fit some device.
 
-    That is the state, the gradients of a microbatch, and on a CPU the state once more, for what a
-    checkpoint writes stays in the same memory.
+    They stand beside the state, the gradients of a microbatch, and on a CPU the state once more:
+    the snapshot of a checkpoint is in the same memory.
     """
     known = [device.memory_bytes for device in devices if device.memory_bytes is not None]
     whole = sum(p.num_bytes for p in parameters)
-    own = sum(p.device_bytes(axes) for p in parameters)
-    state = own * (1 + optimizer_bytes / max(whole, 1))
-    copies = 2 if any(device.kind == "cpu" for device in devices) else 1
-    needed = copies * state + (sums.num_parts + 1) * own
+    device_bytes = sum(p.device_bytes(axes) for p in parameters)
+    state = device_bytes * (1 + optimizer_bytes / max(whole, 1))
+    times_state = 2 if any(device.kind == "cpu" for device in devices) else 1
+    needed = times_state * state + (sums.num_parts + 1) * device_bytes
     return Placement(sums="released" if known and needed > min(known) else "kept")
 
 
 def versions_for(cluster: Cluster) -> Versions:
-    """What decides bits besides a plan for a cluster, as it is here."""
+    """The library versions here that decide bits besides a plan."""
     return versions_here(on_cpu=any(device.kind == "cpu" for device in cluster.devices))
 
 
 def layouts(graph: Graph, specs: Sequence[P], sizes: Sequence[Sizes]) -> tuple[Layout, ...]:
-    """How each parameter of a graph lies."""
+    """The layout of each parameter of a graph."""
     return tuple(
         Layout(
             name=name,
             shape=graph.values[v].shape,
             dtype=dtype_name(graph.values[v].dtype),
             spec=from_spec(spec, len(graph.values[v].shape)),
-            sizes=own,
+            sizes=shard_sizes,
         )
-        for name, v, spec, own in zip(
+        for name, v, spec, shard_sizes in zip(
             graph.param_names, graph.param_values, specs, sizes, strict=True
         )
     )
 
 
 def _narrow_sums(graph: Graph, sums: SumsForm) -> list[str]:
-    """Which trained parameters are wider than the sums of their gradients."""
+    """The line about trained parameters that are wider than the sums of their gradients."""
     trained = [
         (graph.param_names[p], graph.values[v])
         for p, v in zip(params_of(graph), graph.param_values, strict=True)

@@ -24,7 +24,7 @@ def best_counts(
     Microbatches go one by one to the device that would finish its next one first. Finish times
     only grow with the count, so this visits the (device, count) pairs in the order of their finish
     time, and the first `num_microbatches` of them are an optimum; proportional shares with
-    rounding are not. A device that would only hold the others up gets none.
+    rounding are not. A device that would only delay the others gets none.
 
     Args:
         seconds: Of one microbatch on each device, positive.

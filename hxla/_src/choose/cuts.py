@@ -24,9 +24,9 @@ class CutPipelines:
         used: [C, K] Devices of each kind.
         period: [W] Limits.
         fill: [W, C] Least fill (inf: no such pipeline).
-        most: [W] Microbatches that it can run at most, for its memory.
+        most: [W] The most microbatches, by memory.
         first: [W, C] Kind of the first stage.
-        after: Per stage and mix of it and its successors, [W, before, own]: kind of the next.
+        after: Per stage and mix of the stages from it on, [W, before, this]: kind of the next.
     """
 
     cuts: tuple[int, ...]
@@ -38,7 +38,7 @@ class CutPipelines:
     after: tuple[Mapping[tuple[int, ...], Array], ...]
 
     def microbatches(self, seconds: float) -> tuple[Array, Array]:
-        """[C] The most that each mix runs in `seconds`, a real number, and [C] at which limit."""
+        """[C] The most microbatches of each mix in `seconds`, a real number, and [C] its limit."""
         count = 1 + (seconds - self.fill) / self.period[:, None]
         count = np.minimum(np.where(self.fill <= seconds, count, 0.0), self.most[:, None])
         at = count.argmax(axis=0)
@@ -58,7 +58,7 @@ class CutPipelines:
 
 
 def cut_pipelines(t: Tables, cuts: tuple[int, ...], check: Callable[[], None]) -> CutPipelines:
-    """All pipelines of a cut that can be best: for each mix and period the least fill, exactly.
+    """All pipelines of a cut that can be best: the exact least fill by mix and period.
 
     A dynamic programme from the last stage to the first; its state is (devices used per kind, kind
     of the stage before, kind of the first stage), as in `best_pipeline` with the cut given.
@@ -73,7 +73,7 @@ def cut_pipelines(t: Tables, cuts: tuple[int, ...], check: Callable[[], None]) -
                 for i, (a, b) in enumerate(zip(cuts, (*cuts[1:], t.num_layers), strict=True))
             ]
         )
-        # The full depth comes first: a lesser one matters only where more fits.
+        # The full depth comes first: a lesser one matters only if more stages fit.
         if fits.tobytes() not in seen:
             seen.add(fits.tobytes())
             parts.append(_solve(t, cuts, fits, _ANY if depth == num else depth, check))
@@ -146,7 +146,7 @@ def _solve(
 
 
 def _thinned(values: Array, kept: Sequence[float]) -> Array:
-    """Few of many periods: the last of each cluster, and those to be kept."""
+    """Few of many periods: the last of each cluster, and those in `kept`."""
     ratio = 1.0005
     while len(lasts := clusters(values, ratio)[1]) > _MAX_PERIODS:
         ratio = 1 + 1.5 * (ratio - 1)
@@ -242,22 +242,21 @@ def _deal(
 
 def pure_periods(r: Relaxation, max_stages: int) -> Array:
     """[K, max_stages] The least period of a pipeline of one kind (inf: it does not fit)."""
-    own = np.where(np.isfinite(r.cost), r.period, np.inf)
+    periods = np.where(np.isfinite(r.cost), r.period, np.inf)
 
-    def of(k: int) -> list[float]:
+    def of_kind(k: int) -> list[float]:
         def score(position: int) -> Array:
-            return np.where(r.t.fits(position)[k], own[k], np.inf)
+            return np.where(r.t.fits(position)[k], periods[k], np.inf)
 
         return [float(rest[0]) for rest, _ in suffixes(max_stages, score, np.maximum)]
 
-    return np.array([of(k) for k in range(r.t.num_kinds)])
+    return np.array([of_kind(k) for k in range(r.t.num_kinds)])
 
 
 def even_cut(r: Relaxation, num_stages: int, periods: Array) -> tuple[int, ...] | None:
-    """The cut that suits all kinds best that can run whole pipelines of so many stages.
+    """The best cut for all kinds that can run whole pipelines of so many stages.
 
-    Of each stage the worst ratio of its period to the least period of its kind; of these the worst
-    is made least.
+    It minimises the largest ratio of a stage's period to the least period of its kind.
 
     Args:
         periods: [K] Least period of each kind (inf: it cannot run whole pipelines).
@@ -275,7 +274,7 @@ def even_cut(r: Relaxation, num_stages: int, periods: Array) -> tuple[int, ...] 
 
 
 def least(enough: Callable[[float], bool], start: float, tolerance: float) -> float:
-    """The least time from `start` on that is enough, to a relative tolerance (inf: none is)."""
+    """The least time from `start` on that is enough, to a relative tolerance (inf: none)."""
     if not np.isfinite(start) or not enough(start * 2.0**60):
         return np.inf
     if enough(start):

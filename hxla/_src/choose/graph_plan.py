@@ -43,7 +43,7 @@ def make_plan(
             say how devices are used.
         rules: The rule set, or the name or file of one, that says what the inner axes cut.
         stages: The number of stages of a pipeline, or the share of the work of each.
-        batch_size: The examples of a global batch; None: one microbatch for each copy of the model.
+        batch_size: The examples of a global batch; None: one microbatch for each replica.
         reduction: The form of the sums of gradients, `exact` or `float`.
         config: Further settings.
 

@@ -1,8 +1,8 @@
-"""What the axes inside a replica cut, how large each device's shard is, and whether it can run.
+"""What the axes inside a replica shard, how large each device's shard is, and whether it can run.
 
-Parts are alike where nothing asks for more: then XLA cuts the program. They are unlike where a
-ratio is stated, where sizes do not divide over the devices, or where the devices of a copy are
-known to be of unlike speed.
+Shards are even by default: then XLA partitions the program. They are uneven if a ratio is stated,
+if sizes do not divide over the devices, or if the devices of a replica are known to differ in
+speed.
 """
 
 import dataclasses
@@ -36,13 +36,10 @@ _REMEDY = "leave it out of the split, or let the parts be alike"
 
 
 def check_parts(graph: Graph, axis: AxisAssignment, linked: LinkedDims) -> None:
-    """Run each kind of equation on the shapes of one unit; nothing is computed.
-
-    Args:
-        linked: The dimensions that it cuts together.
+    """Trace each kind of equation on the shapes of one unit; nothing is computed.
 
     Raises:
-        PlanError: If hxla cannot: the first equation.
+        PlanError: For the first equation that hxla cannot shard unevenly.
     """
     seen = set()
     for op in _cut_ops(graph.ops, axis):
@@ -57,8 +54,8 @@ def check_parts(graph: Graph, axis: AxisAssignment, linked: LinkedDims) -> None:
             for k, v in enumerate(op.inputs)
             if isinstance(v, int)
         }
-        own = [linked.groups[g].num_units for g in groups if g is not None]
-        if len(own) != 1:
+        units = [linked.groups[g].num_units for g in groups if g is not None]
+        if len(units) != 1:
             raise PlanError(
                 f"{_where(op)} joins dimensions that are cut at different places: {_REMEDY}"
             )
@@ -67,7 +64,7 @@ def check_parts(graph: Graph, axis: AxisAssignment, linked: LinkedDims) -> None:
                 f"{_where(op)}: partial results are not completed over unlike parts: {_REMEDY}"
             )
         try:
-            _try(op, states, results, own[0])
+            _try(op, states, results, units[0])
         except PlanError as error:
             raise PlanError(f"{_where(op)}: {error}") from None
 
@@ -81,29 +78,29 @@ def _cut_ops(ops: Sequence[Op], axis: AxisAssignment) -> Iterator[Op]:
 
 
 def _states(op: Op, axis: AxisAssignment) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
-    """The dimensions of operands and results that are cut."""
+    """The sharded dimensions of operands and results."""
     if op.kind == "custom":
-        own = (axis.made.get(v) if isinstance(v, int) else None for v in op.inputs)
-        states = tuple(own)
+        dims = (axis.made.get(v) if isinstance(v, int) else None for v in op.inputs)
+        states = tuple(dims)
     else:
         states = axis.wanted[op.outputs[0]]
     return states, tuple(axis.made.get(v) for v in op.outputs)
 
 
 def _try(op: Op, states: States, results: States, num_units: int) -> None:
-    """On shapes of one unit."""
+    """Trace an equation on the shapes of one unit."""
 
     def run(start: Any, *operands: Any) -> Any:
         def part(size: int) -> tuple[int, Any]:
             return size // num_units, start
 
         if op.kind == "custom":
-            found, dims = run_custom(op.eqn, operands, states, part)
-            if any(d is not None and d != own for d, own in zip(dims, results, strict=True)):
+            outputs, dims = run_custom(op.eqn, operands, states, part)
+            if any(d is not None and d != wanted for d, wanted in zip(dims, results, strict=True)):
                 raise PlanError(
                     f"it has rules of its own for gradients, and cuts inside: {_REMEDY}"
                 )
-            floats = [x for x in found if jnp.issubdtype(x.dtype, jnp.inexact)]
+            floats = [x for x in outputs if jnp.issubdtype(x.dtype, jnp.inexact)]
             return sum(jnp.sum(x) for x in floats)
         return run_part(op.eqn, operands, states, results, part)
 
@@ -128,22 +125,22 @@ def _where(op: Op) -> str:
     return f"{op.name} in {module or 'the loss'} ({op.source})"
 
 
-#: For each dimension of a parameter the sizes of its parts, as a layout has them.
+#: For each dimension of a parameter the sizes of its shards, as in a layout.
 Sizes = tuple[tuple[int, ...], ...]
 
-_MOST_TOLD = 8
+_MOST_SIZE_LINES = 8
 _LEAST_GRANULES = 64  # of a dimension, for each device: parts are then within a percent or two
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InnerSplit:
-    """What the axes inside a copy cut.
+    """The sharding inside a replica.
 
     Attributes:
-        sharded: The graph with what each axis cuts.
-        shares: The ratio of the one axis whose parts may be unlike; empty where all are alike.
-        sizes: For each parameter its parts, or nothing.
-        reasons: What to say in the plan.
+        sharded: The graph with the assignment of each axis.
+        shares: The ratio of the one axis that may be uneven; empty if shards are even.
+        sizes: For each parameter its shards; empty if even.
+        reasons: Lines for the plan.
     """
 
     sharded: Sharded
@@ -159,13 +156,11 @@ def inner_split(
     state_factor: float = 1.0,
     profile: Profile | None = None,
 ) -> InnerSplit:
-    """Choose what is cut, and where.
+    """Choose what is sharded, and the sizes of shards.
 
     Args:
-        structure: How the devices share the model.
-        cluster: That its ranks are of.
-        state_factor: The bytes of a device for each byte of its parameters.
-        profile: Times of the model on each kind of device alone; None: they follow from figures.
+        state_factor: The bytes of a device per byte of its parameters.
+        profile: Times of the model on each kind of device alone; None: times by device figures.
 
     Raises:
         AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
@@ -186,14 +181,14 @@ def inner_split(
     said: tuple[str, ...] = ()
     if places:
         try:
-            own_sizes = _by_speed(graph, structure, places, state_factor)
-            if own_sizes is not None:
-                return own_sizes
+            uneven = _by_speed(graph, structure, places, state_factor)
+            if uneven is not None:
+                return uneven
         except (AnnotationError, PlanError) as error:
             said = (f"parts are alike on devices of unlike speed: {_first_line(error)}",)
     num = structure.inner[0][1]
     try:
-        sharded, own = _sharded(graph, structure, unlike=False)
+        sharded, reasons = _sharded(graph, structure, unlike=False)
     except AnnotationError as error:
         if why_not:
             raise
@@ -209,7 +204,7 @@ def inner_split(
         else:
             if _sent_bytes(other.sharded) < 0.95 * _sent_bytes(sharded):
                 return other
-    return InnerSplit(sharded=sharded, sizes=((),) * num_params, reasons=(*own, *said))
+    return InnerSplit(sharded=sharded, sizes=((),) * num_params, reasons=(*reasons, *said))
 
 
 def _why_alike(structure: ReplicaGroups) -> str:
@@ -217,7 +212,7 @@ def _why_alike(structure: ReplicaGroups) -> str:
         return "parts of unlike sizes inside a pipeline's stages are not lowered"
     if len(structure.inner) != 1:
         names = ", ".join(name for name, _ in structure.inner)
-        return f"parts of unlike sizes are for copies with one axis, these have {names or 'none'}"
+        return f"parts of unlike sizes are for replicas with one axis, these have {names or 'none'}"
     return "a single device has all of it" if structure.inner[0][1] < 2 else ""
 
 
@@ -234,7 +229,7 @@ def _sharded(
             over = ", ".join(f"{name}={size}" for name, size in structure.inner)
             said = (
                 f"rules {structure.rules.name!r} cut nothing of this model over {over}: every "
-                "device of a copy holds all parameters and computes the same",
+                "device of a replica holds all parameters and computes the same",
             )
     roles = structure.roles
     return shard_graph(graph, structure.inner, roles, dims, warnings, unlike=unlike), said
@@ -248,17 +243,17 @@ def _unlike(
     *,
     stated: bool = False,
     error: AnnotationError | None = None,
-    found: tuple[Sharded, tuple[str, ...]] | None = None,
+    cut: tuple[Sharded, tuple[str, ...]] | None = None,
 ) -> InnerSplit:
-    """Parts in a ratio, in whole units."""
+    """Shards in a ratio, in whole units."""
     [(axis, num)] = structure.inner
     if len(shares) != num:
         raise PlanError(f"shares {_ratio(shares)}: {len(shares)} for the {num} devices of {axis!r}")
-    sharded, said = found or _sharded(graph, structure, unlike=True)
+    sharded, said = cut or _sharded(graph, structure, unlike=True)
     linked = LinkedDims(graph, sharded.axes[axis])
     check_parts(graph, sharded.axes[axis], linked)
     sizes: list[list[tuple[int, ...]]] = [[()] * len(shape) for shape in graph.param_shapes]
-    told: list[str] = []
+    size_lines: list[str] = []
     for group in linked.groups:
         if group.num_units < num:
             raise PlanError(_too_few(graph, group.num_units, group.params, num))
@@ -269,30 +264,33 @@ def _unlike(
             if len(set(parts)) > 1:
                 sizes[p][dim] = parts
                 padding = max(parts) * num / size - 1
-                told.append(
+                size_lines.append(
                     f"sizes of {graph.param_names[p]} over {axis}: "
                     f"{' + '.join(map(str, parts))} of {size}, {group.num_units} units, "
                     f"padded by {padding:.0%}"
                 )
-    if len(told) > _MOST_TOLD:
-        told = [*told[:_MOST_TOLD], f"and sizes of {len(told) - _MOST_TOLD} parameters more"]
+    if len(size_lines) > _MOST_SIZE_LINES:
+        size_lines = [
+            *size_lines[:_MOST_SIZE_LINES],
+            f"and sizes of {len(size_lines) - _MOST_SIZE_LINES} parameters more",
+        ]
     lines = [f"parts of unlike sizes, {why}: {_ratio(shares)} over {axis}"]
     if error is not None:
         lines.append(f"even parts are not possible: {_first_line(error)}")
     return InnerSplit(
         sharded=sharded,
         shares=tuple(shares),
-        sizes=tuple(tuple(own) if any(own) else () for own in sizes),
-        reasons=(*said, *lines, *told),
+        sizes=tuple(tuple(dims) if any(dims) else () for dims in sizes),
+        reasons=(*said, *lines, *size_lines),
     )
 
 
 def _by_speed(
     graph: Graph, structure: ReplicaGroups, places: Sequence[Place], state_factor: float
 ) -> InnerSplit | None:
-    """Parts that suit the devices' speeds and memory; None where devices are alike."""
-    found = _sharded(graph, structure, unlike=True)
-    sharded = found[0]
+    """Shards by the devices' speeds and memory; None if the devices are equal."""
+    cut = _sharded(graph, structure, unlike=True)
+    sharded = cut[0]
     devices = split_devices(graph, sharded, places, NUM_GRANULES)
     if are_alike(devices, NUM_GRANULES):
         return None
@@ -302,13 +300,13 @@ def _by_speed(
     if len(set(shares)) == 1:
         raise PlanError("the memory of the slower devices is needed in full")
     repeated = "/".join(
-        f"{d.fixed_seconds / own:.0%}" for d, own in zip(devices, seconds, strict=True)
+        f"{d.fixed_seconds / total:.0%}" for d, total in zip(devices, seconds, strict=True)
     )
     how = "measured" if places[0].measured_seconds is not None else "estimated"
     why = f"by the speeds of the devices ({how}; of their time {repeated} is for what each repeats)"
-    made = _unlike(graph, structure, shares, why, found=found)
+    split = _unlike(graph, structure, shares, why, cut=cut)
     return dataclasses.replace(
-        made, reasons=(*made.reasons, _who_waits(graph, made, devices, structure.inner[0][0]))
+        split, reasons=(*split.reasons, _who_waits(graph, split, devices, structure.inner[0][0]))
     )
 
 
@@ -318,8 +316,7 @@ def best_shares(
     """Granules of each device, `NUM_GRANULES` in all, under their memory.
 
     Args:
-        sharded: What its one axis cuts.
-        state_factor: The bytes of a device for each byte of its parameters.
+        state_factor: The bytes of a device per byte of its parameters.
 
     Raises:
         PlanError: If they do not fit.
@@ -347,18 +344,17 @@ def in_lowest_terms(granules: Sequence[int]) -> tuple[int, ...]:
 
 
 def state_factor(graph: Graph, optimizer_bytes: float, sums: SumsForm) -> float:
-    """The bytes of a device for each byte of its parameters, a gradient among them.
+    """The bytes of a device per byte of its parameters, with a gradient.
 
     Args:
         optimizer_bytes: Of the optimizer's state for the whole model.
-        sums: How gradients are added up.
     """
     whole = sum(graph.values[v].num_bytes for v in graph.param_values)
     return 2 + optimizer_bytes / max(whole, 1) + sums.num_parts
 
 
 def _who_waits(graph: Graph, made: InnerSplit, devices: Sequence[SplitDevice], axis: str) -> str:
-    """Which device the others wait for, and how long, with the sizes in whole units."""
+    """The slowest device, and how long the others wait for it, with sizes in whole units."""
     cut = [0.0] * len(devices)
     for v, specs, sizes in zip(
         graph.param_values, made.sharded.param_specs(), made.sizes, strict=True
@@ -367,23 +363,23 @@ def _who_waits(graph: Graph, made: InnerSplit, devices: Sequence[SplitDevice], a
         for dim, names in enumerate(from_spec(specs, len(shape))):
             if axis in names:
                 even = (shape[dim] / len(devices),) * len(devices)
-                for d, own in enumerate((sizes[dim] if sizes else ()) or even):
-                    cut[d] += graph.values[v].num_bytes * own / shape[dim]
-    parts = [own / (sum(cut) or 1) * NUM_GRANULES for own in cut]
+                for d, size in enumerate((sizes[dim] if sizes else ()) or even):
+                    cut[d] += graph.values[v].num_bytes * size / shape[dim]
+    parts = [num_bytes / (sum(cut) or 1) * NUM_GRANULES for num_bytes in cut]
     seconds = [d.fixed_seconds + d.unit_seconds * n for d, n in zip(devices, parts, strict=True)]
     last = max(range(len(devices)), key=seconds.__getitem__)
     waits = "; ".join(
-        f"{d.name} waits {1 - own / seconds[last]:.0%} of it"
-        for d, own in zip(devices, seconds, strict=True)
+        f"{d.name} waits {1 - busy / seconds[last]:.0%} of it"
+        for d, busy in zip(devices, seconds, strict=True)
         if d is not devices[last]
     )
     return f"of a microbatch {devices[last].name} works all the time; {waits}"
 
 
 def _units(num_units: int, shares: Sequence[int], *, stated: bool) -> tuple[int, ...]:
-    """A stated ratio is rounded; speeds are met by the optimum.
+    """Units of each device: a stated ratio is rounded, one by speeds takes the optimum.
 
-    Many units, as columns are, are handed out in powers of two, for no kernel likes odd sizes.
+    Many units, such as columns, are dealt in powers of two, because kernels are slow on odd sizes.
     """
     granule, least = 1, _LEAST_GRANULES * len(shares)
     while num_units % (2 * granule) == 0 and num_units // (2 * granule) >= least:
@@ -404,15 +400,15 @@ def _too_few(
         f"dimension {dim} of {graph.param_names[p]} {list(graph.param_shapes[p])}"
         for p, dim in params[:3]
     )
-    of = f"{names or 'the batch'}"
+    dims = f"{names or 'the batch'}"
     return (
-        f"{of}: {num_units} whole units, such as heads, cannot be cut over {num_devices} devices; "
-        "ask for fewer devices, or leave it out of the split"
+        f"{dims}: {num_units} whole units, such as heads, cannot be cut over {num_devices} "
+        "devices; ask for fewer devices, or leave it out of the split"
     )
 
 
 def _cuts_heads(graph: Graph, num: int) -> bool:
-    """Whether columns divide over the devices that are no whole units, as heads are."""
+    """Whether columns divide over the devices although whole units, such as heads, do not."""
     values = graph.values
     for op in leaves(graph.ops):
         if op.name != "reshape" or not isinstance(op.inputs[0], int):
@@ -435,7 +431,7 @@ def _sent_bytes(sharded: Sharded) -> float:
 
 
 def described_speed(device: Device, arithmetic: str) -> float:
-    """Of products in an arithmetic, in any unit that devices of a cluster share; 0: not known."""
+    """Speed of products in an arithmetic, in a unit of the cluster's devices; 0: not known."""
     if device.core_share is not None or device.kind == "cpu":
         return device.core_share or 1.0
     rate = device.product_rate(arithmetic)
@@ -451,6 +447,6 @@ def _first_line(error: Exception) -> str:
 
 
 def lines_of(split: InnerSplit) -> Iterator[str]:
-    """What the plan says of it."""
+    """The lines of the plan about a split."""
     yield from split.reasons
     yield from split.sharded.explain()

@@ -1,4 +1,4 @@
-"""Times of a chain's layers on a device: measured where a profile has them, else estimated."""
+"""Times of a chain's layers on a device: from a profile, else estimated."""
 
 import dataclasses
 import itertools
@@ -13,28 +13,28 @@ from ..profile.products import MatrixProduct
 from ..profile.profile import LayerSize, Profile, Setting
 
 _BACKWARD = 2.0  # a layer's backward is two products for each of its forward's
-# Of the data sheet's rate, what large products reach: seen on one V100 in the profiles of Sailor
-# (SOSP 2025), GPT-Neo-2.7, whose matrices fill all waves. docs/prediction.md says what was chosen
-# with which figures in view.
+# The part of the data sheet's rate that large products reach: on one V100 in the profiles of Sailor
+# (SOSP 2025), GPT-Neo-2.7, whose matrices fill all waves. See docs/prediction.md for the choice of
+# such figures.
 _SHARE_OF_DATA_SHEET = 0.9
-# A chain of short kernels goes at so many seconds each on a V100: NVIDIA, "Getting Started with
+# Seconds of each kernel in a chain of short ones on a V100: NVIDIA, "Getting Started with
 # CUDA Graphs", 2019.
 _LAUNCH_SECONDS = 3.8e-6
-# Kernels beside those of products, for each of these: the GPTs of benchmarks/gpu_parts, compiled
-# for an H100, have 492 beside 219 (124 million parameters) and 174 beside 75.
+# Other kernels per kernel of a product: the GPTs of benchmarks/gpu_parts, compiled for an H100,
+# have 492 beside 219 (124 million parameters) and 174 beside 75.
 _FUSED_PER_PRODUCT = 2.25
-# Sides of the tiles of products. Operations per number that is loaded go with the side; the speed
-# is taken half way (geometrically) between that and none of it.
+# Sides of the tiles of products. Operations per loaded number grow with the side; the speed is
+# assumed to grow with its square root.
 _TILES = (128, 64, 32)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Alternative:
-    """What changes the chain itself.
+    """A choice that changes the chain itself.
 
     Attributes:
         tensor: Devices of a tensor-parallel group, all of one kind and in one node.
-        recompute: Whether a segment keeps its inputs only and runs forward again in its backward.
+        recompute: Whether a segment keeps its inputs only and its backward runs the forward again.
     """
 
     microbatch_size: int
@@ -61,38 +61,37 @@ def layer_times(
     sent_bytes: Sequence[float] = (),
     link: Link | None = None,
 ) -> tuple[np.ndarray, str]:
-    """[3, L] Seconds of every layer's forward, backward and update; how they are known, in words.
+    """[3, L] Seconds of every layer's forward, backward and update; their origin in words.
 
-    A tensor-parallel group that was not measured takes of what one device was measured to take the
-    share that it does by estimate, for smaller products are slower, and what is not cut each device
-    repeats; and what its collectives take on the node's link, half of it in the forward. Without a
-    rate to estimate by, it shares all work evenly.
+    A tensor-parallel group that was not measured takes a share of the time measured on one device.
+    The share is an estimate, because smaller products are slower and unsharded work is repeated.
+    Its collectives on the node's link are added, half in the forward. Without a rate the group
+    shares all work evenly.
 
     Args:
         alternative: Microbatch size, tensor parallelism, recomputation.
         sizes: Of the layers on one device of the group.
-        profile: Measured times, if there are any.
+        profile: None: no measured times.
         state_factor: Bytes kept per byte of parameters.
         whole: Sizes of the same layers on a device alone.
-        sent_bytes: Per layer, what one device of the group sends in a forward and backward; empty:
-            nothing.
+        sent_bytes: Per layer, of one device of the group in a forward and backward; empty: none.
         link: Between the devices of the group.
 
     Raises:
         PlanError: If there are neither times nor a rate.
     """
     size, tensor = alternative.microbatch_size, alternative.tensor
-    own, alone = Setting(device.label, size, tensor), Setting(device.label, size)
+    setting, alone = Setting(device.label, size, tensor), Setting(device.label, size)
     known = profile.times if profile is not None else {}
-    found, how = known.get(own), "measured"
-    if found is None and alone in known:
-        found, how = known[alone], f"measured alone, shared by {tensor}"
-    if found is None:
+    times, how = known.get(setting), "measured"
+    if times is None and alone in known:
+        times, how = known[alone], f"measured alone, shared by {tensor}"
+    if times is None:
         seconds, how = _estimated(device, alternative, sizes, state_factor)
     else:
-        seconds = np.array([(t.forward, t.backward, t.update) for t in found]).T
-    if own not in known:
-        if found is not None:
+        seconds = np.array([(t.forward, t.backward, t.update) for t in times]).T
+    if setting not in known:
+        if times is not None:
             seconds *= _share(device, alternative, sizes, whole, state_factor)
         if link is not None and len(sent_bytes):
             seconds[:2] += np.array(sent_bytes) / 2 / link.bytes_per_second
@@ -108,19 +107,19 @@ def _share(
     whole: Sequence[LayerSize],
     state_factor: float,
 ) -> np.ndarray:
-    """[3, L] What one device of a group takes of the time of a device alone, by estimate."""
+    """[3, L] The time of one device of a group over that of a device alone, by estimate."""
     even = np.full((3, len(sizes)), 1.0 / alternative.tensor)
     arithmetic = sizes[0].arithmetic if sizes else "model"
     if device.product_rate(arithmetic) is None or len(whole) != len(sizes):
         return even
-    own, alone = (_estimated(device, alternative, s, state_factor)[0] for s in (sizes, whole))
-    return np.divide(own, alone, out=even, where=alone > 0)
+    grouped, alone = (_estimated(device, alternative, s, state_factor)[0] for s in (sizes, whole))
+    return np.divide(grouped, alone, out=even, where=alone > 0)
 
 
 def _estimated(
     device: Device, alternative: Alternative, sizes: Sequence[LayerSize], state_factor: float
 ) -> tuple[np.ndarray, str]:
-    """[3, L] Seconds of products, of what stands between them, and of launching both."""
+    """[3, L] Seconds of products, of other kernels, and of launches."""
     rate = device.product_rate(sizes[0].arithmetic if sizes else "model")
     if rate is None:
         raise PlanError(
@@ -129,15 +128,15 @@ def _estimated(
             "add [device.rates] float32 to the mesh file"
         )
     bandwidth = device.memory_bytes_per_second or math.inf
-    said = dict.fromkeys(p.arithmetic for s in sizes for p in s.products)
-    rates = {arithmetic: device.product_rate(arithmetic) or rate for arithmetic in said}
+    arithmetics = dict.fromkeys(p.arithmetic for s in sizes for p in s.products)
+    rates = {arithmetic: device.product_rate(arithmetic) or rate for arithmetic in arithmetics}
     launch = device.launch_seconds or (_LAUNCH_SECONDS if device.multiprocessors else 0.0)
 
-    def speed(own: Rate) -> float:
-        return own.flops_per_second * (1.0 if own.measured else _SHARE_OF_DATA_SHEET)
+    def speed(rate: Rate) -> float:
+        return rate.flops_per_second * (1.0 if rate.measured else _SHARE_OF_DATA_SHEET)
 
-    def own(products: Sequence[MatrixProduct], flops: float, num_bytes: float) -> float:
-        # No kernel takes less than it takes to launch the next.
+    def kernel_seconds(products: Sequence[MatrixProduct], flops: float, num_bytes: float) -> float:
+        # No kernel takes less time than the launch of the next.
         work = sum(
             max(
                 product_flops(p, device.multiprocessors) / speed(rates[p.arithmetic]),
@@ -147,7 +146,7 @@ def _estimated(
         )
         rest = max(0.0, flops - sum(p.flops for p in products)) / speed(rate)
         fused = launch * _FUSED_PER_PRODUCT * sum(p.count for p in products)
-        # What only moves bytes does not run beside products: one operation follows another.
+        # Kernels that only move bytes do not overlap with products.
         return work + rest + max(num_bytes / bandwidth, fused)
 
     rows = []
@@ -157,14 +156,14 @@ def _estimated(
         update = (state_factor + 1) * s.parameter_bytes / bandwidth
         rows.append(
             (
-                own(s.products, s.flops, moved),
-                own(backward, _BACKWARD * s.flops, _BACKWARD * moved),
+                kernel_seconds(s.products, s.flops, moved),
+                kernel_seconds(backward, _BACKWARD * s.flops, _BACKWARD * moved),
                 update,
             )
         )
     used = list(dict.fromkeys(rates.values())) or [rate]
-    origin = "measured" if all(own.measured for own in used) else "data-sheet"
-    names = " and ".join(own.dtype for own in used)
+    origin = "measured" if all(x.measured for x in used) else "data-sheet"
+    names = " and ".join(x.dtype for x in used)
     how = f"not measured, estimated from FLOPs at the {origin} rate of {names}"
     if device.multiprocessors is None and not rate.measured:
         how += (
@@ -175,7 +174,7 @@ def _estimated(
 
 
 def product_flops(product: MatrixProduct, multiprocessors: int | None) -> float:
-    """What a GPU could compute in the time of a product, if all of it were always at work.
+    """Operations that a fully busy GPU would compute in the time of a product.
 
     A product is cut into tiles, each of which one multiprocessor computes; as many as there are run
     at once, and the last of these waves takes as long as a full one. A smaller tile leaves fewer
@@ -183,7 +182,7 @@ def product_flops(product: MatrixProduct, multiprocessors: int | None) -> float:
     taken.
 
     Args:
-        multiprocessors: Of the GPU; None: not known, it is always at work.
+        multiprocessors: Of the GPU; None: not known, taken as fully busy.
 
     References:
         NVIDIA, "Matrix Multiplication Background User's Guide", 2023, sections 3.1 and 3.2 (tile
@@ -192,15 +191,15 @@ def product_flops(product: MatrixProduct, multiprocessors: int | None) -> float:
     if multiprocessors is None:
         return product.flops
 
-    def of(side: int) -> float:
-        # The edge of a narrow matrix is cut off in steps of the least tile.
+    def by_tile(side: int) -> float:
+        # The tile of a narrow matrix is cut in steps of the least tile.
         rows, columns = (min(side, _up(n, _TILES[-1])) for n in (product.rows, product.columns))
         tiles = math.ceil(product.rows / rows) * math.ceil(product.columns / columns)
         waves = math.ceil(product.copies * tiles / multiprocessors)
         work = 2.0 * rows * columns * product.depth * multiprocessors * waves
         return work / math.sqrt(side / _TILES[0])
 
-    return product.count * min(map(of, _TILES))
+    return product.count * min(map(by_tile, _TILES))
 
 
 def _up(number: int, step: int) -> int:

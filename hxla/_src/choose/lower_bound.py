@@ -26,11 +26,11 @@ def work_bound(t: Tables, num_microbatches: int) -> float:
     than the step. This counts no fill, no transfers, no memory and no whole layers.
     """
     kinds, layers = t.num_kinds, t.num_layers
-    own = t.seconds[:, np.arange(layers), np.arange(layers) + 1]
+    layer_seconds = t.seconds[:, np.arange(layers), np.arange(layers) + 1]
     work = np.zeros((kinds, kinds * layers + 1))
     deal = np.zeros((layers, kinds * layers + 1))
     for k in range(kinds):
-        work[k, k * layers : (k + 1) * layers] = own[k] * num_microbatches
+        work[k, k * layers : (k + 1) * layers] = layer_seconds[k] * num_microbatches
         deal[:, k * layers : (k + 1) * layers] = np.eye(layers)
     work[:, -1] = -np.array(t.num_devices)
     solved = scipy.optimize.linprog(
@@ -41,17 +41,17 @@ def work_bound(t: Tables, num_microbatches: int) -> float:
 
 
 def most_stages(t: Tables) -> int:
-    """Each has a layer and a device."""
+    """The most stages: each has a layer and a device."""
     return min(t.num_layers, sum(t.num_devices))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stages:
-    """What is known of all stagings of so many stages.
+    """Relaxed pipelines of all stagings of so many stages.
 
     Attributes:
-        parts: Relaxed pipelines, together all that can matter.
-        cuts: The cut, if it is only about one.
+        parts: The relaxed pipelines, together all that can matter.
+        cuts: The cut, if there is only one.
     """
 
     num_stages: int
@@ -61,13 +61,13 @@ class Stages:
 
 @dataclasses.dataclass(frozen=True)
 class Alive:
-    """Periods of pipelines that a plan faster than some time can have.
+    """Possible periods of pipelines in a plan faster than some time.
 
     Attributes:
         first: [W] Least period of each interval.
         last: [W] Longest.
-        shallow: Depths of pipelines of fewer microbatches than stages that such a plan can have.
-        floor: No plan takes fewer seconds.
+        shallow: Possible depths of pipelines with fewer microbatches than stages.
+        floor: The least seconds of a plan.
     """
 
     first: Array
@@ -81,10 +81,10 @@ class Bound:
 
     *Plan space.* Any number of stages S; one cut for all replicas; any number of replicas; for each
     replica any kind on each stage, and any number of microbatches; devices may stay idle; every
-    stage fits its device under 1F1B; time as in `_pipeline.py`.
+    stage fits its device under 1F1B; time as in `fill_and_period`.
 
-    *Relaxation.* Replicas may have cuts of their own; a boundary is crossed at the speed of the
-    fastest pair of kinds; reduction and update take the least that S stages allow. What is kept:
+    *Relaxation.* Replicas may have different cuts; a boundary is crossed at the speed of the
+    fastest pair of kinds; reduction and update take the least for S stages. Not relaxed:
     whole layers, memory by position, whole replicas, whole microbatches. For each mix of devices
     and each (narrow) interval of periods a dynamic programme gives the least fill, thus the most
     microbatches a pipeline of that mix runs in a time T; a packing problem gives the most
@@ -92,24 +92,25 @@ class Bound:
     If that is less than the global batch no staging of S stages takes T or less. This is monotone
     in T, so bisection finds the greatest T that is refuted.
 
-    *Tail.* Reduction and update follow the largest stage, which all replicas share. So plans are
-    parted by its seconds (`limited`): those of a part have no larger one, and pay for its least.
+    *Tail.* The tail is the largest stage's reduction and update, the same for all replicas. So
+    plans are partitioned by its seconds (`limited`): within a part the upper end restricts stages,
+    and the lower end is added to the bound.
 
-    *One cut for all.* The same may be asked about a box of cuts, down to a single one: then no
-    relaxation of the shared cut is left. `Branching` parts the cuts so.
+    *One cut for all.* The same bound holds for a box of cuts, down to a single one: then the shared
+    cut is not relaxed any more. `Branching` partitions the cuts so.
 
     *Many numbers of stages at once.* At prices per device (the packing's dual) a pipeline's excess
     is its microbatches less the price of its devices. All devices together run at most
     `prices @ devices + replicas * (greatest excess)` microbatches, whatever the prices, and the
-    greatest excess needs no mixes: one pass serves all S. Most S are refuted so, and for the others
-    those periods are dropped whose excess shows that they cannot occur in a faster plan (fixing by
-    reduced costs). The excess of a period falls evenly with the time, so that the same pass says
-    in what time it is just too little: no plan of S stages is faster.
+    greatest excess needs no mixes: one pass serves all S. Most S are refuted so. For the others,
+    periods are dropped whose excess rules out a faster plan (fixing by reduced costs). The excess
+    of a period is linear in the time, so the same pass gives the time at which it is just too
+    little: no plan of S stages is faster.
 
     References:
         Whale, USENIX ATC 2022, section 3.3 (the problem); Gilmore and Gomory, "A Linear Programming
         Approach to the Cutting-Stock Problem", 1961 (patterns and prices); Strati et al., "Sailor",
-        SOSP 2025 (the search this is held against).
+        SOSP 2025 (the search to compare with).
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Bound:
         self._least = float(t.seconds[:, np.arange(t.num_layers), np.arange(1, t.num_layers + 1)]
                             .min(axis=0).sum())  # fmt: skip
         self._always_fits = np.array_equal(t.fits(1), t.fits(self.max_stages))
-        self.num_copies = 2  # that plans of several have at least
+        self.num_copies = 2  # the fewest replicas of a plan with several
         self._least_tail = 0.0  # of several replicas
         self._known_tails: dict[int, tuple[Array, list[float]]] = {}
         self._fastest = self._shares_of_work()
@@ -150,11 +151,11 @@ class Bound:
         *,
         ratio: float = FINE,
     ) -> dict[int, Alive]:
-        """Numbers of stages that may take less than `seconds`, with what is known of them.
+        """Numbers of stages that may take less than `seconds`, with their possible periods.
 
         Args:
             prices: Of a device of each kind, in any unit.
-            known: What the same has found for a longer time.
+            known: The result for a longer time.
             ratio: Of the longest to the least period of an interval.
         """
         r = self.relaxation
@@ -165,7 +166,7 @@ class Bound:
             known = self._survivors(
                 seconds, prices, dict.fromkeys(range(1, self.max_stages + 1), whole)
             )
-        # Few stages have long periods: finer intervals, by numbers of stages that are alike.
+        # Few stages have long periods, so finer intervals, by similar numbers of stages.
         alive: dict[int, Alive] = {}
         start = 1
         while start <= self.max_stages:
@@ -195,20 +196,20 @@ class Bound:
         needed = (wanted - worth) / replicas  # of the greatest excess
 
         def excess(first: Array, last: Array, depth: int, limit: int) -> tuple[Array, Array]:
-            """[W, S] And [S], a time in which no excess is what is needed."""
-            found, least = [np.zeros((0, most))], np.full(most, np.inf)
-            for own in priced(r, first, last, depth=depth, most=limit, check=self._check):
-                fills = own.fills(most, prices)
-                found.append(1 + left / own.first[:, None] - fills)
-                least = np.minimum(least, own.seconds_with(needed, fills, prices))
-            return np.minimum(np.concatenate(found), limit - number * min(prices)), least
+            """[W, S] Excess, and [S] the time before which no excess is enough."""
+            rows, least = [np.zeros((0, most))], np.full(most, np.inf)
+            for x in priced(r, first, last, depth=depth, most=limit, check=self._check):
+                fills = x.fills(most, prices)
+                rows.append(1 + left / x.first[:, None] - fills)
+                least = np.minimum(least, x.seconds_with(needed, fills, prices))
+            return np.minimum(np.concatenate(rows), limit - number * min(prices)), least
 
         deep, least = excess(some.first, some.last, self.max_stages, self._num)
         shallow = {}
         for depth, limit in self._shallow(most):
             if depth not in some.shallow:
                 continue
-            # Fewer microbatches than stages cannot pay for dear devices: no need to look closer.
+            # Fewer microbatches than stages cannot pay for dear devices: no closer look needed.
             shallow[depth] = np.minimum(limit, number - 1) - number * min(prices)
             if (shallow[depth] >= needed)[[n - 1 for n in known]].any():
                 coarse = r.periods(r.least_period(), float(left.max()), _COARSE)
@@ -219,13 +220,13 @@ class Bound:
         floor = np.minimum(seconds, np.where(needed > 0, least + seconds - left, 0.0)) * (1 - 1e-9)
         alive = {}
         for num in known:
-            own = deep[:, num - 1]
+            by_period = deep[:, num - 1]
             greatest = max(
-                [own.max(initial=-np.inf), *(float(e[num - 1]) for e in shallow.values())]
+                [by_period.max(initial=-np.inf), *(float(e[num - 1]) for e in shallow.values())]
             )
             others = worth + (replicas[num - 1] - 1) * max(0.0, greatest)
             if others + greatest >= wanted:
-                kept = (others + own >= wanted) & np.isfinite(own)
+                kept = (others + by_period >= wanted) & np.isfinite(by_period)
                 alive[num] = Alive(
                     first=some.first[kept],
                     last=some.last[kept],
@@ -268,8 +269,8 @@ class Bound:
         """Relaxed pipelines for plans of less than `seconds` (None: more than `work` elements).
 
         Args:
-            known: What is known of such plans.
-            box: Per position from the end, the layers that its stage may begin with.
+            known: Possible periods of such plans.
+            box: Per position from the end, the first layers that its stage may have.
         """
         t, r = self.t, self.relaxation
         classes = self.classes(num_stages, seconds, known, 1.0005, _MAX_INTERVALS)
@@ -303,8 +304,8 @@ class Bound:
         """Pipelines by microbatches in flight: depth, most microbatches, intervals of periods."""
         key = num_stages, seconds, id(known), ratio, most_intervals
         if self._classes is None or self._classes[0] != key:
-            found = self._made_classes(num_stages, seconds, known, ratio, most_intervals)
-            self._classes = key, known, found
+            classes = self._made_classes(num_stages, seconds, known, ratio, most_intervals)
+            self._classes = key, known, classes
         return self._classes[2]
 
     def _made_classes(
@@ -319,13 +320,13 @@ class Bound:
         low = max(r.least_period(), self._least / num_stages)
         spans = None if known is None else (known.first, known.last)
         first, last = r.within(low, seconds, ratio, spans, most_intervals)
-        found = [(num_stages, self._num, first, last)] if len(first) else []
+        classes = [(num_stages, self._num, first, last)] if len(first) else []
         for depth, most in self._shallow(num_stages):
             if known is None or depth in known.shallow:
                 first, last = r.periods(low, seconds, 1.05)
                 if len(first):
-                    found.append((depth, most, first, last))
-        return found
+                    classes.append((depth, most, first, last))
+        return classes
 
     def possible(self, stages: Stages, seconds: float) -> bool:
         """Whether a plan of so many stages might take no longer than `seconds`."""
@@ -333,8 +334,8 @@ class Bound:
         for kinds, several, single in self.tails(stages.num_stages, stages.cuts):
             available = [n if k in kinds else 0 for k, n in enumerate(self.t.num_devices)]
             for part in stages.parts:
-                mine = (part.used <= np.array(available)).all(axis=1)
-                if (part.microbatches(seconds - single)[mine] >= self._num).any():
+                are_available = (part.used <= np.array(available)).all(axis=1)
+                if (part.microbatches(seconds - single)[are_available] >= self._num).any():
                     return True
             used, value = self._columns(stages, seconds - several)
             if len(value) and best_packing(used, value, available)[1] >= self._num:
@@ -368,7 +369,7 @@ class Bound:
     def tails(
         self, num_stages: int, cuts: tuple[int, ...] | None = None
     ) -> list[tuple[tuple[int, ...], float, float]]:
-        """Sets of kinds, with the least reduction and update of several replicas, and of one."""
+        """Sets of kinds, with the least reduction plus update: of several replicas, and of one."""
         t = self.t
         if num_stages == 1:
             cuts = (0,)
@@ -379,9 +380,14 @@ class Bound:
                 # Each kind has some stage, and each stage some kind.
                 least = []
                 for table in (reduce, t.update):
-                    own = np.array([[table[k, a, b] for a, b in zip(cuts, ends, strict=True)]
+                    rows = np.array([[table[k, a, b] for a, b in zip(cuts, ends, strict=True)]
                                     for k in kinds])  # fmt: skip
-                    least.append(max(float(own.min(axis=1).max()), float(own.min(axis=0).max())))
+                    least.append(
+                        max(
+                            float(rows.min(axis=1).max()),
+                            float(rows.min(axis=0).max()),
+                        )
+                    )
                 cases.append((kinds, max(self._least_tail, sum(least)), least[1]))
             return cases
         update = max(self._least_update[0], self._least_update[1] / num_stages)
@@ -389,39 +395,38 @@ class Bound:
         return [(tuple(range(t.num_kinds)), several, update)]
 
     def least_tails(self, num_stages: int) -> tuple[float, float]:
-        """The least reduction and update of several replicas of so many stages, and of one."""
+        """The least reduction plus update for so many stages: of several replicas, and of one."""
         cases = self.tails(num_stages)
         return min(several for _, several, _ in cases), min(single for *_, single in cases)
 
     def with_tail(self, seconds: float) -> "Bound":
-        """The same for plans of which several replicas are known to have a tail of so much."""
+        """The same bound where several replicas have at least this tail."""
         other = copy.copy(self)
         other._least_tail = max(self._least_tail, seconds)  # noqa: SLF001
         return other
 
     def tails_of(self, copies: int) -> tuple[Array, list[float]]:
-        """Of so many replicas, or more: [K, L+1, L+1] of a stage, and the least of any plan.
+        """Tails of at least `copies` replicas: [K, L+1, L+1] per stage, and the least of a plan.
 
-        The latter by number of stages, of which the first is for one.
+        The latter by number of stages, from one.
         """
         if copies not in self._known_tails:
             tail = self.t.least_reduce(copies) + self.t.update
-            own = tail.min(axis=0)
-            own = np.where(np.triu(np.ones(own.shape, bool), 1), own, np.inf)
-            found = suffixes(self.max_stages, lambda _: own, np.maximum)
-            self._known_tails[copies] = tail, [float(rest[0]) for rest, _ in found]
+            best = tail.min(axis=0)
+            best = np.where(np.triu(np.ones(best.shape, bool), 1), best, np.inf)
+            by_stages = suffixes(self.max_stages, lambda _: best, np.maximum)
+            self._known_tails[copies] = tail, [float(rest[0]) for rest, _ in by_stages]
         return self._known_tails[copies]
 
     def _shares_of_work(self) -> Array:
-        """[D] Of every device what part of a microbatch it can do in a second, at most.
+        """[D] The most microbatches per second of the fastest d devices, cumulated.
 
-        Of a layer a device does a part of what the fastest for it does in the same time. So with
-        the work of a layer as its least seconds, no device does more work in a second than in its
-        best layer.
+        The work of a layer is its seconds on the fastest kind. So no device does more work in a
+        second than in the layer that suits it best.
         """
         t, layers = self.t, np.arange(self.t.num_layers)
-        own = t.seconds[:, layers, layers + 1]
-        speed = (own.min(axis=0) / own).max(axis=1) / self._least
+        layer_seconds = t.seconds[:, layers, layers + 1]
+        speed = (layer_seconds.min(axis=0) / layer_seconds).max(axis=1) / self._least
         return np.cumsum(np.sort(np.repeat(speed, t.num_devices))[::-1])
 
     def copies(self, num_stages: int, seconds: float) -> int:
@@ -433,13 +438,13 @@ class Bound:
         most = math.floor(1 + (left - self._least) / period + 1e-9)
         by_fill = math.ceil(self._num / most) if most > 0 else self._num
         num_devices = int(np.searchsorted(self._fastest * left, self._num * (1 - 1e-9))) + 1
-        found = max(1, by_fill, math.ceil(num_devices / num_stages))
-        # Few numbers, each with tails of its own: those that a node holds count, else the share.
+        least = max(1, by_fill, math.ceil(num_devices / num_stages))
+        # Few numbers, each with separate tails: the limits of nodes count, else the share.
         limits = (inside + 1 for inside in self.t.copies_inside)
-        return max(x for x in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, *limits) if x <= found)
+        return max(x for x in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, *limits) if x <= least)
 
     def _tail_of(self, num_stages: int, seconds: float) -> float:
-        """The least tail of plans of so many stages that take no longer than a time."""
+        """The least tail of plans of so many stages within a time."""
         least = self.least_tails(num_stages)[1]
         copies = self.copies(num_stages, seconds)
         if copies == 1 or sum(self.t.num_devices) < 2 * num_stages:
@@ -447,7 +452,7 @@ class Bound:
         return max(least, self.tails_of(copies)[1][num_stages - 1])
 
     def limited(self, num_stages: int, seconds: float, most_parts: int = _TAILS) -> "list[Bound]":
-        """Parts of the plans of so many stages that take less than a time, by the largest stage."""
+        """Plans of so many stages below a time, partitioned by the largest stage."""
         copies = self.copies(num_stages, seconds)
         if copies == 1 or sum(self.t.num_devices) < 2 * num_stages:
             return [self]
@@ -457,16 +462,18 @@ class Bound:
         values = np.unique(tail[self.t.fits(1)])
         values = values[(values >= low * (1 - 1e-12)) & (values <= high * (1 + 1e-12))]
         parts = []
-        for own in np.split(values, np.searchsorted(values, np.linspace(low, high, num + 1)[1:-1])):
-            if len(own):
+        for tails in np.split(
+            values, np.searchsorted(values, np.linspace(low, high, num + 1)[1:-1])
+        ):
+            if len(tails):
                 part = copy.copy(self)
-                is_less = tail <= own[-1] * (1 + 1e-12)
+                is_less = tail <= tails[-1] * (1 + 1e-12)
                 state_bytes = np.where(is_less, self.t.state_bytes, np.inf)
                 part.t = dataclasses.replace(self.t, state_bytes=state_bytes)
                 part.relaxation = Relaxation(part.t, self._check)
                 part._classes = None  # noqa: SLF001
                 part.num_copies = copies
-                part._least_tail = float(own[0]) * (1 - 1e-12)  # noqa: SLF001
+                part._least_tail = float(tails[0]) * (1 - 1e-12)  # noqa: SLF001
                 parts.append(part)
         return parts
 

@@ -1,4 +1,4 @@
-"""The ways to make a plan of a job, told apart by what the user asks."""
+"""Makes a plan of a job, with or without a search, as the user asks."""
 
 import os
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from ..profile.segment_times import model_name
 from .measure import Measure
 from .microbatch_sizes import default_sizes
 from .planning import PlanRequest, plan_for, size_asked
-from .search_options import FoundPlan, SearchOptions
+from .search_options import PlanResult, SearchOptions
 from .workload import Workload, Workloads
 
 MakeMeasure = Callable[[JobContext, tuple[jax.Device, ...]], Measure]
@@ -27,20 +27,20 @@ MakeMeasure = Callable[[JobContext, tuple[jax.Device, ...]], Measure]
 def make_plan(
     job: JobContext,
     cluster: Cluster | str | None,
-    wishes: PlanRequest,
+    request: PlanRequest,
     measure: MakeMeasure,
     *,
     auto: bool | None = None,
     profile: Profile | str | os.PathLike[str] | None = None,
     search: SearchOptions | None = None,
-) -> FoundPlan:
+) -> PlanResult:
     """A plan: see `Job.plan`."""
     described = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    jobs, sums = workloads(job), job.sums(wishes.reduction)
-    mesh, size = wishes.mesh, size_asked(jobs, wishes)
-    fixed = mesh is not None or wishes.stages is not None or wishes.rules is not None
+    jobs, sums = workloads(job), job.sums(request.reduction)
+    mesh, size = request.mesh, size_asked(jobs, request)
+    is_fixed = mesh is not None or request.stages is not None or request.rules is not None
     if auto is None:
-        auto = not fixed and (
+        auto = not is_fixed and (
             job.settings.auto.auto_parallel
             if described is None
             else not _is_annotated(jobs.at(size or default_sizes(job.batch_size, 1)[0]))
@@ -57,8 +57,8 @@ def make_plan(
         target = described or job.cluster(devices or ())
         _check_dtypes(job.precision, target)
         here = None if devices is None else measure(job, devices)
-        return FoundPlan(plan=plan_for(jobs, wishes, target, sums, here, profile))
-    if fixed:
+        return PlanResult(plan=plan_for(jobs, request, target, sums, here, profile))
+    if is_fixed:
         raise ConfigError("a search chooses what mesh, rules and stages say: leave them out")
     from .search_plan import auto_plan, search_plan  # most scripts search nothing
 
@@ -66,7 +66,7 @@ def make_plan(
     _check_dtypes(job.precision, target)
     if is_here and profile is None:
         here = measure(job, job.all_devices())
-        return FoundPlan(plan=auto_plan(jobs, target, here, sums=sums, size=size))
+        return PlanResult(plan=auto_plan(jobs, target, here, sums=sums, size=size))
     return search_plan(
         jobs,
         target,
@@ -79,7 +79,7 @@ def make_plan(
 
 
 def workloads(job: JobContext) -> Workloads:
-    """What plans of a job are made of."""
+    """The job's graph, model and settings at every microbatch size."""
 
     def at(size: int) -> Workload:
         return Workload(
@@ -100,7 +100,7 @@ def _check_dtypes(precision: Precision, cluster: Cluster) -> None:
     """Refuse a precision that some device of a cluster cannot compute in.
 
     Raises:
-        PlanError: With the kinds that lack it, and what all of them have.
+        PlanError: With the kinds that lack it, and the dtypes of all.
     """
     kinds = [device.kind for device in cluster.devices]
     if missing := list(missing_dtypes(precision.low_dtypes, kinds)):
@@ -115,7 +115,7 @@ def _is_annotated(work: Workload) -> bool:
 
 
 def check_joined() -> None:
-    """Refuse to go on alone in a job of several processes.
+    """Refuse to run alone in a job of several processes.
 
     Raises:
         LaunchError: If this process has not joined the others.

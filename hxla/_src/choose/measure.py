@@ -1,4 +1,4 @@
-"""What only a job's devices can tell of plans: a session does it for those who plan."""
+"""Measurements of plans on a job's devices; a session implements them."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ from ..profile.profile import Profile
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TriedSizes:
-    """What a trial told of a plan's sizes.
+    """The result of a trial of a plan's sizes.
 
     Attributes:
-        shares: A ratio that is clearly better; empty: the plan's own are as good as any.
-        reason: What to say of it in the plan.
+        shares: A clearly better ratio; empty: the plan's ratio is as good as any.
+        reason: A line for the plan.
     """
 
     shares: tuple[int, ...]
@@ -35,15 +35,14 @@ class Measure(Protocol):
         ...
 
     def microbatch_seconds(self, plan: Plan) -> tuple[float, ...]:
-        """Seconds of a microbatch on each replica, of some steps of training."""
+        """Seconds of a microbatch on each replica, measured in some steps of training."""
         ...
 
     def split_sizes(self, plan: Plan) -> TriedSizes | None:
-        """Sizes of a split by how long its devices work.
+        """Sizes of a split by the seconds of its devices.
 
         Returns:
-            The same on every process; None where devices have no clock that tells work from
-            waiting.
+            The same on every process; None if devices cannot measure work without waiting.
         """
         ...
 
@@ -60,15 +59,15 @@ class Measure(Protocol):
         ...
 
     def link(self) -> Link:
-        """A link like the slowest between neighbours while all of them hand on at once."""
+        """The slowest link between neighbours while all of them send at once."""
         ...
 
     def compiled_lack(self, plan: Plan, cluster: Cluster) -> float:
-        """The most bytes that a device lacks for a plan's compiled programs and their inputs."""
+        """The most bytes that a device lacks for the compiled programs and their inputs."""
         ...
 
     def agree(self, plan: Plan) -> None:
-        """Refuse to go on where processes have made different plans.
+        """Refuse different plans on different processes.
 
         Raises:
             LaunchError: With every difference.

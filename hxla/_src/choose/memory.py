@@ -1,4 +1,4 @@
-"""The memory layout of a step: of those that the settings leave open the cheapest that fits."""
+"""The memory layout of a step: the cheapest that fits and that the settings allow."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,19 +41,18 @@ def with_memory(
     *,
     timed_form: str = "",
 ) -> Plan:
-    """The plan in the cheapest memory layout that fits, of those that the settings leave open.
+    """The plan in the cheapest memory layout that fits and that the settings allow.
 
-    That is the plain one wherever it fits. Before compilation bytes are estimated, and compilers
-    keep more of one program than it needs at least, so on devices that are here it is compiled.
+    The plain layout is the cheapest wherever it fits. Bytes are estimates before compilation, and a
+    compiled program may need more, so on present devices one program is compiled to see.
 
     Args:
         plan: With the state whole on every replica.
         measure: None: the devices are not here.
-        timed_form: The layout that the plan's times were measured in: they count what it runs again
-            and moves.
+        timed_form: The layout of the measured times, which include its recomputation and transfers.
 
     Raises:
-        PlanError: If it cannot be as the settings ask, or nothing that they leave open fits.
+        PlanError: If the settings cannot be met, or no layout that they allow fits.
     """
     asked, described = asked_candidates(work, plan, cluster), is_described(plan, cluster)
     step = step_memory(work, plan, cluster)
@@ -61,16 +60,16 @@ def with_memory(
     if measure is not None and described:
         compiled_lack = functools.partial(measure.compiled_lack, cluster=cluster)
     ranked = _ranked(work, plan, cluster, step, asked, are_here=measure is not None)
-    layout, found = _first_as_compiled(
+    layout, chosen = _first_as_compiled(
         ranked, functools.partial(_in_layout, work, plan, cluster, step), compiled_lack
     )
     if not layout.fits and work.settings.memory.recompute in (None, "auto"):
-        raise PlanError(_lacking(layout, step.devices, plan))
-    if microbatch_seconds(plan) and found.memory_form != timed_form:
-        found = found.replaced(prediction=_with_more(found.prediction, layout))
+        raise PlanError(_no_fit(layout, step.devices, plan))
+    if microbatch_seconds(plan) and chosen.memory_form != timed_form:
+        chosen = chosen.replaced(prediction=_with_extra_seconds(chosen.prediction, layout))
     if not described or not layout.held:
-        return found
-    return _told(found, cluster, layout, ranked[ranked.index(layout) + 1 :])
+        return chosen
+    return _with_bytes(chosen, cluster, layout, ranked[ranked.index(layout) + 1 :])
 
 
 def _ranked(
@@ -82,14 +81,14 @@ def _ranked(
     *,
     are_here: bool,
 ) -> list[MemoryLayout]:
-    """The layouts of a step, those that fit first, and of these the cheapest.
+    """The layouts of a step, those that fit first, the cheapest first.
 
     Args:
-        are_here: Whether compilers will say more of devices that are here.
+        are_here: Whether the devices are here, so that a compilation corrects the bound.
     """
 
     def priced(candidates: Sequence[Candidate]) -> list[MemoryLayout]:
-        return sorted((price(own, step) for own in candidates), key=lambda own: own.cost)
+        return sorted((price(x, step) for x in candidates), key=lambda layout: layout.cost)
 
     described = is_described(plan, cluster)
     if step.is_estimated and asked[0].recompute is None and (are_here or not described):
@@ -99,7 +98,7 @@ def _ranked(
     ranked = priced(asked if described else asked[:1])
     if not ranked[0].fits:
         others = priced(candidates_on_hosts(work, plan, cluster))
-        fit = [own for own in others if own.fits and not _host_faults(own, step.devices)]
+        fit = [x for x in others if x.fits and not _host_faults(x, step.devices)]
         ranked = [*fit, *ranked]
     return ranked
 
@@ -109,24 +108,24 @@ def _first_as_compiled(
     in_layout: Callable[[MemoryLayout], Plan],
     compiled_lack: Callable[[Plan], float] | None,
 ) -> tuple[MemoryLayout, Plan]:
-    """The first layout whose compiled programs fit; those of a chain are as they were estimated.
+    """The first layout whose compiled programs fit; estimates of a chain are taken as they are.
 
     Raises:
-        PlanError: If none does.
+        PlanError: If none fits.
     """
     first, *others = ranked
-    # Instead of one program there is a chain, which leaves the state where it was.
+    # The alternatives to one program are chains with the state in the same place.
     tier = first.candidate.optimizer
     if first.held:
         others = [x for x in others if x.sequence and x.candidate.optimizer == tier]
     lacks: dict[str, float] = {}
     for layout in (first, *others):
-        found = in_layout(layout)
+        candidate_plan = in_layout(layout)
         is_sure = layout.sequence or not layout.fits or not others
-        lack = 0.0 if compiled_lack is None or is_sure else compiled_lack(found)
+        lack = 0.0 if compiled_lack is None or is_sure else compiled_lack(candidate_plan)
         if lack <= 0:
-            said = [f"{layout}: {_lacks_in_words(lacks)}"] if lacks else []
-            return layout, found.replaced(reasons=(*found.reasons, *said))
+            note = [f"{layout}: {_lacks_in_words(lacks)}"] if lacks else []
+            return layout, candidate_plan.replaced(reasons=(*candidate_plan.reasons, *note))
         lacks[str(layout)] = lack
     raise PlanError(
         f"memory.zero: {_lacks_in_words(lacks)}: use more stages or devices, a smaller "
@@ -139,8 +138,8 @@ def _lacks_in_words(lacks: Mapping[str, float]) -> str:
     return f"a device lacks {', '.join(each)}, as compiled"
 
 
-def _with_more(known: Prediction | None, layout: MemoryLayout) -> Prediction | None:
-    """What a layout adds to the seconds of a plan: what runs again, and what moves meanwhile."""
+def _with_extra_seconds(known: Prediction | None, layout: MemoryLayout) -> Prediction | None:
+    """The prediction with a layout's recomputation and transfers."""
     if known is None or not known.step_seconds:
         return known
     more = max(layout.extra_seconds + layout.moving_seconds, 0.0)
@@ -167,18 +166,20 @@ def _in_layout(
     """The plan in a layout.
 
     Raises:
-        PlanError: If the settings ask for what it cannot have, or hosts have no room for it.
+        PlanError: If the settings contradict the layout, or hosts have no room.
     """
-    own, memory = layout.candidate, work.settings.memory
-    if not own.zero and memory.shares not in ("auto", "even"):
+    candidate, memory = layout.candidate, work.settings.memory
+    if not candidate.zero and memory.shares not in ("auto", "even"):
         raise PlanError("memory.shares needs memory.zero of 1 to 3: set it, or leave them out")
-    is_asked = own.optimizer != "device" or memory.offload.optimizer is not None
-    if own.zero and len(plan.replicas) == 1 and not is_asked:
+    is_asked = candidate.optimizer != "device" or memory.offload.optimizer is not None
+    if candidate.zero and len(plan.replicas) == 1 and not is_asked:
         raise PlanError(
-            f"memory.zero={own.zero}: one copy of the model has nobody to share with, leave it out"
+            f"memory.zero={candidate.zero}: one replica has nobody to share with, leave it out"
         )
-    placement, said = _sharded(work, plan, cluster, layout) if own.zero else (plan.placement, [])
-    if own.recompute is None and memory.segments is not None:
+    placement, said = (
+        _sharded(work, plan, cluster, layout) if candidate.zero else (plan.placement, [])
+    )
+    if candidate.recompute is None and memory.segments is not None:
         raise PlanError(
             "memory.segments needs memory.recompute: set it to 'none', 'boundaries' or 'auto'"
         )
@@ -186,7 +187,7 @@ def _in_layout(
         raise PlanError(faults[0])
     said += _moves_in_words(work, plan, cluster, step.devices, layout)
     replicas, chain = plan.replicas, None
-    if own.recompute is not None:
+    if candidate.recompute is not None:
         points, segments = segments_of(work)
         chain = PlannedChain(
             segments=tuple(
@@ -195,19 +196,19 @@ def _in_layout(
             ),
             sequence=layout.sequence,
         )
-    if plan.pipeline is not None and own.zero > 1:
+    if plan.pipeline is not None and candidate.zero > 1:
         if any(replica.start_seconds for replica in replicas):
-            why = "copies fill their slots together: none begins later, and cards are shared"
-            said.append(f"memory.zero={own.zero}: {why}")
+            why = "replicas fill their slots together: none begins later, and cards are shared"
+            said.append(f"memory.zero={candidate.zero}: {why}")
         replicas = tuple(x.model_copy(update={"start_seconds": 0.0}) for x in replicas)
     return plan.replaced(
         chain=chain,
         placement=placement.model_copy(
             update={
-                "zero": own.zero,
+                "zero": candidate.zero,
                 "waves": layout.waves,
-                "stash": own.stash,
-                "parameters": own.parameters,
+                "stash": candidate.stash,
+                "parameters": candidate.parameters,
             }
         ),
         replicas=replicas,
@@ -218,19 +219,21 @@ def _in_layout(
 def _sharded(
     work: Workload, plan: Plan, cluster: Cluster, layout: MemoryLayout
 ) -> tuple[Placement, list[str]]:
-    """Where state is that replicas shard, with the words.
+    """The placement of sharded state, with the reasons to report.
 
     Raises:
-        PlanError: If the optimizer's state cannot be where the layout has it.
+        PlanError: If the optimizer's state cannot be where the layout puts it.
     """
-    own, members = layout.candidate, len(plan.replicas) // layout.candidate.shard_groups
+    candidate, members = layout.candidate, len(plan.replicas) // layout.candidate.shard_groups
     granules = layout.shares or (1,) * members
     owned = work.ownership(granules)
-    if own.optimizer != "device" and owned.summed_state:
-        raise PlanError(f"memory.offload.optimizer={own.optimizer!r}: {SUMMED_STATE}: use 'device'")
+    if candidate.optimizer != "device" and owned.summed_state:
+        raise PlanError(
+            f"memory.offload.optimizer={candidate.optimizer!r}: {SUMMED_STATE}: use 'device'"
+        )
     names, owners = leaf_names(work.model.trained), owned.shares.owners
     whole = tuple(n for n, owner in zip(names, owners, strict=True) if owner is not None)
-    on_device = work.optimizer_bytes * (1 if own.optimizer == "device" else PART_ON_DEVICE)
+    on_device = work.optimizer_bytes * (1 if candidate.optimizer == "device" else PART_ON_DEVICE)
     placement = placement_for(
         plan.parameters,
         plan.axis_sizes,
@@ -240,19 +243,19 @@ def _sharded(
     ).model_copy(
         update={
             "shares": layout.shares,
-            "shard_groups": own.shard_groups,
+            "shard_groups": candidate.shard_groups,
             "whole": whole,
-            "optimizer": own.optimizer,
+            "optimizer": candidate.optimizer,
         }
     )
     said = _shares_in_words(owned, whole, names, layout)
-    if own.shard_groups > 1:
+    if candidate.shard_groups > 1:
         said.append(
-            f"the copies are {own.shard_groups} groups of {members}: those of a group share the "
-            "state out, and every group has all of it"
+            f"the replicas are {candidate.shard_groups} groups of {members}: each group shards the "
+            "whole state"
         )
     if work.settings.optimizer.num_apply_groups > 1:
-        said.append("optimizer.num_apply_groups: not used, a copy updates only what it owns")
+        said.append("optimizer.num_apply_groups: not used, a replica updates only its shard")
     return placement, said
 
 
@@ -262,12 +265,14 @@ def _shares_in_words(
     stage = layout.candidate.zero
     ratio = ":".join(map(str, layout.shares)) if layout.shares else "even shares"
     what = ("", ", the sums of gradients", ", the sums of gradients and the parameters")[stage - 1]
-    said = [f"ZeRO stage {stage}: each copy has its share of the optimizer's state{what}, {ratio}"]
+    said = [
+        f"ZeRO stage {stage}: each replica has its share of the optimizer's state{what}, {ratio}"
+    ]
     domains = owned.update.domain_of[: owned.num_params]
     if len(names) > 1 and len(set(domains)) == 1 and whole:
         said.append(
             "the optimizer ties all parameters together, as one that branches over all of them "
-            "does, so one copy owns all of its state"
+            "does, so one replica owns all of its state"
         )
     elif whole:
         shown = ", ".join(whole[:4]) + (f" and {len(whole) - 4} more" if len(whole) > 4 else "")
@@ -275,7 +280,7 @@ def _shares_in_words(
     return said
 
 
-#: Of `MemoryLayout.moved`: its name, what hides its moves, and how less of it is on the host.
+#: Per key of `MemoryLayout.moved`: its name, what hides its transfers, the remedy.
 _WORDS = {
     "optimizer": (
         "the optimizer's state",
@@ -288,7 +293,7 @@ _WORDS = {
         "share them out more, or leave memory.offload.parameters out",
     ),
     "stash": (
-        "what waits for backwards",
+        "the residuals",
         "beside the programs",
         "use memory.recompute='boundaries', more memory.waves, or leave memory.offload.stash out",
     ),
@@ -296,7 +301,7 @@ _WORDS = {
 
 
 def _host_faults(layout: MemoryLayout, devices: Sequence[ReplicaDevice]) -> list[str]:
-    """Why hosts do not hold what a layout puts there; empty: they do."""
+    """Why a layout does not fit host memory; empty: it fits."""
     faults = []
     if not any(layout.on_host.get("stash", [1])):
         num = sum(text.startswith("B") for text in layout.sequence)
@@ -305,7 +310,7 @@ def _host_faults(layout: MemoryLayout, devices: Sequence[ReplicaDevice]) -> list
             "one of them runs: set memory.segments to more, or leave it out"
         )
     for i, device in enumerate(devices):
-        kept = {name: own[i] for name, own in layout.on_host.items()}
+        kept = {name: by_device[i] for name, by_device in layout.on_host.items()}
         room = device.host_memory_bytes
         if room is not None and sum(kept.values()) > room:
             each = " and ".join(f"{n:,} bytes of {_WORDS[name][0]}" for name, n in kept.items())
@@ -323,13 +328,15 @@ def _moves_in_words(
     devices: Sequence[ReplicaDevice],
     layout: MemoryLayout,
 ) -> Iterator[str]:
-    """What of a step moves over a host's link or a disk's, on the replica that takes longest."""
+    """Transfers to hosts or disks in a step, of the slowest replica."""
     for name, moved in layout.moved.items():
         tier = tier_of(layout.candidate, name)
         place = "in host memory" if tier == "host" else "on the disk"
         what, hidden, _ = _WORDS[name]
         most = max(layout.on_host.get(name) or (n // 2 for n in moved))
-        said = f"offload: at most {num_bytes(most)} of {what} of a copy are {place}; a step moves"
+        said = (
+            f"offload: at most {num_bytes(most)} of {what} of a replica are {place}; a step moves"
+        )
         rates = [device.bytes_per_second(tier) for device in devices]
         times = [
             (n / rate, n, rate, i)
@@ -351,7 +358,7 @@ def _moves_in_words(
 
 
 def _rate_left(work: Workload, plan: Plan, cluster: Cluster, i: int, seconds: float) -> str:
-    """The part of a device's rate that so many seconds of moves leave it.
+    """The share of a device's rate that remains beside so many seconds of transfers.
 
     References:
         Rajbhandari et al., "ZeRO-Infinity", SC 2021, section 4: compute / (compute + copies).
@@ -364,14 +371,16 @@ def _rate_left(work: Workload, plan: Plan, cluster: Cluster, i: int, seconds: fl
     return f"; {part:.1%} of the device's rate are left (ZeRO-Infinity's formula)"
 
 
-def _told(plan: Plan, cluster: Cluster, best: MemoryLayout, others: Sequence[MemoryLayout]) -> Plan:
-    """The plan with the bytes of its layout, and of the other ones."""
+def _with_bytes(
+    plan: Plan, cluster: Cluster, best: MemoryLayout, others: Sequence[MemoryLayout]
+) -> Plan:
+    """The plan with the bytes of its layout, and of the runners-up."""
     ranks = [tightest(cluster, replica) for replica in plan.replicas]
     sizes = [cluster.devices[rank].memory_bytes for rank in ranks]
     said: list[str] = []
     known = [
-        (own.activations, size - own.total + own.activations)
-        for own, size in zip(best.held, sizes, strict=True)
+        (needed.activations, size - needed.total + needed.activations)
+        for needed, size in zip(best.held, sizes, strict=True)
         if size is not None
     ]
     is_layered = best.candidate.zero > 1
@@ -387,18 +396,18 @@ def _told(plan: Plan, cluster: Cluster, best: MemoryLayout, others: Sequence[Mem
     devices = tuple(
         spent.get(rank, DevicePrediction(rank=rank)).model_copy(
             update={
-                "memory_bytes": own.total,
+                "memory_bytes": needed.total,
                 "capacity_bytes": float(cluster.devices[rank].memory_bytes or 0),
-                "held": own,
+                "held": needed,
             }
         )
-        for replica, own in zip(plan.replicas, best.held, strict=True)
+        for replica, needed in zip(plan.replicas, best.held, strict=True)
         for rank in replica.devices
     )
     runners_up = [
         RunnerUp(
             description=str(layout),
-            held=max(layout.held, key=lambda held: held.total),
+            held=max(layout.held, key=lambda needed: needed.total),
             lack_bytes=max(layout.lack_bytes, 0.0),
         )
         for layout in others[:_MOST_RUNNERS_UP]
@@ -410,23 +419,23 @@ def _told(plan: Plan, cluster: Cluster, best: MemoryLayout, others: Sequence[Mem
     )
 
 
-def _lacking(layout: MemoryLayout, devices: Sequence[ReplicaDevice], plan: Plan) -> str:
-    """That even the layout which lacks least does not fit."""
-    device, held = max(
+def _no_fit(layout: MemoryLayout, devices: Sequence[ReplicaDevice], plan: Plan) -> str:
+    """The message that no layout fits, with the one that lacks least."""
+    device, needed = max(
         zip(devices, layout.held, strict=True), key=lambda pair: pair[1].total - pair[0].room
     )
-    owners = ", ".join(f"{name} {num_bytes(n)}" for name, n in held.by_owner.items() if n)
+    owners = ", ".join(f"{name} {num_bytes(n)}" for name, n in needed.by_owner.items() if n)
     if len(plan.replicas) > 1:
         remedy = "a smaller microbatch_size, or more or larger devices"
     else:
         remedy = "a smaller microbatch_size, a larger device, or several that share the state"
-    if layout.candidate.optimizer == "device" and held.optimizer and not plan.axes:
+    if layout.candidate.optimizer == "device" and needed.optimizer and not plan.axes:
         remedy += ", or memory.offload.optimizer = 'host'"
-    is_stash = held.activations > held.optimizer
+    is_stash = needed.activations > needed.optimizer
     if layout.candidate.stash == "device" and is_stash and not plan.axes:
         remedy += ", or memory.offload.stash = 'host'"
     return (
-        f"a microbatch does not fit beside the state: of all that may be done, {layout} lacks "
+        f"a microbatch does not fit beside the state: of all layouts, {layout} lacks "
         f"least, and {device.name} has {num_bytes(device.memory_bytes or 0)} and needs "
-        f"{num_bytes(held.total)}: {owners} (estimated before compilation). Use {remedy}"
+        f"{num_bytes(needed.total)}: {owners} (estimated before compilation). Use {remedy}"
     )

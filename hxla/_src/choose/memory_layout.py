@@ -1,4 +1,4 @@
-"""Memory layouts of a step: those that the settings leave open, and one of them as it is taken."""
+"""Memory layouts of a step: the candidates that the settings allow, and a priced layout."""
 
 import contextlib
 import dataclasses
@@ -18,16 +18,16 @@ from .workload import Workload
 
 Recompute = Literal["none", "boundaries", "auto"]
 
-_ROUNDING_BYTES = 1e-6  # of sums of parts
+_ROUNDING_BYTES = 1e-6  # of sums of shards
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A memory layout, before its shares, its waves and its sequence follow from the memory.
+    """A memory layout before its shares, waves and sequence are chosen by the memory.
 
     Attributes:
         zero: The stage of ZeRO.
-        recompute: What is asked of the chain of segments; None: a microbatch is one program.
+        recompute: How the chain of segments recomputes; None: a microbatch is one program.
         shard_groups: The number of groups of replicas, each of which shards the state.
         optimizer: Where the optimizer's state is between updates.
         stash: Where the residuals of a chain are.
@@ -44,19 +44,19 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryLayout:
-    """A candidate with all that follows, and what it takes.
+    """A candidate with its shares, waves and sequence, and its bytes and seconds.
 
     Attributes:
-        sequence: The operations of the chain, as a plan has them; empty: one program.
+        sequence: The operations of the chain, as in a plan; empty: one program.
         shares: The granules of each replica of a group, in lowest terms; empty: even.
-        waves: In which the microbatches of a device run, in stages 2 and 3.
-        moved: The bytes that each replica moves to and from its host or disk in a step: of the
+        waves: The waves of a device's microbatches, in stages 2 and 3.
+        moved: Bytes that each replica moves to and from its host or disk in a step: of the
             `optimizer`, the `stash`, the `parameters`.
         on_host: The most bytes of these in each host's memory.
         held: The bytes on each replica's device, by their owner; empty: not estimated.
-        extra_seconds: Of a step, beyond those of one program and whole state; of devices whose
-            speed is not known, operations.
-        moving_seconds: The time of all moves on the replica that takes longest.
+        extra_seconds: Of a step, beyond one program with whole state; operations if the speed of
+            devices is not known.
+        moving_seconds: All transfers of the slowest replica.
         is_timed: Whether `extra_seconds` are seconds.
         lack_bytes: The most bytes that a device lacks; 0 or less: it fits.
     """
@@ -75,12 +75,12 @@ class MemoryLayout:
 
     @property
     def fits(self) -> bool:
-        """Whether every device holds its bytes."""
+        """Whether every device has room."""
         return self.lack_bytes <= _ROUNDING_BYTES
 
     @property
     def cost(self) -> tuple[bool, float, float]:
-        """What layouts are compared by: first that they fit, then seconds, else what is missing."""
+        """The key of comparison: layouts that fit first, by seconds, then the others by lack."""
         if not self.fits:
             return True, self.lack_bytes, 0.0
         if self.is_timed:
@@ -88,52 +88,52 @@ class MemoryLayout:
         return False, self.moving_seconds, self.extra_seconds
 
     def __str__(self) -> str:
-        own = self.candidate
-        parts = [f"memory.zero {own.zero}" if own.zero else "whole state"]
-        if own.recompute is not None:
+        candidate = self.candidate
+        parts = [f"memory.zero {candidate.zero}" if candidate.zero else "whole state"]
+        if candidate.recompute is not None:
             again = num_again(self.sequence)
             parts.append(
                 f"{again} of its forwards run again" if again else "a chain that keeps all"
             )
         if self.waves > 1:
             parts.append(f"{self.waves} waves")
-        if own.shard_groups > 1:
-            parts.append(f"in {own.shard_groups} groups")
+        if candidate.shard_groups > 1:
+            parts.append(f"in {candidate.shard_groups} groups")
         if self.shares:
             parts.append("shares " + ":".join(map(str, self.shares)))
-        if own.stash != "device":
-            parts.append(f"what waits on the {own.stash}")
-        if own.parameters != "device":
-            parts.append(f"shares of the parameters on the {own.parameters}")
-        if own.optimizer != "device":
-            parts.append(f"optimizer's state on the {own.optimizer}")
+        if candidate.stash != "device":
+            parts.append(f"residuals on the {candidate.stash}")
+        if candidate.parameters != "device":
+            parts.append(f"shares of the parameters on the {candidate.parameters}")
+        if candidate.optimizer != "device":
+            parts.append(f"optimizer's state on the {candidate.optimizer}")
         return ", ".join(parts)
 
 
 def is_estimated(plan: Plan) -> bool:
-    """Whether its bytes are estimated before compilation: not of pipelines and uneven replicas."""
+    """Whether bytes are estimated before compilation: not for pipelines and uneven replicas."""
     return plan.pipeline is None and not plan.is_uneven
 
 
 def is_described(plan: Plan, cluster: Cluster) -> bool:
-    """Whether any device is described with its memory."""
+    """Whether the memory of any device is described."""
     return any(cluster.devices[d.rank].memory_bytes is not None for d in plan.devices)
 
 
 def asked_candidates(work: Workload, plan: Plan, cluster: Cluster) -> list[Candidate]:
-    """What the settings leave open, the layout that changes least first.
+    """The layouts that the settings allow, the one that changes least first.
 
     Args:
         plan: With the state whole on every replica.
 
     Raises:
-        PlanError: If the settings contradict each other, or ask for what this plan cannot have.
+        PlanError: If the settings contradict each other or this plan.
     """
     memory, offload = work.settings.memory, work.settings.memory.offload
     stages, groups = _stages(work, plan), _groups(work, plan, cluster)
     stages = _at_least(stages, 1, "shard_groups", None if 1 in groups else groups[0])
     if not is_estimated(plan):
-        return _of_whole_programs(work, plan, stages, groups[0])
+        return _program_candidates(work, plan, stages, groups[0])
     stages = _at_least(stages, 2, "waves", memory.waves)
     stages = _at_least(stages, 3, "offload.parameters", _elsewhere(offload.parameters))
     if plan.axes and offload.optimizer == "disk":
@@ -148,11 +148,12 @@ def asked_candidates(work: Workload, plan: Plan, cluster: Cluster) -> list[Candi
 
 
 def candidates_on_hosts(work: Workload, plan: Plan, cluster: Cluster) -> list[Candidate]:
-    """Those with more in host memory than the settings say, as far as they leave it open.
+    """Candidates with more state in host memory, where the settings allow it.
+
+    Nothing moves to a host whose memory or link is not described.
 
     Args:
         plan: With the state whole on every replica.
-        cluster: Nothing moves to a host whose memory or link it does not describe.
     """
     devices = [cluster.devices[d.rank] for d in plan.devices]
     known = all(d.host_memory_bytes and d.host_bytes_per_second for d in devices)
@@ -176,17 +177,17 @@ def candidates_on_hosts(work: Workload, plan: Plan, cluster: Cluster) -> list[Ca
     free = [name for name, is_free in may.items() if is_free]
     stages, groups = _stages(work, plan), _groups(work, plan, cluster)
     stages = stages if 1 in groups else tuple(stage for stage in stages if stage)
-    found = []
+    candidates = []
     for num in range(1, len(free) + 1):
         for names in itertools.combinations(free, num):
             on_host: dict[str, Any] = dict.fromkeys(names, "host")
             places = dataclasses.replace(_asked(offload), **on_host)
-            found += _candidates(work, plan, cluster, stages, groups, places)
-    return found
+            candidates += _candidates(work, plan, cluster, stages, groups, places)
+    return candidates
 
 
 def _asked(offload: OffloadConfig) -> Candidate:
-    """Where the settings put things; on the device where they leave it open."""
+    """The tiers in the settings; `device` where they name none."""
     return Candidate(
         optimizer=offload.optimizer or "device",
         stash=offload.stash or "device",
@@ -206,17 +207,20 @@ def _candidates(
     groups: Sequence[int],
     places: Candidate,
 ) -> list[Candidate]:
-    """All with things in some places, of those bits that an elastic job began with."""
+    """The candidates of some tiers; in an elastic job those with the bits that it began with."""
     least = 3 if places.parameters != "device" else 2 * (work.settings.memory.waves is not None)
     # The optimizer's state leaves the device part by part, as it is updated from stage 1 on.
-    own = [max(stage, int(places.optimizer != "device")) for stage in stages]
-    own = list(dict.fromkeys(stage for stage in own if stage >= least))
-    pairs = list(_recomputed(work, plan, own, places, is_described=is_described(plan, cluster)))
+    zero_stages = [max(stage, int(places.optimizer != "device")) for stage in stages]
+    zero_stages = list(dict.fromkeys(stage for stage in zero_stages if stage >= least))
+    pairs = list(
+        _recomputed(work, plan, zero_stages, places, is_described=is_described(plan, cluster))
+    )
     is_chain = pinned().is_chain
-    same = [pair for pair in pairs if is_chain in (None, pair[1] is not None)]
+    of_same_bits = [pair for pair in pairs if is_chain in (None, pair[1] is not None)]
     return [
         dataclasses.replace(places, zero=zero, recompute=recompute, shard_groups=num)
-        for zero, recompute in same or pairs[:1]  # what the settings ask for is the same in all
+        for zero, recompute in of_same_bits
+        or pairs[:1]  # the settings are the same in all generations
         for num in (groups if zero else groups[:1])
     ]
 
@@ -224,7 +228,7 @@ def _candidates(
 def _recomputed(
     work: Workload, plan: Plan, stages: Sequence[int], places: Candidate, *, is_described: bool
 ) -> Iterator[tuple[int, Recompute | None]]:
-    """Stages of ZeRO with what is recomputed."""
+    """Stages of ZeRO, each with its recomputation."""
     asked = work.settings.memory.recompute
     layered = [stage for stage in stages if stage > 1]
     if asked is not None:
@@ -236,7 +240,7 @@ def _recomputed(
     is_chain = _could_be_chain(work, plan)
     if places.stash == "device":
         yield from ((stage, None) for stage in plain)
-    elif not is_described:  # of one program nothing can be moved
+    elif not is_described:  # one program offloads nothing
         yield from ((stage, "boundaries") for stage in plain)
     if is_chain and is_described:
         yield from ((stage, "auto") for stage in plain)
@@ -245,13 +249,13 @@ def _recomputed(
         yield from ((stage, word) for word in words for stage in layered)
 
 
-def _of_whole_programs(
+def _program_candidates(
     work: Workload, plan: Plan, stages: Sequence[int], groups: int
 ) -> list[Candidate]:
-    """Those of pipelines and of uneven replicas, which are no chain of segments.
+    """The candidates of pipelines and of uneven replicas, which are no chain of segments.
 
     Raises:
-        PlanError: If the settings ask for what only a chain can have.
+        PlanError: If a setting needs a chain.
     """
     memory, offload = work.settings.memory, work.settings.memory.offload
     cut = _cut_in_words(plan) + ", in unlike parts" * plan.is_uneven
@@ -284,34 +288,34 @@ def _of_whole_programs(
 
 _NEEDS = {
     "shard_groups": (
-        "memory.shard_groups needs memory.zero of 1 to 3, and copies that can share the state: set "
-        "it, or leave them out"
+        "memory.shard_groups needs memory.zero of 1 to 3, and replicas that can share the state: "
+        "set it, or leave them out"
     ),
     "waves": (
         "memory.waves needs memory.zero of 2 or 3, which run segment by segment: set it, or leave "
         "them out"
     ),
     "offload.parameters": (
-        "memory.offload.parameters='host' needs memory.zero of 3, in which each copy of the model "
+        "memory.offload.parameters='host' needs memory.zero of 3, in which each replica "
         "has its share of them: set it, or leave it out"
     ),
 }
 
 
 def _at_least(stages: tuple[int, ...], least: int, setting: str, value: object) -> tuple[int, ...]:
-    """The stages of ZeRO that a setting can be had with, if it is set.
+    """The stages of ZeRO that a setting allows, if it is set.
 
     Raises:
         PlanError: If there is none.
     """
-    found = stages if value is None else tuple(stage for stage in stages if stage >= least)
-    if not found:
+    possible = stages if value is None else tuple(stage for stage in stages if stage >= least)
+    if not possible:
         raise PlanError(_NEEDS[setting])
-    return found
+    return possible
 
 
 def _check_chain(work: Workload, plan: Plan) -> None:
-    """Refuse a stash on the host of what cannot be a chain of segments."""
+    """Refuse a stash on the host if a microbatch cannot be a chain of segments."""
     if not _elsewhere(work.settings.memory.offload.stash) or _could_be_chain(work, plan):
         return
     why = (
@@ -331,7 +335,7 @@ def _could_be_chain(work: Workload, plan: Plan) -> bool:
 
 
 def _cut_in_words(plan: Plan) -> str:
-    return f"copies of the model are cut by {', '.join(axis.name for axis in plan.axes)}"
+    return f"replicas are cut by {', '.join(axis.name for axis in plan.axes)}"
 
 
 def _no_disk(plan: Plan) -> str:
@@ -342,33 +346,33 @@ def _no_disk(plan: Plan) -> str:
 
 
 def _could_share(plan: Plan) -> bool:
-    """Whether there are replicas of one device, all of whose gradients travel whole."""
+    """Whether there are several replicas of one device, without sparse gradients."""
     return len(plan.replicas) > 1 and not plan.axes and not plan.sums.sparse
 
 
 def _cut_may_share(plan: Plan) -> bool:
-    """Whether replicas of several devices may shard the state although nobody asked for it.
+    """Whether replicas of several devices may shard the state without being asked to.
 
-    Their bits differ where they shard it, which the next generation of an elastic job might not.
+    Sharding changes their bits, and the next generation of an elastic job might not shard.
     """
     is_one = len(plan.replicas) == 1
     return not (is_one or plan.is_uneven or plan.sums.sparse or own_member() is not None)
 
 
 def _may_share(plan: Plan) -> bool:
-    """The same of any replicas but pipelines."""
+    """The same for any replicas but pipelines."""
     if not plan.axes:
         return _could_share(plan)
     return plan.pipeline is None and _cut_may_share(plan)
 
 
 def _stages(work: Workload, plan: Plan) -> tuple[int, ...]:
-    """The stages of ZeRO that the settings leave open, the one that changes least first.
+    """The stages of ZeRO that the settings allow, the one that changes least first.
 
-    Unlike devices have at least the first; over the host there is no third.
+    Unlike devices need at least the first; reductions over hosts have no third.
 
     Raises:
-        PlanError: If unlike devices are to update everything each.
+        PlanError: If the settings make each of several unlike devices update everything.
     """
     asked, kinds = work.settings.memory.zero, [device.kind for device in plan.devices]
     offload = work.settings.memory.offload.optimizer
@@ -382,7 +386,7 @@ def _stages(work: Workload, plan: Plan) -> tuple[int, ...]:
     if least and asked == 0:
         raise PlanError(
             f"memory.zero=0: {in_words(kinds)} would each round the whole update in its own way, "
-            "and the copies of the model drift apart: leave it out or set it to 1"
+            "and the replicas drift apart: leave it out or set it to 1"
         )
     if asked is not None or not _may_share(plan):
         return (asked or least,)
@@ -390,43 +394,42 @@ def _stages(work: Workload, plan: Plan) -> tuple[int, ...]:
 
 
 def _groups(work: Workload, plan: Plan, cluster: Cluster) -> tuple[int, ...]:
-    """The numbers of groups of replicas, each sharding the state, that the settings leave open.
+    """The numbers of groups of replicas, each sharding the state, that the settings allow.
 
     Raises:
-        PlanError: If they ask for groups that these replicas do not make.
+        PlanError: If the replicas do not make such groups.
     """
     asked, shares = work.settings.memory.shard_groups, work.settings.memory.shares
     num = len(plan.replicas)
     if isinstance(asked, int):
         if asked > 1 and (num % asked or num == asked):
             raise PlanError(
-                f"memory.shard_groups={asked}: {num} copies of the model do not make so many "
+                f"memory.shard_groups={asked}: {num} replicas do not make so many "
                 "groups of equal size, of two or more: use another number, or leave it out"
             )
-        found: tuple[int, ...] = (asked,)
+        numbers: tuple[int, ...] = (asked,)
     elif asked == "nodes":
         try:
-            found = (groups_of_nodes(plan, cluster),)
+            numbers = (groups_of_nodes(plan, cluster),)
         except PlanError as error:
             raise PlanError(
                 f"memory.shard_groups='nodes': {error}: use a number, or leave it out"
             ) from error
     else:
-        found = (1,)
+        numbers = (1,)
         if _may_share(plan) and plan.sums.over == "device" and isinstance(shares, str):
             with contextlib.suppress(PlanError):  # nodes that make no groups
-                found = (1, groups_of_nodes(plan, cluster))
-    if not isinstance(shares, str) and len(shares) != num // found[0]:
-        of = f" in each of {found[0]} groups" if found[0] > 1 else ""
+                numbers = (1, groups_of_nodes(plan, cluster))
+    if not isinstance(shares, str) and len(shares) != num // numbers[0]:
+        each = f" in each of {numbers[0]} groups" if numbers[0] > 1 else ""
         raise PlanError(
-            f"memory.shares: {len(shares)} for {num // found[0]} copies of the model{of}: give one "
-            "each"
+            f"memory.shares: {len(shares)} for {num // numbers[0]} replicas{each}: give one each"
         )
-    return found
+    return numbers
 
 
 def groups_of_nodes(plan: Plan, cluster: Cluster) -> int:
-    """As many groups as nodes, the replicas of a node being one.
+    """The number of nodes, where the replicas of each node are a group.
 
     Raises:
         PlanError: If the replicas of the nodes are no such groups; the message says why.
@@ -438,21 +441,21 @@ def groups_of_nodes(plan: Plan, cluster: Cluster) -> int:
         2022, sections 3.2 and 3.3 (partition groups, two-hop gradient synchronisation).
     """
     nodes = [{cluster.devices[rank].node for rank in r.devices} for r in plan.replicas]
-    if any(len(own) > 1 for own in nodes):
-        raise PlanError("a copy of the model lies over several nodes")
-    runs = [(node, len(list(own))) for node, own in itertools.groupby(own.pop() for own in nodes)]
+    if any(len(names) > 1 for names in nodes):
+        raise PlanError("a replica is in several nodes")
+    runs = [(node, len(list(same))) for node, same in itertools.groupby(x.pop() for x in nodes)]
     sizes = [size for _, size in runs]
     if len(runs) < 2:
-        raise PlanError("all copies of the model are in one node")
+        raise PlanError("all replicas are in one node")
     if len({node for node, _ in runs}) < len(runs):
-        raise PlanError("the copies of a node do not follow each other")
+        raise PlanError("the replicas of a node do not follow each other")
     if len(set(sizes)) > 1:
         listed = ", ".join(map(str, sizes[:8])) + " and more" * (len(sizes) > 8)
-        raise PlanError(f"nodes have unlike numbers of copies, {listed}")
+        raise PlanError(f"nodes have unlike numbers of replicas, {listed}")
     if sizes[0] == 1:
-        raise PlanError("each node has one copy of the model only")
+        raise PlanError("each node has one replica only")
     kinds = {device.rank: device.arithmetic for device in plan.devices}
-    of_replicas = [tuple(kinds[rank] for rank in r.devices) for r in plan.replicas]
-    if any(own != of_replicas[i % sizes[0]] for i, own in enumerate(of_replicas)):
+    replica_kinds = [tuple(kinds[rank] for rank in r.devices) for r in plan.replicas]
+    if any(x != replica_kinds[i % sizes[0]] for i, x in enumerate(replica_kinds)):
         raise PlanError("nodes have devices of unlike kinds, whose equal parts would drift apart")
     return len(runs)

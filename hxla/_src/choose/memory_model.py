@@ -1,4 +1,4 @@
-"""What the memory layouts of a plan are priced with: bytes of its model, speeds of its devices."""
+"""Inputs of the memory estimate of a plan: bytes of its model, speeds of its devices."""
 
 import functools
 import math
@@ -40,12 +40,12 @@ def segments_of(work: Workload) -> tuple[tuple[int, ...], tuple[Segment, ...]]:
 
 
 def tightest(cluster: Cluster, replica: ReplicaWork) -> int:
-    """The rank of the device of a replica that has the least memory."""
+    """The rank of the device of least memory in a replica."""
     return min(replica.devices, key=lambda rank: cluster.devices[rank].memory_bytes or math.inf)
 
 
 def step_memory(work: Workload, plan: Plan, cluster: Cluster) -> StepMemory:
-    """What the layouts of a step are priced with.
+    """The inputs of the price of a layout.
 
     Args:
         plan: With the state whole on every replica.
@@ -79,7 +79,7 @@ def step_memory(work: Workload, plan: Plan, cluster: Cluster) -> StepMemory:
 
 
 def model_bytes(work: Workload, plan: Plan) -> ModelBytes:
-    """What a replica takes on one of its devices, with the state whole.
+    """Bytes of a replica on one of its devices, with the state whole.
 
     Args:
         plan: With the state whole on every replica.
@@ -102,11 +102,7 @@ def model_bytes(work: Workload, plan: Plan) -> ModelBytes:
 
 
 def chain_bytes(work: Workload, plan: Plan, sharded: Sharded) -> ChainBytes:
-    """What the segments of a microbatch take.
-
-    Args:
-        sharded: How the devices of a replica cut the graph.
-    """
+    """Costs of the segments of a microbatch; `sharded` is the graph inside a replica."""
     graph, shapes = graph_of(work.graph), plan.device_shapes
     points, segments = segments_of(work)
     costs, fused = costs_of(work.graph, points, work.model.trained_places, sharded=sharded)
@@ -114,7 +110,7 @@ def chain_bytes(work: Workload, plan: Plan, sharded: Sharded) -> ChainBytes:
     parameter_bytes, gathered_bytes = [], []
     for segment in segments:
         read = {param_of[entry] for entry in segment.params}
-        # What is only read in 16 bits travels so, as with exact sums.
+        # Parameters that are only read in 16 bits are gathered so, with exact sums.
         low = low_params(graph, segment) if plan.sums.kind == "exact" else {}
         dtypes = {p: low.get(p, graph.values[graph.param_values[p]].dtype) for p in read}
         parameter_bytes.append(4 * sum(math.prod(shapes[p]) for p in read))
@@ -128,7 +124,7 @@ def chain_bytes(work: Workload, plan: Plan, sharded: Sharded) -> ChainBytes:
 
 
 def travel_of(plan: Plan, cluster: Cluster, groups: int) -> Travel:
-    """What travels between the replicas of a plan; no time where no link is described.
+    """Seconds of collectives between the replicas; 0 where no link is described.
 
     Args:
         groups: The number of groups of replicas, each of which shards the state.
@@ -146,9 +142,9 @@ def travel_of(plan: Plan, cluster: Cluster, groups: int) -> Travel:
 
 
 def _rings(plan: Plan, cluster: Cluster, rings: Sequence[Iterable[int]], num_bytes: float) -> float:
-    """Seconds until rings of replicas have each gathered, or reduced and scattered, so many bytes.
+    """Seconds of simultaneous rings of replicas, each an all-gather or a reduce-scatter.
 
-    Those of all places of a replica are at once, too, and share their nodes' network cards.
+    The rings of all places of a replica are simultaneous, too, and share the network cards.
     """
     transfers, hops = [], 0
     for ring in rings:
@@ -162,7 +158,7 @@ def _rings(plan: Plan, cluster: Cluster, rings: Sequence[Iterable[int]], num_byt
 
 
 def speeds_of(work: Workload, plan: Plan, cluster: Cluster) -> tuple[tuple[float, ...], bool]:
-    """Operations of each replica per second, and whether that is their unit.
+    """The speed of each replica, and whether it is in operations per second.
 
     By the measured or predicted times of a microbatch, else by the devices' rates.
     """
@@ -170,14 +166,14 @@ def speeds_of(work: Workload, plan: Plan, cluster: Cluster) -> tuple[tuple[float
     if known := microbatch_seconds(plan):
         return tuple(work.microbatch_flops / seconds for seconds in known), True
     replicas = [[cluster.devices[rank] for rank in replica.devices] for replica in plan.replicas]
-    # Those of a replica work at the pace of the slowest.
-    speeds = [len(own) * min(described_speed(d, arithmetic) for d in own) for own in replicas]
+    # The devices of a replica work at the pace of the slowest.
+    speeds = [len(x) * min(described_speed(d, arithmetic) for d in x) for x in replicas]
     are_known = all(cluster.devices[d.rank].product_rate(arithmetic) for d in plan.devices)
     return tuple(speeds) if all(speeds) else (1.0,) * len(replicas), are_known
 
 
 def microbatch_seconds(plan: Plan) -> tuple[float, ...]:
-    """Of each replica, measured or predicted; empty where it is not known."""
+    """Seconds of a microbatch on each replica, measured or predicted; empty: not known."""
     if plan.prediction is None:
         return ()
     known = plan.prediction.microbatch_seconds or predicted_microbatches(plan, plan.prediction)
@@ -185,15 +181,11 @@ def microbatch_seconds(plan: Plan) -> tuple[float, ...]:
 
 
 def predicted_microbatches(plan: Plan, known: Prediction) -> tuple[float, ...]:
-    """Seconds of a microbatch on each replica, as its devices' times say.
-
-    Args:
-        known: Of the plan; what it does not say of a device is 0.
-    """
+    """Seconds of a microbatch on each replica, by its devices' times (0: not in `known`)."""
     spent = {device.rank: device.compute_seconds for device in known.devices}
     return tuple(
-        max(spent.get(rank, 0.0) for rank in own.devices) / max(own.num_microbatches, 1)
-        for own in plan.replicas
+        max(spent.get(rank, 0.0) for rank in replica.devices) / max(replica.num_microbatches, 1)
+        for replica in plan.replicas
     )
 
 
@@ -204,13 +196,13 @@ def costs_of(
     *,
     sharded: Sharded | None = None,
 ) -> tuple[tuple[SegmentCost, ...], tuple[SegmentCost, ...]]:
-    """What each segment takes before it is compiled, as programs of its own and as a part of one.
+    """Estimated cost of each segment, as separate programs and as a part of one.
 
     Args:
-        trained: Places of the parameters that are trained.
-        sharded: How the devices of a replica cut it; None: it has one device.
+        trained: Places of the trained parameters.
+        sharded: The graph inside a replica; None: one device.
     """
-    ordered, own = graph_at(graph, "work", points)
+    ordered, segments = graph_at(graph, "work", points)
     wanted = wanted_values(ordered, trained)
     entries = [i for i, p in enumerate(params_of(ordered)) if p in trained]
     composer = ResidualEstimator(ordered)
@@ -224,7 +216,7 @@ def costs_of(
             wanted=wanted,
             composer=composer,
         )
-        for part in direct_parts(ordered, own)
+        for part in direct_parts(ordered, segments)
     ]
     cut = (sharded or Sharded(graph, {})).over(ordered)
     alone, fused = (segment_costs(cut, stages, fused=one) for one in (False, True))

@@ -1,10 +1,10 @@
-"""What a memory layout takes: bytes of every device and host, and seconds of a step.
+"""Bytes of a memory layout on every device and host, and its seconds of a step.
 
-Its sequence is replayed as it would run. A sequence and shares are chosen together, for residuals
+The sequence is replayed as it would run. Sequence and shares are chosen together, because residuals
 take room from the state.
 
-    P parameters, S sums of gradients, O optimizer state in bytes, f a device's share, W(s) what
-    the largest segment s needs beside the state, A residuals
+    P parameters, S sums of gradients, O optimizer state in bytes, f a device's share, W(s) bytes
+    of the largest segment s beside the state, A residuals
 
     stage 0    P + S + O         + P + A      one program: the gradients of all layers at once
     stage 1    P + S + f O       + P + A
@@ -12,11 +12,10 @@ take room from the state.
     stage 2    P + f P + f O     + W + A      W: the sums of a segment
     stage 3    f P + f P + f O   + W + A      W: those, and the parameters of the segment
 
-Sums, gradients and shares are of those parameters that are trained. In stages 0 and 1 the sum
-itself may need more than a microbatch: see `ModelBytes.summing`. In stages 2 and 3 the microbatches
-of a device wait together, so A grows with their number. What devices compute is the same in all
-stages, so layouts differ in time by what runs again, and by what travels: stage 3 gathers the
-parameters once more than the others.
+Sums, gradients and shares are of the trained parameters. In stages 0 and 1 the reduction may need
+more than a microbatch: see `ModelBytes.summing`. In stages 2 and 3 the microbatches of a device
+wait together, so A grows with their number. Devices compute the same in all stages, so layouts
+differ in time by recomputation and communication: stage 3 gathers the parameters once more.
 
 References:
     Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC
@@ -48,19 +47,19 @@ from .memory_layout import Candidate, MemoryLayout, Recompute
 from .recompute import Waits, best_sequence, boundary_texts, keep_all, keep_texts, least_memory
 from .split_sizes import SplitDevice, best_sizes
 
-#: What of a state updated part by part is on the device at most, see `lower.update_groups`.
+#: The most of a state on the device that is updated part by part, see `lower.update_groups`.
 PART_ON_DEVICE = 1 / 8
 GRANULES_OF_A_REPLICA = 12  #: Shares are as fine as a twelfth of an even one.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChainBytes:
-    """What the segments of a microbatch take.
+    """Costs of the segments of a microbatch.
 
     Attributes:
-        costs: Of each segment, as programs of its own.
-        fused: Of each segment, as a part of one program.
-        parameter_bytes: Of each segment, of the parameters that it reads, as float32.
+        costs: Per segment, as separate programs.
+        fused: Per segment, as a part of one program.
+        parameter_bytes: Per segment, of the parameters that it reads, as float32.
         gathered_bytes: The same as stage 3 gathers them; empty: as float32.
     """
 
@@ -76,23 +75,23 @@ class ChainBytes:
 
     @property
     def part_gathered(self) -> float:
-        """What a gather of all parameters takes of one in float32."""
+        """Bytes of a gather of all parameters, over those in float32."""
         whole = sum(self.parameter_bytes)
         return sum(self.gathered_bytes) / whole if self.gathered_bytes and whole else 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelBytes:
-    """What a replica takes on one of its devices.
+    """Bytes of a replica on one of its devices.
 
     Attributes:
-        trained: The bytes of those parameters that are trained, as float32.
+        trained: The bytes of the trained parameters, as float32.
         num_sums: The arrays of four bytes per parameter in which gradients are summed.
         optimizer: The bytes of the optimizer's state, wherever they are.
         bucket: The bytes of gradients, as float32, up to which tensors are summed together.
         keeps_sums: Whether sums stay beside their totals.
-        inputs: The bytes of one microbatch's inputs. Those of the others count where they wait
-            together; elsewhere they follow counts, which follow the memory.
+        inputs: The bytes of one microbatch's inputs. Those of the others count in stages 2 and 3;
+            elsewhere they follow counts, which follow the memory.
         values: The bytes of all arrays of a microbatch's forward.
         chain: Makes the segments, which takes time for a large model.
     """
@@ -108,9 +107,9 @@ class ModelBytes:
     chain: Callable[[], ChainBytes]
 
     def kept_sums(self, waves: int, shard_groups: int) -> float:
-        """Words of a parameter that a replica keeps of its own sums, in stages 2 and 3.
+        """Words per parameter of a replica's sums, in stages 2 and 3.
 
-        Between waves each group has a part of the chunks, and at the end totals of one word.
+        Between waves each group has a shard of the chunks, and at the end totals of one word.
         """
         return max(self.num_sums / shard_groups, 1.0) if waves > 1 else 1.0
 
@@ -119,11 +118,11 @@ class ModelBytes:
         return self.optimizer * (1 if tier == "device" else PART_ON_DEVICE)
 
     def summing(self, zero: int, num: int) -> float:
-        """Bytes beside the sums while they travel: totals, sums that travel, and chunks of them.
+        """Bytes beside the sums during the reduction: totals, sums in flight, and their chunks.
 
         Args:
             zero: The stage of ZeRO, 0 or 1.
-            num: The number of replicas that share the state; in stage 0 of all.
+            num: Replicas that shard the state; in stage 0 all replicas.
         """
         totals = self.trained * self.keeps_sums / (num if zero else 1)
         bucket = min(self.bucket, self.trained) if num > 1 else 0
@@ -133,12 +132,12 @@ class ModelBytes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Travel:
-    """Seconds of what travels between replicas, of all parameters as float32.
+    """Seconds of collectives between replicas, of all parameters as float32.
 
     Attributes:
-        gather: Of a gather, or a reduce-scatter, in all groups that shard the state.
-        all_copies: Of the same over all replicas.
-        across: Of the same over the groups, of each replica's shard.
+        gather: An all-gather, or a reduce-scatter, in all groups that shard the state.
+        all_copies: The same over all replicas.
+        across: The same over the groups, of each replica's shard.
     """
 
     gather: float = 0.0
@@ -146,10 +145,10 @@ class Travel:
     across: float = 0.0
 
     def of_groups(self, num_sums: int, waves: int) -> float:
-        """Of a step, what groups take beyond sums and gathers over all replicas; below 0 if less.
+        """Seconds of a step in groups beyond those over all replicas; below 0 if less.
 
-        In each wave sums are reduced and scattered inside groups and then over them; at the end
-        floats are gathered over them.
+        In each wave sums are reduced and scattered inside groups and then over groups; at the end
+        floats are gathered over groups.
 
         Args:
             num_sums: The number of arrays in which gradients are summed.
@@ -160,10 +159,10 @@ class Travel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplicaDevice:
-    """The device of a replica, of several that which has least memory.
+    """The device of a replica with the least memory.
 
     Attributes:
-        num_microbatches: That the replica runs in a step.
+        num_microbatches: Of the replica in a step.
         memory_bytes: None: not described, so no limit.
         speed: Operations of the replica per second, in a unit that all share.
         host_memory_bytes: None: not described.
@@ -181,27 +180,26 @@ class ReplicaDevice:
 
     @property
     def room(self) -> float:
-        """Its bytes, without end if they are not described."""
+        """Its bytes; infinite if not described."""
         return math.inf if self.memory_bytes is None else self.memory_bytes
 
     def bytes_per_second(self, tier: Tier) -> float | None:
-        """The rate to and from what is no device memory."""
+        """The rate to and from host memory or the disk."""
         return self.disk_bytes_per_second if tier == "disk" else self.host_bytes_per_second
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """What layouts of a step are priced with.
+    """Inputs of the price of a layout.
 
     Attributes:
         devices: One of each replica.
-        shares: The granules of each replica of a group, `even`, or `auto`: as memory and speed
-            want them.
+        shares: The granules of each replica of a group, `even`, or `auto`: by memory and speed.
         waves: Of stages 2 and 3; None: the fewest with which boundaries fit.
-        travel: What travels takes, by the number of groups that shard the state.
+        travel: Seconds of collectives, by the number of groups that shard the state.
         is_timed: Whether speeds are operations per second.
-        is_estimated: Whether bytes are estimated before compilation, as those of pipelines and of
-            uneven replicas are not.
+        is_estimated: Whether bytes are estimated before compilation: not those of pipelines and of
+            uneven replicas.
     """
 
     model: ModelBytes
@@ -218,37 +216,37 @@ class StepMemory:
         return self.model.chain()
 
     def slowest(self, seconds: float) -> float:
-        """Of all microbatches of a replica, if one takes so many operations."""
+        """Seconds of all microbatches on the slowest replica, if one takes so many operations."""
         return max(d.num_microbatches * seconds / d.speed for d in self.devices)
 
 
 def price(candidate: Candidate, step: StepMemory) -> MemoryLayout:
-    """The layout of a candidate in the memory that there is, with its bytes and seconds."""
+    """The layout of a candidate in the available memory, with its bytes and seconds."""
     if not step.is_estimated:
         return _unestimated(candidate, step)
     if candidate.zero < 2:
         return _one_after_another(candidate, step)
     if candidate.recompute == "none":
         return _layered(candidate, step, step.waves or 1)
-    most, found = max(device.num_microbatches for device in step.devices), []
+    most, layouts = max(device.num_microbatches for device in step.devices), []
     for waves in range(1, max(most, 1) + 1) if step.waves is None else [step.waves]:
-        found.append(_layered(candidate, step, waves))
-        if found[-1].fits:
-            return found[-1]
-    return min(found, key=lambda layout: layout.lack_bytes)
+        layouts.append(_layered(candidate, step, waves))
+        if layouts[-1].fits:
+            return layouts[-1]
+    return min(layouts, key=lambda layout: layout.lack_bytes)
 
 
 def upper_bound(candidate: Candidate, step: StepMemory) -> MemoryLayout:
-    """One program with more bytes than it can need: quick, for no chain is made.
+    """One program with more bytes than it can need: quick, because no chain is made.
 
-    A backward reads some of what its forward makes, and makes as much again.
+    A backward reads some of the values of its forward, and makes as many again.
     """
     layout = _one_after_another(candidate, step, 2 * step.model.values)
     return dataclasses.replace(layout, held=())
 
 
 def _unestimated(candidate: Candidate, step: StepMemory) -> MemoryLayout:
-    """A layout of which nothing is known before compilation but what moves."""
+    """A layout without an estimate of bytes; only its transfers are known."""
     shares: tuple[int, ...] = ()
     if candidate.zero and not isinstance(step.shares, str) and len(set(step.shares)) > 1:
         shares = in_lowest_terms(step.shares)
@@ -294,22 +292,22 @@ def _layered(candidate: Candidate, step: StepMemory, waves: int) -> MemoryLayout
     model, chain, is_sharded = step.model, step.chain, candidate.zero > 2
     replay = _as_asked(step, candidate.recompute, candidate.stash, layered=True)
     largest = max(chain.parameter_bytes)
-    own = [n * (model.num_sums + is_sharded) for n in chain.parameter_bytes]
-    beside = while_running(replay.sequence, own)
+    segment_bytes = [n * (model.num_sums + is_sharded) for n in chain.parameter_bytes]
+    beside = while_running(replay.sequence, segment_bytes)
     need_of: dict[int, HeldBytes] = {}  # by the microbatches of a device
     for num in {max(device.num_microbatches, 1) for device in step.devices}:
         peak = layered_peak_bytes(replay.sequence, chain.costs, -(-num // waves), beside)
         need_of[num] = HeldBytes(
             parameters=model.parameters + (largest - model.trained) * is_sharded,
             sums=largest * model.num_sums,
-            activations=max(peak - max(own), 0) + num * model.inputs,
+            activations=max(peak - max(segment_bytes), 0) + num * model.inputs,
         )
     needs = [need_of[max(device.num_microbatches, 1)] for device in step.devices]
     gather = chain.part_gathered * is_sharded
     # Sums travel as often as waves run, and so do the gathers of stage 3.
     again = model.num_sums + 2 * gather
-    travels = (gather + (waves - 1) * again) * step.travel(candidate.shard_groups).gather
-    return _layout(candidate, step, needs, replay, travels, waves)
+    travel_seconds = (gather + (waves - 1) * again) * step.travel(candidate.shard_groups).gather
+    return _layout(candidate, step, needs, replay, travel_seconds, waves)
 
 
 def _layout(
@@ -320,22 +318,23 @@ def _layout(
     travels: float = 0.0,
     waves: int = 1,
 ) -> MemoryLayout:
-    """A layout whose state is sharded as there is room beside other needs.
+    """A layout whose state is sharded by the room beside other needs.
 
     Args:
-        needs: The bytes of each device without what is sharded.
-        travels: The seconds of what travels oftener than in other layouts.
+        needs: The bytes of each device without its shard of the state.
+        travels: The seconds of collectives that other layouts do not have.
     """
     granules = _granules(candidate, step, [need.total for need in needs], waves)
     parts = _parts(candidate, granules)
-    held = tuple(
-        _held(candidate, step, need, part, waves) for need, part in zip(needs, parts, strict=True)
+    device_bytes = tuple(
+        _device_bytes(candidate, step, need, part, waves)
+        for need, part in zip(needs, parts, strict=True)
     )
     extra = travels
     if replay is not None:
         extra += step.slowest(replay.seconds) - step.slowest(step.chain.kept.seconds)
     if candidate.zero and candidate.shard_groups > 1:
-        # Groups are for what must be sharded: alone they are no reason to leave whole state.
+        # Groups are for state that must be sharded: their speed is no reason to shard it.
         between = step.travel(candidate.shard_groups).of_groups(step.model.num_sums, waves)
         extra = max(extra + between, 0.0)
     moved, on_host = _moved(candidate, step, parts, replay, waves)
@@ -346,20 +345,21 @@ def _layout(
         waves=waves,
         moved=moved,
         on_host=on_host,
-        held=held,
+        held=device_bytes,
         extra_seconds=extra,
         moving_seconds=_moving_seconds(candidate, step, moved),
         is_timed=step.is_timed,
         lack_bytes=max(
-            own.total - device.room for own, device in zip(held, step.devices, strict=True)
+            needed.total - device.room
+            for needed, device in zip(device_bytes, step.devices, strict=True)
         ),
     )
 
 
-def _held(
+def _device_bytes(
     candidate: Candidate, step: StepMemory, need: HeldBytes, part: float, waves: int
 ) -> HeldBytes:
-    """What a device holds with its part of what is sharded."""
+    """Bytes of a device with its shard of the state."""
     model, zero = step.model, candidate.zero
     each, optimizer = model.trained * part, model.optimizer_on_device(candidate.optimizer) * part
     kept = model.kept_sums(waves, candidate.shard_groups)
@@ -378,7 +378,7 @@ def _held(
         sums=each,
         optimizer=optimizer,
     )
-    return max(running, updating, key=lambda held: held.total)
+    return max(running, updating, key=lambda needed: needed.total)
 
 
 Moved = dict[str, tuple[int, ...]]
@@ -391,16 +391,16 @@ def _moved(
     replay: SequenceReplay | None = None,
     waves: int = 1,
 ) -> tuple[Moved, Moved]:
-    """The bytes of each kind that replicas move in a step, and those that they have on hosts."""
+    """Per kind of state, bytes that each replica moves in a step, and its bytes on the host."""
     moved, on_host = {}, {}
     if candidate.optimizer != "device":
         state = tuple(int(step.model.optimizer * part) for part in parts)
-        moved["optimizer"] = tuple(2 * own for own in state)
+        moved["optimizer"] = tuple(2 * num_bytes for num_bytes in state)
         if candidate.optimizer == "host":
             on_host["optimizer"] = state
     if replay is not None and candidate.parameters != "device":
         trained, of_segment = step.model.trained, step.chain.parameter_bytes
-        # Each run of a segment gathers its own, and the update has all of them once, both ways.
+        # Each run of a segment gathers its parameters; the update moves all of them both ways.
         gathered = waves * sum(of_segment[i] for i, _ in runs_by_segment(replay.sequence))
         factor = 2 + gathered / trained if trained else 0.0
         moved["parameters"] = tuple(int(trained * part * factor) for part in parts)
@@ -414,18 +414,18 @@ def _moved(
 
 
 def _moving_seconds(candidate: Candidate, step: StepMemory, moved: Moved) -> float:
-    """Of the replica that moves longest; what takes an unknown time does not count."""
+    """Seconds of the slowest replica's transfers; those of unknown rate do not count."""
     return max(
         sum(
-            own[i] / (device.bytes_per_second(tier_of(candidate, name)) or math.inf)
-            for name, own in moved.items()
+            num_bytes[i] / (device.bytes_per_second(tier_of(candidate, name)) or math.inf)
+            for name, num_bytes in moved.items()
         )
         for i, device in enumerate(step.devices)
     )
 
 
 def tier_of(candidate: Candidate, name: str) -> Tier:
-    """Where one of `MemoryLayout.moved` is between its uses."""
+    """The tier of one of `MemoryLayout.moved` between its uses."""
     return candidate.optimizer if name == "optimizer" else "host"
 
 
@@ -435,31 +435,31 @@ def _num_members(candidate: Candidate, step: StepMemory) -> int:
 
 
 def _parts(candidate: Candidate, granules: Sequence[int]) -> list[float]:
-    """Each replica's part of what is sharded."""
-    own = [n / sum(granules) if candidate.zero else 1.0 for n in granules]
-    return own * candidate.shard_groups
+    """Each replica's share of the sharded state."""
+    parts = [n / sum(granules) if candidate.zero else 1.0 for n in granules]
+    return parts * candidate.shard_groups
 
 
 def _state(candidate: Candidate, model: ModelBytes, waves: int = 1) -> tuple[float, float]:
-    """Bytes of the state that each replica has whole, and of what those of a group have together.
+    """Bytes of the state that each replica has whole, and of the state that a group shards.
 
-    From stage 2 on sums are what `kept_sums` says; those of a segment are none of the state.
+    From stage 2 on sums are as in `kept_sums`; the sums of a running segment do not count.
     """
     optimizer = model.optimizer_on_device(candidate.optimizer)
     between = model.trained * model.kept_sums(waves, candidate.shard_groups)
-    each, own, sums = model.parameters, model.trained, model.trained * model.num_sums
+    whole, trained, sums = model.parameters, model.trained, model.trained * model.num_sums
     return (
-        (each + sums + int(optimizer), 0.0),
-        (each + sums, optimizer),
-        (each, between + optimizer),
-        (each - own, own * (candidate.parameters == "device") + between + optimizer),
+        (whole + sums + int(optimizer), 0.0),
+        (whole + sums, optimizer),
+        (whole, between + optimizer),
+        (whole - trained, trained * (candidate.parameters == "device") + between + optimizer),
     )[candidate.zero]
 
 
 def _granules(
     candidate: Candidate, step: StepMemory, needs: Sequence[float], waves: int = 1
 ) -> tuple[int, ...]:
-    """Of each replica of a group, with which all fit if any do."""
+    """Granules of each replica of a group; all replicas fit if any granules allow it."""
     num = _num_members(candidate, step)
     if not candidate.zero or step.shares == "even":
         return (1,) * num
@@ -469,7 +469,7 @@ def _granules(
     devices = [
         SplitDevice(
             name=device.name,
-            unit_seconds=1 / min(own.speed for own, _ in same),
+            unit_seconds=1 / min(x.speed for x, _ in same),
             memory_bytes=device.memory_bytes,
             fixed_bytes=need,
         )
@@ -478,7 +478,7 @@ def _granules(
     ]
     _, shared = _state(candidate, step.model, waves)
     try:
-        return best_sizes(total, devices, own_bytes=shared / total)
+        return best_sizes(total, devices, shard_bytes=shared / total)
     except PlanError:
         return _levelled(candidate, step, needs, shared)
 
@@ -486,7 +486,7 @@ def _granules(
 def _levelled(
     candidate: Candidate, step: StepMemory, needs: Sequence[float], shared: float
 ) -> tuple[int, ...]:
-    """The granules with which the fullest device has most left."""
+    """The granules that leave the fullest device the most room."""
     num = _num_members(candidate, step)
     total = GRANULES_OF_A_REPLICA * num
     granules = [1] * num
@@ -496,16 +496,16 @@ def _levelled(
     ]
     heapq.heapify(fullest_last)
     for _ in range(total - num):
-        lack, own, i = fullest_last[0]
-        granules[i] = own + 1
-        heapq.heapreplace(fullest_last, (lack + shared / total, own + 1, i))
+        lack, num_granules, i = fullest_last[0]
+        granules[i] = num_granules + 1
+        heapq.heapreplace(fullest_last, (lack + shared / total, num_granules + 1, i))
     return tuple(granules)
 
 
 def _same_parts(
     candidate: Candidate, step: StepMemory, needs: Sequence[float]
 ) -> list[list[tuple[ReplicaDevice, float]]]:
-    """For each replica of a group those with the same shard, and their needs."""
+    """For each member of a group, the devices with the same shard, and their needs."""
     pairs, members = (
         list(zip(step.devices, needs, strict=True)),
         _num_members(candidate, step),
@@ -514,12 +514,12 @@ def _same_parts(
 
 
 def _fullest(devices: Sequence[tuple[ReplicaDevice, float]]) -> tuple[ReplicaDevice, float]:
-    """Of devices and what each needs that which has least left."""
-    return min(devices, key=lambda own: own[0].room - own[1])
+    """The device with the least room beside its needs."""
+    return min(devices, key=lambda pair: pair[0].room - pair[1])
 
 
 def _most_left(candidate: Candidate, step: StepMemory) -> float:
-    """Bytes beside the state that every device can have left, as its shares may be."""
+    """The most bytes that every device can have left beside the state."""
     whole, shared = _state(candidate, step.model)
     if step.shares == "auto" and shared:
         granules = _levelled(candidate, step, [whole] * len(step.devices), shared)
@@ -528,15 +528,15 @@ def _most_left(candidate: Candidate, step: StepMemory) -> float:
     else:
         granules = (1,) * _num_members(candidate, step)
     return min(
-        d.room - whole - shared * own / sum(granules) - step.model.inputs
-        for d, own in zip(step.devices, granules * candidate.shard_groups, strict=True)
+        d.room - whole - shared * n / sum(granules) - step.model.inputs
+        for d, n in zip(step.devices, granules * candidate.shard_groups, strict=True)
     )
 
 
 def _as_asked(
     step: StepMemory, recompute: Recompute | None, stash: HostTier, *, layered: bool = False
 ) -> SequenceReplay:
-    """What keeps the residuals of all segments, or what crosses between them."""
+    """The sequence that keeps the residuals of all segments, or their boundaries only."""
     costs = step.chain.costs
     waits: Waits = "device"
     if stash == "host":

@@ -1,4 +1,4 @@
-"""Mesh axes inside a copy of a model, from annotations, rules or a mesh, and what each cuts.
+"""Mesh axes inside a replica, from annotations, rules or a mesh, and their roles.
 
 References:
     Whale, USENIX ATC 2022, section 3.2 (virtual devices, sharding patterns, bridges).
@@ -17,12 +17,12 @@ from ..plan.parts import Role
 from ..plan.rules import Resolved, RuleSet
 from ..plan.virtual_devices import DeviceLayout, Request, VirtualDevices, assign_devices
 
-#: Inner axes that carry the batch, not parameters' work.
+#: Inner axes that shard the batch, not parameters.
 BATCH_AXES = ("fsdp", "sequence")
 
 
 def resolve_rules(graph: Graph, rules: RuleSet, axes: Axes, *, unlike: bool = False) -> Resolved:
-    """What rules say about a graph's parameters on a mesh: see `RuleSet.resolve`."""
+    """The sharding of a graph's parameters on a mesh by rules: see `RuleSet.resolve`."""
     return rules.resolve(
         graph.param_names,
         graph.param_shapes,
@@ -70,10 +70,10 @@ def axes_of_annotations(
 
 
 def roles_of_mesh(graph: Graph, axes: Axes, *, by_rules: bool) -> Roles:
-    """What each inner axis of a user's own mesh does for each TaskGraph.
+    """The role of each inner axis of a user's mesh for each TaskGraph.
 
     Raises:
-        PlanError: If nothing says what an axis is for, or an annotation says otherwise.
+        PlanError: If nothing gives an axis a role, or an annotation disagrees.
     """
     kinds = [t.strategy for t in graph.task_graphs]
     size = math.prod(n for name, n in axes if name not in BATCH_AXES)
@@ -103,14 +103,14 @@ def roles_of_mesh(graph: Graph, axes: Axes, *, by_rules: bool) -> Roles:
 
 
 def split_over(graph: Graph, num_devices: int) -> tuple[Axes, Roles]:
-    """The one axis and its roles with which every TaskGraph is split; none for a single device."""
+    """One axis that splits every TaskGraph, with its roles; none for a single device."""
     split: Role = "split"
     axes: Axes = ((TENSOR_AXIS, num_devices),) if num_devices > 1 else ()
     return axes, {name: (split,) * len(graph.task_graphs) for name, _ in axes}
 
 
 def requests_of(graph: Graph) -> tuple[Request, ...]:
-    """What the TaskGraphs ask for."""
+    """The devices that the TaskGraphs request."""
     return tuple(
         Request(kind=t.strategy, device_count=t.device_count, copies=copies, label=t.label)
         for t, copies in zip(graph.task_graphs, graph.nested, strict=True)

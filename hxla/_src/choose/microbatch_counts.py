@@ -19,7 +19,7 @@ from ..plan.parts import DevicePrediction, Prediction
 from ..plan.plan import Plan
 from .counts import best_counts, bound_seconds, even_counts, finish_seconds
 
-#: `measured`, `even`, or the microbatches of each copy of the model in a step.
+#: `measured`, `even`, or the microbatches of each replica in a step.
 Counts = Literal["measured", "even"] | Sequence[int]
 
 
@@ -27,7 +27,7 @@ def counts_can_move(plan: Plan, devices: Devices) -> bool:
     """Whether the counts of a plan can follow measured times.
 
     Some schedules are made for their counts. Replicas that share the cores of one process run one
-    after another, so a time says where in the queue, not how fast.
+    after another, so a time shows the place in the queue, not the speed.
 
     Args:
         devices: By rank.
@@ -46,7 +46,7 @@ def own_ids(counts: Sequence[int], reducer: Reducer) -> list[range]:
 
 
 def shared_numbers(reducer: Reducer, local: Sequence[float]) -> tuple[float, ...]:
-    """Every replica's number, known to every process."""
+    """The number of every replica, gathered over processes."""
     if jax.process_count() == 1:
         return tuple(map(float, local))
     row = np.zeros(len(reducer.replicas), np.float32)
@@ -57,19 +57,21 @@ def shared_numbers(reducer: Reducer, local: Sequence[float]) -> tuple[float, ...
 
 
 def pooled(seconds: Sequence[float], plan: Plan) -> tuple[float, ...]:
-    """Seconds of each replica where those of like devices get their mean.
+    """Seconds of each replica, averaged over replicas of the same kinds.
 
-    A few measured microbatches differ by chance, so like devices are to start alike; those that are
-    not alike after all show it in their first steps.
+    A few measured microbatches differ by chance, so equal devices start equal; their first steps
+    show a real difference.
 
     Args:
         seconds: Of a microbatch on each replica.
-        plan: Says of what kind their devices are.
     """
     kinds = {device.rank: device.kind for device in plan.devices}
-    own = [tuple(kinds[rank] for rank in replica.devices) for replica in plan.replicas]
-    alike = {kind: [s for s, k in zip(seconds, own, strict=True) if k == kind] for kind in own}
-    return tuple(statistics.mean(alike[kind]) for kind in own)
+    replica_kinds = [tuple(kinds[rank] for rank in replica.devices) for replica in plan.replicas]
+    alike = {
+        kind: [s for s, k in zip(seconds, replica_kinds, strict=True) if k == kind]
+        for kind in replica_kinds
+    }
+    return tuple(statistics.mean(alike[kind]) for kind in replica_kinds)
 
 
 def count_limits(
@@ -79,15 +81,14 @@ def count_limits(
     batch: PyTree,
     at_once: int = 1,
 ) -> tuple[int | None, ...]:
-    """Most microbatches that each replica's memory takes.
+    """The most microbatches that each replica's memory takes.
 
-    Microbatches run one after another, so only their inputs add up: memory is that of the
-    programs, plus one microbatch's arrays for each microbatch on the device. A pipeline has room
-    for those of as many as it may ever run, however many there are.
+    Microbatches run one after another, so only their inputs add up: the memory of the programs,
+    plus the inputs of each microbatch on the device. A pipeline reserves the inputs of the most
+    microbatches that it may run.
 
     Args:
-        cluster: Says how much memory they have.
-        memory_bytes: That a device of each replica needs without inputs.
+        memory_bytes: Of a device of each replica, without inputs.
         at_once: Microbatches whose inputs a device holds, whatever its count, if more than one.
 
     Raises:
@@ -96,16 +97,16 @@ def count_limits(
     each = at_once * sum(np.asarray(x).nbytes for x in jax.tree.leaves(batch))
     what = "a microbatch needs" if at_once == 1 else f"a pipeline of {at_once} microbatches needs"
     limits: list[int | None] = []
-    for replica, own in zip(plan.replicas, map(int, memory_bytes), strict=True):
+    for replica, used in zip(plan.replicas, map(int, memory_bytes), strict=True):
         known = {r: m for r in replica.devices if (m := cluster.devices[r].memory_bytes)}
         if not known:
             limits.append(None)
             continue
         rank = min(known, key=known.__getitem__)
-        free = known[rank] - own
+        free = known[rank] - used
         if free < each:
             raise PlanError(
-                f"device {rank} has {num_bytes(known[rank])}, {what} {num_bytes(own + each)}: "
+                f"device {rank} has {num_bytes(known[rank])}, {what} {num_bytes(used + each)}: "
                 f"{num_bytes(each - free)} are missing; "
                 "use a smaller microbatch_size or leave the device out"
             )
@@ -114,35 +115,35 @@ def count_limits(
 
 
 def lack(devices: Devices, cluster: Cluster, num: int) -> bool:
-    """Whether one of the devices here is known to have less than so many bytes."""
-    known = [own.memory_bytes for own, d in zip(cluster.devices, devices, strict=True) if d]
-    return any(own is not None and own < num for own in known)
+    """Whether a device of this process is known to have less than `num` bytes."""
+    known = [x.memory_bytes for x, d in zip(cluster.devices, devices, strict=True) if d]
+    return any(memory_bytes is not None and memory_bytes < num for memory_bytes in known)
 
 
 def asked_counts(counts: Counts, num_microbatches: int, num_replicas: int) -> tuple[int, ...]:
-    """Counts that are even or given; `measured` ones begin even.
+    """The counts asked for; `measured` ones begin even.
 
     Raises:
-        ConfigError: If they are none of these or do not fit.
+        ConfigError: If they are no valid counts.
     """
     if isinstance(counts, str):
         if counts not in ("measured", "even"):
             raise ConfigError(f"counts={counts!r}: use 'measured', 'even' or one count per device")
         return even_counts(num_microbatches, num_replicas)
-    found = tuple(int(c) for c in counts)
-    if len(found) != num_replicas or sum(found) != num_microbatches or min(found) < 0:
+    numbers = tuple(int(c) for c in counts)
+    if len(numbers) != num_replicas or sum(numbers) != num_microbatches or min(numbers) < 0:
         raise ConfigError(
-            f"counts={found} does not hand out {num_microbatches} microbatches to "
+            f"counts={numbers} does not hand out {num_microbatches} microbatches to "
             f"{num_replicas} devices: give {num_replicas} counts that sum to {num_microbatches}"
         )
-    return found
+    return numbers
 
 
 def check_limits(counts: Sequence[int], limits: Sequence[int | None]) -> None:
     """Refuse counts that some device's memory does not take.
 
     Raises:
-        PlanError: Naming the devices and what they take.
+        PlanError: With the devices and their limits.
     """
     over = [d for d, limit in enumerate(limits) if limit is not None and counts[d] > limit]
     if over:
@@ -166,29 +167,26 @@ def predicted(
     memory_bytes: Sequence[float],
     cluster: Cluster,
 ) -> Prediction:
-    """What a step of the plan should take, from measured times where there are any.
+    """The prediction of a plan's step, from measured times if all are known.
 
     Args:
-        plan: With the counts to predict.
         seconds: Of one microbatch on each replica (0: not measured).
-        fixed: Of each replica's step outside its microbatches.
-        memory_bytes: That a device of each copy needs without its microbatches' inputs; empty: not
-            known.
-        cluster: Says how much memory there is.
+        fixed: Seconds of each replica's step outside its microbatches.
+        memory_bytes: Of a device of each replica without inputs; empty: not known.
     """
-    own = {
+    by_rank = {
         rank: float(number)
         for replica, number in zip(plan.replicas, memory_bytes, strict=bool(memory_bytes))
         for rank in replica.devices
     }
     before = plan.prediction.devices if plan.prediction is not None else ()
-    held = {device.rank: device.held for device in before}
+    held_bytes = {device.rank: device.held for device in before}
     devices = tuple(
         DevicePrediction(
             rank=d.rank,
-            memory_bytes=own.get(d.rank, 0.0),
+            memory_bytes=by_rank.get(d.rank, 0.0),
             capacity_bytes=float(cluster.devices[d.rank].memory_bytes or 0),
-            held=held.get(d.rank),
+            held=held_bytes.get(d.rank),
         )
         for d in plan.devices
     )
@@ -212,10 +210,10 @@ def predicted(
 
 
 def with_executors(plan: Plan, executors: tuple[int, ...]) -> Plan:
-    """The plan with other numbers of executors on its copies.
+    """The plan with other numbers of executors on its replicas.
 
     Raises:
-        PlanError: If its copies cannot have several.
+        PlanError: If its replicas cannot have several.
     """
     pairs = zip(plan.replicas, executors, strict=True)
     replicas = tuple(r.model_copy(update={"executors": int(num)}) for r, num in pairs)
@@ -223,10 +221,10 @@ def with_executors(plan: Plan, executors: tuple[int, ...]) -> Plan:
 
 
 def with_asked_calls(settings: ClusterConfig, plan: Plan) -> Plan:
-    """The plan with what `cluster` asks of calls: executors, and microbatches of each call.
+    """The plan with the settings of calls: executors, and microbatches of each call.
 
     Raises:
-        PlanError: If its copies cannot have several.
+        PlanError: If its replicas cannot have several executors.
     """
     asked, num = settings.executors, settings.microbatches_per_call
     if num > 1:

@@ -1,4 +1,4 @@
-"""Which microbatch sizes follow from a batch, which are worth measuring, and which one is best."""
+"""Microbatch sizes: the default by the batch, candidates to measure, and the best."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,15 +10,15 @@ _FEWEST_MICROBATCHES = 8
 
 
 def default_sizes(batch_size: int, num_replicas: int) -> tuple[int, ...]:
-    """The sizes that are taken where none is asked for: the first with which a plan fits.
+    """Default sizes; a job takes the first with which a plan fits.
 
-    They leave at least eight microbatches, and no fewer than a microbatch has examples, so that
-    larger batches can be shared by more devices. Neither a clock nor, up to that many, the number
-    of devices has a say: the same call ends with the same bits elsewhere.
+    They leave at least eight microbatches, and no fewer than the examples of a microbatch, so that
+    larger batches can be shared by more devices. No clock decides, nor the number of devices up to
+    that many: the same call gives the same bits elsewhere.
 
     Args:
         batch_size: Examples of a global batch.
-        num_replicas: Copies of the model that share it.
+        num_replicas: Replicas that share the batch.
 
     Returns:
         Divisors of the batch, the largest first.

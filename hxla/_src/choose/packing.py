@@ -1,4 +1,4 @@
-"""Which pipelines to build from the devices there are: the most microbatches they can run."""
+"""Which pipelines to build from the available devices: the most microbatches per step."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import scipy
 
 from .chain import Array
 
-_MOST_PIVOTS = 60  # far more than a few rows need
+_MOST_PIVOTS = 60  # many more than a few rows need
 _SMALL = 4000  # states up to which the exact table is used
 
 
@@ -16,10 +16,10 @@ def best_packing(
 ) -> tuple[dict[int, int], float]:
     """Integers y that maximise `value @ y` with `used.T @ y <= available`.
 
-    Exact where devices are few. Else the whole part of a linear programme's solution, then the same
-    for the devices that are left, and the first programme's maximum as the bound. All columns take
-    the same number of devices, so that no more than `available / that` of them can be built: that
-    cut carries most of what the fractions would hide.
+    Exact if devices are few. Otherwise the whole part of a linear programme's solution, repeated
+    for the remaining devices, with the first programme's maximum as the bound. All columns take the
+    same number of devices, so at most `available / that` of them can be built: this cut removes
+    most of the gap of fractions.
 
     Args:
         used: [C, K] Devices of each kind that a column takes.
@@ -62,17 +62,17 @@ def fractional_packing(
     """The same with fractions: counts, price of a device of each kind, and the maximum.
 
     Args:
-        whole: Whether to cut the number of columns to what whole columns could be.
+        whole: Whether to limit the number of columns to that of whole columns.
     """
     most = sum(available) // int(used[0].sum()) if whole else sum(available)
     rows = np.vstack([used.T, np.ones(len(used))])
     right = np.array([*available, most], float)
     scale = float(value.max()) or 1.0
-    found = _simplex(value / scale, rows, right)
-    if found is None:
+    solution = _simplex(value / scale, rows, right)
+    if solution is None:
         solved = scipy.optimize.linprog(-value / scale, A_ub=rows, b_ub=right, method="highs-ds")
-        found = solved.x, -solved.ineqlin.marginals
-    counts, prices = found[0], scale * np.maximum(found[1], 0.0)
+        solution = solved.x, -solved.ineqlin.marginals
+    counts, prices = solution[0], scale * np.maximum(solution[1], 0.0)
     # Any prices bound the maximum; so do these, however exactly they were found.
     excess = float(np.max(value - rows.T @ prices))
     upper = float(right @ prices) + most * max(0.0, excess)
@@ -80,9 +80,9 @@ def fractional_packing(
 
 
 def _simplex(value: Array, rows: Array, right: Array) -> tuple[Array, Array] | None:
-    """The simplex method for few rows and many columns: counts and prices; None: it went round.
+    """The simplex method for few rows and many columns: counts and prices; None: it cycled.
 
-    A search asks for thousands, and each costs much less than the start of a general solver.
+    A search solves thousands, each in much less time than the start of a general solver.
 
     Args:
         value: [C] At most 1.
@@ -98,14 +98,14 @@ def _simplex(value: Array, rows: Array, right: Array) -> tuple[Array, Array] | N
         prices = worth[basis] @ inverse
         gain = worth - prices @ every
         entering = int(gain.argmax())
-        held = inverse @ right
+        basic_values = inverse @ right
         if gain[entering] <= 1e-10:
             counts = np.zeros(len(worth))
-            counts[basis] = np.maximum(held, 0.0)
+            counts[basis] = np.maximum(basic_values, 0.0)
             return counts[: len(value)], prices
         column = inverse @ every[:, entering]
         ratio = np.full(num, np.inf)
-        np.divide(np.maximum(held, 0.0), column, out=ratio, where=column > 1e-9)
+        np.divide(np.maximum(basic_values, 0.0), column, out=ratio, where=column > 1e-9)
         leaving = int(ratio.argmin())
         if ratio[leaving] == np.inf:
             return None
@@ -114,7 +114,7 @@ def _simplex(value: Array, rows: Array, right: Array) -> tuple[Array, Array] | N
 
 
 def _best_of_each(used: Array, value: Array, columns: Array) -> Array:
-    """Of columns that take the same devices the most valuable."""
+    """The most valuable column for each set of devices."""
     order = columns[np.lexsort((columns, -value[columns]))]
     _, first = np.unique(used[order], axis=0, return_index=True)
     return np.sort(order[first])
@@ -123,10 +123,10 @@ def _best_of_each(used: Array, value: Array, columns: Array) -> Array:
 def _table(
     used: Array, value: Array, columns: Array, available: Sequence[int]
 ) -> tuple[dict[int, int], float]:
-    """Exact, over every number of devices of each kind."""
+    """The exact packing, by a table over every number of devices of each kind."""
     shape = tuple(n + 1 for n in available)
     best, last = np.zeros(shape), np.full(shape, -1)
-    # Round by round one pipeline more, until none helps.
+    # Each round adds a pipeline, until none helps.
     changed = True
     while changed:
         changed = False

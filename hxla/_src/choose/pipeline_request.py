@@ -28,14 +28,14 @@ class PipelineRequest:
     """A pipeline as the user asks for it.
 
     Attributes:
-        is_asked: Whether a number of stages, good or bad, was asked for.
-        schedule: `gpipe`, `1f1b`, `interleaved`, `zb-h1`, or a table of the user's own.
+        is_asked: Whether a number of stages, valid or not, was asked for.
+        schedule: `gpipe`, `1f1b`, `interleaved`, `zb-h1`, or a user's table.
         num_chunks: Parts of the model on each stage, for `interleaved`.
         recompute: Whether backwards run their forwards again.
         shares: Work of each part in proportion; None: even.
         by_annotations: Whether the cuts are those of the annotations.
-        num_segments: Segments that the chain is cut into; 0: some that suit the parts.
-        cut: Segments of each part, once they are chosen; None: by `shares`.
+        num_segments: Segments of the chain; 0: chosen by the number of parts.
+        cut: Segments of each part; None: by `shares`.
     """
 
     num: int
@@ -55,7 +55,7 @@ class PipelineRequest:
 
     @property
     def most_segments(self) -> int:
-        """Segments that the chain is cut into before they are put together to parts."""
+        """Segments of the chain, before they are joined to parts."""
         some = max(self.num_parts, min(_FINE * self.num_parts, _MOST_SEGMENTS))
         if self.shares is not None:  # nothing is measured, so a fine chain costs nothing
             some = max(some, _MOST_SEGMENTS)
@@ -63,11 +63,11 @@ class PipelineRequest:
 
     @property
     def needs_even_counts(self) -> bool:
-        """Whether the schedule is made for some numbers of microbatches only."""
+        """Whether the schedule needs the same number of microbatches on every pipeline."""
         return self.schedule == "interleaved" or not isinstance(self.schedule, str)
 
     def unit(self, num_microbatches: int) -> int:
-        """The number of which a pipeline's microbatches are a multiple.
+        """The divisor of a pipeline's microbatches.
 
         Args:
             num_microbatches: Of each pipeline, if counts are even.
@@ -78,12 +78,12 @@ class PipelineRequest:
 
     @property
     def has_weight(self) -> bool:
-        """Whether weight gradients are actions of their own."""
+        """Whether weight gradients are separate actions."""
         table = self.schedule if not isinstance(self.schedule, str) else ()
         return self.schedule == "zb-h1" or any("W" in text for tick in table for text in tick)
 
     def check_inside(self, size: int) -> None:
-        """Stages of several devices keep the inputs of microbatches only.
+        """Refuse weight gradients in stages of several devices, which keep inputs only.
 
         Raises:
             ConfigError: If the schedule needs residuals.
@@ -102,7 +102,7 @@ class PipelineRequest:
             recompute: Whether forwards run again.
 
         Raises:
-            PlanError: If there are fewer places to cut than it takes.
+            PlanError: If the graph has too few places to cut.
         """
         cut_by: Literal["work", "annotations"] = "annotations" if self.by_annotations else "work"
         graph = graph_of(graph, cut_by)
@@ -157,7 +157,7 @@ def _too_few(graph: Graph, names: Sequence[str], request: PipelineRequest) -> Pl
     if len(names) == 1 and scans:
         remedy = "stack its layers' parameters for the scan, or write its layers as a Python loop"
     elif len(names) < 2 * request.num_chunks:
-        remedy = "train copies of it, without stages"
+        remedy = "train replicas of it, without stages"
     return PlanError(
         f"the loss has {len(names)} parts that can be told apart{why}, {', '.join(names)}: too few "
         f"for {request.num_parts} stages; {remedy}"
@@ -165,10 +165,10 @@ def _too_few(graph: Graph, names: Sequence[str], request: PipelineRequest) -> Pl
 
 
 def asked(stages: int | Sequence[float] | None, config: PipelineConfig) -> PipelineRequest:
-    """What arguments and configuration say of a pipeline; of the number of stages, if they do.
+    """The pipeline by arguments and configuration.
 
     Raises:
-        ConfigError: If it is no number, or the shares are not positive numbers, one per part.
+        ConfigError: If stages are no number, or shares are not positive numbers, one per part.
     """
     num, shares = 0, None
     if isinstance(stages, SupportsIndex):
@@ -211,7 +211,7 @@ def asked(stages: int | Sequence[float] | None, config: PipelineConfig) -> Pipel
 def microbatch_size(
     request: PipelineRequest, batch_size: int, num_pipelines: int
 ) -> tuple[int, str]:
-    """The largest that leaves every stage enough microbatches, and why."""
+    """The largest size that leaves every stage enough microbatches, and why."""
     num = num_pipelines * request.num * _MICROBATCHES_PER_STAGE
     divisors = [b for b in range(1, batch_size + 1) if batch_size % b == 0]
     size = max((b for b in divisors if b * num <= batch_size), default=1)
@@ -221,9 +221,7 @@ def microbatch_size(
 def check_even(
     request: PipelineRequest, num_microbatches: int, num_pipelines: int, counts: Any
 ) -> None:
-    """A schedule for some numbers of microbatches only gets one of them on every pipeline.
-
-    Others take any counts.
+    """Check that the microbatches suit the schedule on every pipeline.
 
     Raises:
         PlanError: If the microbatches do not suit the pipelines.
@@ -243,7 +241,7 @@ def check_even(
 
 
 def _even(work: Sequence[float], shares: Sequence[float]) -> tuple[int, ...]:
-    """Sizes of consecutive groups whose work over its share is at most as large as it must be."""
+    """Sizes of consecutive groups with the least maximum of work over share."""
     total = list(itertools.accumulate(work, initial=0.0))
     size = len(work)
     infinite = float("inf")

@@ -1,11 +1,11 @@
-"""Plans on their devices: what transfers take that share network cards, and better places.
+"""Plans on their devices: seconds of transfers that share network cards, and better places.
 
-The search knows kinds of devices and not their places, so that it counts of the transfers at the
-same time only those of one tensor-parallel group. Here every copy counts: they begin their steps
-one after another, so that each sends alone, and their sums share the cards.
+The search knows kinds of devices and not their places, so it counts only the transfers of one
+tensor-parallel group as simultaneous. Here every replica counts: replicas begin their steps one
+after another, so each sends alone, and their reductions share the cards.
 
-The search knows kinds of devices and not their places: its cut and its counts are those that suit
-transfers which share nothing. Here the devices stay, and the rest follows their transfers.
+The cut and the counts of the search suit transfers that share nothing. Here the devices stay, and
+cut and counts follow their transfers.
 """
 
 import collections
@@ -33,16 +33,16 @@ from .chain import (
 from .counts import best_counts
 
 Ranks = tuple[int, ...]  # devices of one tensor-parallel group
-Copies = Sequence[Sequence[Ranks]]  # of each copy of the model, the group of each stage
+Copies = Sequence[Sequence[Ranks]]  # per replica and stage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BoundaryTransfer:
-    """One microbatch of one copy over a boundary between stages.
+    """One microbatch of one replica over a boundary between stages.
 
     Attributes:
-        seconds: Of its activations or their gradients, while no other copy sends.
-        card_seconds: What each card that it passes, of a node in a direction, is busy with both.
+        seconds: Of its activations or their gradients, while no other replica sends.
+        card_seconds: Seconds of both on each card, of a node in a direction.
     """
 
     seconds: float
@@ -51,13 +51,13 @@ class BoundaryTransfer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """The least that transfers of a placed plan take.
+    """The least seconds of a placed plan's transfers.
 
     Attributes:
-        send_seconds: Per sort of replicas, of one transfer over each boundary between stages, one
-            way: of the slowest replica of the sort.
-        reduction_seconds: Per stage, of the reduction of its gradients over replicas.
-        crossings: Per copy, of each boundary.
+        send_seconds: Per sort of replicas, one transfer over each boundary between stages, one way,
+            of the slowest replica.
+        reduction_seconds: Per stage, the reduction of its gradients over replicas.
+        crossings: Per replica and boundary.
     """
 
     send_seconds: tuple[tuple[float, ...], ...]
@@ -67,11 +67,11 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How the copies of a plan take devices of a kind.
+    """How the replicas of a plan take devices of a kind.
 
     Attributes:
-        block: Copies that take them together; 0: each by itself, the next that are free.
-        whole: Whether all that a block takes is to be in one node; else of each stage.
+        block: Replicas that take devices together; 0: each alone, the next free ones.
+        whole: Whether one node is to hold the whole block; else each stage of the block.
     """
 
     block: int
@@ -87,12 +87,10 @@ def copies_in(
     cluster: Cluster,
     ways: Sequence[Way],
 ) -> list[list[Ranks]]:
-    """The devices of each copy.
+    """The devices of each replica.
 
     Args:
-        staging: Which kinds hold the stages of how many copies.
         places: Per kind, its tensor-parallel groups in order.
-        cluster: That the ranks are of.
         ways: Per kind.
     """
     kinds = [replica.groups for replica in staging.replicas for _ in range(replica.count)]
@@ -101,7 +99,7 @@ def copies_in(
         for slots, taken in _taken(kinds, kind, groups, cluster, way):
             for (copy, stage), ranks in zip(slots, taken, strict=False):
                 out[copy][stage] = ranks
-    return [[own[stage] for stage in range(len(own))] for own in out]
+    return [[stages[i] for i in range(len(stages))] for stages in out]
 
 
 def _taken(
@@ -111,9 +109,9 @@ def _taken(
     cluster: Cluster,
     way: Way,
 ) -> Iterator[tuple[list[tuple[int, int]], Iterable[Ranks]]]:
-    """Copies and stages of one kind, and the devices that they take together."""
+    """(replica, stage) pairs of one kind, and the devices that they take together."""
     if not way.block:
-        each = ((copy, stage) for copy, own in enumerate(kinds) for stage in range(len(own)))
+        each = ((copy, stage) for copy, row in enumerate(kinds) for stage in range(len(row)))
         yield [x for x in each if kinds[x[0]][x[1]] == kind], groups
         return
     free: dict[int, list[Ranks]] = {}
@@ -130,21 +128,21 @@ def _taken(
 
 
 def _next_of(free: Mapping[int, list[Ranks]], num: int) -> Iterator[Ranks]:
-    """The next so many, of one node if any has room for them."""
-    with_room = [own for own in free.values() if len(own) >= num]
-    for own in with_room[:1] or list(free.values()):
-        while own and num:
-            yield own.pop(0)
+    """The next `num` groups, from one node if any has room."""
+    with_room = [groups for groups in free.values() if len(groups) >= num]
+    for groups in with_room[:1] or list(free.values()):
+        while groups and num:
+            yield groups.pop(0)
             num -= 1
 
 
 def ways_of(num_copies: int) -> list[Way]:
     """The next devices first, then blocks.
 
-    A copy in one node sends over no card between its stages; one stage of several copies in a node
-    leaves it as one ring. Which is better depends on what is sent and what is summed. So copies are
-    placed in blocks of 1, 2, 4 and so on: a block, or each stage of one, in one node if any has
-    room for it.
+    A replica in one node sends over no card between its stages; one stage of several replicas in a
+    node leaves it as one ring. Which is better depends on the bytes sent and reduced. So replicas
+    are placed in blocks of 1, 2, 4 and so on: a block, or each of its stages, in one node if any
+    has room.
     """
     powers = (2**k for k in range((num_copies - 1).bit_length()))
     blocks = itertools.product((*powers, num_copies), (True, False))
@@ -154,17 +152,15 @@ def ways_of(num_copies: int) -> list[Way]:
 def placements(
     staging: Staging, places: Sequence[Sequence[Ranks]], cluster: Cluster
 ) -> Iterator[tuple[tuple[Way, ...], list[list[Ranks]]]]:
-    """Ways to place the copies, all kinds in the same, `NEXT` first.
+    """Ways to place the replicas, the same for all kinds, `NEXT` first.
 
     Args:
-        staging: Which kinds hold the stages of how many copies.
         places: Per kind, its tensor-parallel groups in order.
-        cluster: That the ranks are of.
     """
     nexts = (NEXT,) * len(places)
     first = copies_in(staging, places, cluster, nexts)
     yield nexts, first
-    used = {cluster.devices[rank].node for own in first for (rank, *_) in own}
+    used = {cluster.devices[rank].node for copy in first for (rank, *_) in copy}
     if len(staging.cuts) == 1 or len(used) == 1:
         return
     seen = [first]
@@ -179,22 +175,21 @@ def placements(
 def traffic_of(
     chain: Chain, staging: Staging, copies: Copies, cluster: Cluster, *, reduce_factor: float
 ) -> Traffic:
-    """Transfers of a plan, those that happen at once sharing the cards of their nodes.
+    """Transfers of a plan; simultaneous ones share the cards of their nodes.
 
-    Over a boundary all devices of a tensor-parallel group send at once, copies of the model one
-    after another (`starts`). At the end of a step all stages reduce their gradients at once, in
-    rings of one device of every copy.
+    Over a boundary all devices of a tensor-parallel group send at once, replicas one after another
+    (`starts`). At the end of a step all stages reduce their gradients at once, in rings of one
+    device of every replica.
 
     Args:
-        cluster: That the ranks are of.
         reduce_factor: Bytes that a reduction moves per byte of gradient and direction, in units of
-            a float32 all-reduce; 0: do not predict it, it was measured.
+            a float32 all-reduce; 0: not predicted, because it was measured.
     """
     num_stages, num_layers = len(staging.cuts), len(chain.output_bytes)
     ends = (*staging.cuts[1:], num_layers)
     sent_bytes = [chain.output_bytes[end - 1] for end in ends[:-1]]
     card_of = functools.cache(cluster.network_card)
-    known: dict[Any, BoundaryTransfer] = {}  # by nodes and bytes: most are like others
+    known: dict[Any, BoundaryTransfer] = {}  # by nodes and bytes: many are equal
     nodes = [[[cluster.devices[r].node for r in ranks] for ranks in copy] for copy in copies]
     crossings: list[list[BoundaryTransfer]] = []
     for copy, at in zip(copies, nodes, strict=True):
@@ -207,17 +202,17 @@ def traffic_of(
             crossings[-1].append(known[key])
     rest, send_seconds = iter(crossings), []
     for replica in staging.replicas:
-        own = list(itertools.islice(rest, replica.count))
-        each = ([copy[i].seconds for copy in own] for i in range(num_stages - 1))
+        same = list(itertools.islice(rest, replica.count))
+        each = ([copy[i].seconds for copy in same] for i in range(num_stages - 1))
         send_seconds.append(tuple(max(seconds, default=0.0) for seconds in each))
     n = len(copies)
-    of_stages = [
+    stage_bytes = [
         sum(chain.groups[staging.replicas[0].groups[stage]].parameter_bytes[a:b])
         for stage, (a, b) in enumerate(zip(staging.cuts, ends, strict=True))
     ]
     rings: list[tuple[int, list[Send]]] = [
         (stage, ring_transfers(cluster, ranks, 2 * (n - 1) / n * reduce_factor * num_bytes))
-        for stage, num_bytes in enumerate(of_stages)
+        for stage, num_bytes in enumerate(stage_bytes)
         for ranks in zip(*(copy[stage] for copy in copies), strict=True)
         if reduce_factor
     ]
@@ -226,8 +221,8 @@ def traffic_of(
     )
     reductions = [0.0] * num_stages
     for stage, transfers in rings:
-        own_times = (next(times) or 0.0 for _ in transfers)
-        reductions[stage] = max(reductions[stage], max(own_times, default=0.0))
+        ring_seconds = (next(times) or 0.0 for _ in transfers)
+        reductions[stage] = max(reductions[stage], max(ring_seconds, default=0.0))
     return Traffic(
         send_seconds=tuple(send_seconds),
         reduction_seconds=tuple(reductions),
@@ -242,7 +237,7 @@ def _boundary_transfer(
     nodes: Sequence[tuple[int, int]],
     num_bytes: float,
 ) -> BoundaryTransfer:
-    """Of one copy over one boundary, between devices and the nodes that they are of."""
+    """The transfer of one replica over one boundary, by its devices and their nodes."""
     card_seconds: dict[CardWay, float] = {}
     for (a, b), num in collections.Counter(nodes).items():
         for card, way in (*cards_passed(card_of, a, b), *cards_passed(card_of, b, a)):
@@ -256,41 +251,41 @@ def _boundary_transfer(
 
 
 def starts(traffic: Traffic, seconds: Sequence[float]) -> list[float]:
-    """When each copy begins a step: those that share a card over one boundary one after another.
+    """Start of each replica; those that share a card over one boundary start one after another.
 
-    Copies that begin at once send at once, each with a share of the card, and so stay in step for
-    ever. Apart by the longest transfer that they share, each has the card to itself as soon as its
-    pipeline is full, as long as the card has time for all of them (`busiest_card_seconds`): beside
-    a simulation in `tests/choose/test_card_replay.py`. The copies that take longest begin first;
-    how many transfers later each begins is a greedy colouring.
+    Replicas that start together send together, each with a share of the card, and stay in step. If
+    their starts differ by the longest shared transfer, each has the card alone once its pipeline is
+    full, as long as the card has time for all (`busiest_card_seconds`); compare the simulation in
+    `tests/choose/test_card_replay.py`. The slowest replicas start first; the number of transfers
+    between starts is a greedy colouring.
 
     Args:
-        seconds: Of each copy, what its microbatches take.
+        seconds: Per replica, of all its microbatches.
     """
     passed = [
-        {(boundary, way): x.seconds for boundary, x in enumerate(own) for way in x.card_seconds}
-        for own in traffic.crossings
+        {(boundary, way): x.seconds for boundary, x in enumerate(row) for way in x.card_seconds}
+        for row in traffic.crossings
     ]
     numbers = collections.Counter(itertools.chain(*passed))
-    shared = (x for own in passed for way, x in own.items() if numbers[way] > 1)
+    shared = (x for ways in passed for way, x in ways.items() if numbers[way] > 1)
     apart = max(shared, default=0.0)
-    found = [0.0] * len(passed)
+    start_seconds = [0.0] * len(passed)
     taken: dict[tuple[int, CardWay], set[int]] = {}
     for i in sorted(range(len(passed)), key=lambda i: (-seconds[i], i)):
         others = set().union(*(taken.get(way, ()) for way in passed[i]))
         slot = next(slot for slot in itertools.count() if slot not in others)
-        found[i] = apart * slot
+        start_seconds[i] = apart * slot
         for way in passed[i]:
             taken.setdefault(way, set()).add(slot)
-    return found
+    return start_seconds
 
 
 def busiest_card_seconds(staging: Staging, traffic: Traffic) -> float:
-    """How long activations and their gradients keep the card busy that carries most of them."""
+    """Seconds of activations and their gradients on the busiest card."""
     busy: dict[CardWay, float] = {}
     counts = (r.num_microbatches for r in staging.replicas for _ in range(r.count))
-    for num, own in zip(counts, traffic.crossings, strict=True):
-        for x in own:
+    for num, crossings in zip(counts, traffic.crossings, strict=True):
+        for x in crossings:
             for way, seconds in x.card_seconds.items():
                 busy[way] = busy.get(way, 0.0) + num * seconds
     return max(busy.values(), default=0.0)
@@ -299,11 +294,11 @@ def busiest_card_seconds(staging: Staging, traffic: Traffic) -> float:
 def shared_fill_and_period(
     t: Tables, cuts: Sequence[int], kinds: Sequence[int], one_way: Sequence[float]
 ) -> tuple[float, float]:
-    """Seconds of a copy's first microbatch and of each further one (`fill_and_period`).
+    """Seconds of a replica's first microbatch and of each further one (`fill_and_period`).
 
     Args:
         cuts: First layer of each stage.
-        one_way: The least that a transfer over each boundary takes.
+        one_way: The least seconds of a transfer over each boundary.
     """
     crossed = zip(cuts[1:], itertools.pairwise(kinds), one_way, strict=True)
     edges = [max(float(t.cross[cut, *pair]), 2 * sent) for cut, pair, sent in crossed]
@@ -313,21 +308,21 @@ def shared_fill_and_period(
 def copy_seconds(
     t: Tables, staging: Staging, traffic: Traffic
 ) -> tuple[list[float], list[list[float]]]:
-    """What the microbatches of a copy take, and when each copy begins, by sort."""
-    found = []
+    """Per sort, seconds of a replica's microbatches, and the start of each replica."""
+    seconds = []
     for replica, one_way in zip(staging.replicas, traffic.send_seconds, strict=True):
         fill, period = shared_fill_and_period(t, staging.cuts, replica.groups, one_way)
-        found.append(fill + (replica.num_microbatches - 1) * period)
-    each = zip(found, staging.replicas, strict=True)
-    begun = iter(starts(traffic, [own for own, r in each for _ in range(r.count)]))
-    return found, [list(itertools.islice(begun, r.count)) for r in staging.replicas]
+        seconds.append(fill + (replica.num_microbatches - 1) * period)
+    each = zip(seconds, staging.replicas, strict=True)
+    begun = iter(starts(traffic, [busy for busy, r in each for _ in range(r.count)]))
+    return seconds, [list(itertools.islice(begun, r.count)) for r in staging.replicas]
 
 
 def shared_step_seconds(t: Tables, staging: Staging, traffic: Traffic) -> float:
-    """The search's closed formula of a step (`step_seconds`), no transfer faster than is said."""
+    """The search's closed formula of a step (`step_seconds`) with the transfers of `traffic`."""
     cuts, ends = staging.cuts, (*staging.cuts[1:], t.num_layers)
     each = zip(*copy_seconds(t, staging, traffic), strict=True)
-    ends_of_copies = [own + max(begun, default=0.0) for own, begun in each]
+    ends_of_copies = [busy + max(begun, default=0.0) for busy, begun in each]
     slowest = max(busiest_card_seconds(staging, traffic), *ends_of_copies)
     update = max(
         float(t.update[stage])
@@ -339,8 +334,8 @@ def shared_step_seconds(t: Tables, staging: Staging, traffic: Traffic) -> float:
 
 
 _NEAR = 1.02  # times the best plan known: a descent may overtake it
-_NEAR_BY_KIND = 1.1  # the same of a descent over ways to take devices
-_TRANSFERS = 5_000  # that are looked at: a plan on many devices is tried less often
+_NEAR_BY_KIND = 1.1  # the same for a descent over `Way`s
+_TRANSFERS = 5_000  # to look at: a plan on many devices gets fewer trials
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -349,9 +344,9 @@ class PlacedStaging:
 
     Attributes:
         staging: Cut, counts, and kinds of the stages.
-        copies: The devices of each copy of the model, in the order of the staging's replicas.
-        traffic: The least that its transfers take.
-        step_seconds: The closed formula of its step, no transfer faster than that.
+        copies: The devices of each replica, in the order of the staging's replicas.
+        traffic: The least seconds of its transfers.
+        step_seconds: The closed formula of its step, with those transfers.
     """
 
     staging: Staging
@@ -361,12 +356,11 @@ class PlacedStaging:
 
 
 class DevicePlacement:
-    """Plans that a search finds on the devices where they share network cards least.
+    """Places the plans of a search on the devices where they share network cards least.
 
     Args:
         places: Alternative to the groups of devices of every kind.
-        cluster: That the ranks are of.
-        reduce_factor: As for `traffic_of`.
+        reduce_factor: See `traffic_of`.
     """
 
     def __init__(
@@ -388,8 +382,7 @@ class DevicePlacement:
         """The plan on its devices, with the counts and cut that suit its transfers.
 
         Args:
-            staging: Without places.
-            fastest: Seconds of the best plan known: one that is far from it is not bettered.
+            fastest: Seconds of the best plan known; plans far from it are not improved.
         """
         chain, cluster = self._chains[key], self._cluster
         if key not in self._tables:
@@ -397,9 +390,9 @@ class DevicePlacement:
         t = self._tables[key]
         best: PlacedStaging | None = None
         for ways, copies in placements(staging, self._places[key], cluster):
-            own = placed(chain, t, staging, copies, cluster, reduce_factor=self._factor)
-            if best is None or own.step_seconds < best.step_seconds * (1 - 1e-9):
-                best, chosen = own, ways
+            candidate = placed(chain, t, staging, copies, cluster, reduce_factor=self._factor)
+            if best is None or candidate.step_seconds < best.step_seconds * (1 - 1e-9):
+                best, chosen = candidate, ways
                 if best.step_seconds == staging.step_seconds:
                     break  # no other placement is faster
         assert best is not None
@@ -407,12 +400,12 @@ class DevicePlacement:
             best = self._by_kind(key, best, chosen)
         if staging.step_seconds < best.step_seconds < fastest * _NEAR:
             best = improved(chain, t, best, cluster, reduce_factor=self._factor)
-        found = dataclasses.replace(best.staging, step_seconds=best.step_seconds)
-        self.known[key, found] = dataclasses.replace(best, staging=found)
-        return found
+        staged = dataclasses.replace(best.staging, step_seconds=best.step_seconds)
+        self.known[key, staged] = dataclasses.replace(best, staging=staged)
+        return staged
 
     def _by_kind(self, key: Any, best: PlacedStaging, ways: tuple[Way, ...]) -> PlacedStaging:
-        """The same plan with some kinds of devices taken in other ways, by descent."""
+        """The same plan with another `Way` for some kinds of devices, by descent."""
         chain, t, places = self._chains[key], self._tables[key], self._places[key]
         kinds = {k for replica in best.staging.replicas for k in replica.groups}
         if len(kinds) == 1:
@@ -431,16 +424,16 @@ class DevicePlacement:
                 num_left -= 1
                 tried.add(other)
                 copies = copies_in(best.staging, places, self._cluster, other)
-                own = placed(
+                candidate = placed(
                     chain, t, best.staging, copies, self._cluster, reduce_factor=self._factor
                 )
-                if own.step_seconds < best.step_seconds * (1 - 1e-9):
-                    best, ways, is_better = own, other, True
+                if candidate.step_seconds < best.step_seconds * (1 - 1e-9):
+                    best, ways, is_better = candidate, other, True
         return best
 
 
 def _num_transfers(plan: PlacedStaging) -> int:
-    """About how many there are over all its boundaries."""
+    """About the transfers over all boundaries."""
     return sum(len(ranks) for copy in plan.copies for ranks in copy)
 
 
@@ -453,15 +446,10 @@ def placed(
     *,
     reduce_factor: float,
 ) -> PlacedStaging:
-    """A plan on devices that are given.
-
-    Args:
-        cluster: That the ranks are of.
-        reduce_factor: As for `traffic_of`.
-    """
+    """A plan on the devices in `copies`; for `reduce_factor` see `traffic_of`."""
     traffic = traffic_of(chain, staging, copies, cluster, reduce_factor=reduce_factor)
     seconds = shared_step_seconds(t, staging, traffic)
-    # A plan whose transfers share nothing is as fast as the search has it, to the last bit.
+    # If transfers share nothing, the time is that of the search, to the last bit.
     is_slower = seconds > staging.step_seconds * (1 + 1e-9)
     return PlacedStaging(
         staging=staging,
@@ -476,13 +464,8 @@ def improved(
 ) -> PlacedStaging:
     """Counts and a cut that suit a plan's transfers, by descent; never a slower plan.
 
-    A move shifts one boundary between stages, or several neighbours together, by a layer; the
-    microbatches are then dealt out to the copies by what each takes among the transfers of all.
-
-    Args:
-        start: The plan; its devices stay as they are.
-        cluster: That the ranks are of.
-        reduce_factor: As for `traffic_of`.
+    A move shifts one boundary between stages, or several neighbours together, by a layer. The
+    microbatches are then dealt out by each replica's time among all transfers. The devices stay.
     """
 
     def dealt(cuts: tuple[int, ...]) -> PlacedStaging | None:
@@ -500,15 +483,15 @@ def improved(
             if num_left <= 0:
                 return best
             num_left -= 1
-            found = dealt(cuts)
-            if found is not None and found.step_seconds < best.step_seconds * (1 - 1e-9):
-                best, is_better = found, True
+            candidate = dealt(cuts)
+            if candidate is not None and candidate.step_seconds < best.step_seconds * (1 - 1e-9):
+                best, is_better = candidate, True
                 break
     return best
 
 
 def _neighbours(cuts: tuple[int, ...], num_layers: int) -> Iterator[tuple[int, ...]]:
-    """Cuts with some neighbouring boundaries shifted by a layer: few of them before many."""
+    """Cuts with neighbouring boundaries shifted by a layer: few of them before many."""
     for num in range(1, len(cuts)):
         for first in range(1, len(cuts) - num + 1):
             for step in (-1, 1):
@@ -526,34 +509,34 @@ def _dealt(
     cluster: Cluster,
     reduce_factor: float,
 ) -> PlacedStaging | None:
-    """The devices of a plan with a cut, and the counts that suit them; None: they do not fit."""
+    """A plan's devices with another cut, and the best counts for it; None: it does not fit."""
     kinds = [r.groups for r in known.staging.replicas for _ in range(r.count)]
-    limits = {own: _most(t, cuts, own, chain.num_microbatches) for own in dict.fromkeys(kinds)}
-    if sum(limits[own] for own in kinds) < chain.num_microbatches:
+    limits = {row: _most(t, cuts, row, chain.num_microbatches) for row in dict.fromkeys(kinds)}
+    if sum(limits[row] for row in kinds) < chain.num_microbatches:
         return None
-    alone = [ReplicaSort(groups=own, count=1, num_microbatches=1) for own in kinds]
+    alone = [ReplicaSort(groups=row, count=1, num_microbatches=1) for row in kinds]
     staging = Staging(cuts=cuts, replicas=tuple(alone), step_seconds=0.0)
     traffic = traffic_of(chain, staging, known.copies, cluster, reduce_factor=reduce_factor)
     times = [
-        shared_fill_and_period(t, cuts, own, sent)
-        for own, sent in zip(kinds, traffic.send_seconds, strict=True)
+        shared_fill_and_period(t, cuts, row, sent)
+        for row, sent in zip(kinds, traffic.send_seconds, strict=True)
     ]
     counts = best_counts(
         chain.num_microbatches,
         [period for _, period in times],
         [fill - period for fill, period in times],
-        [limits[own] for own in kinds],
+        [limits[row] for row in kinds],
     )
     if not all(counts):
-        return None  # a copy without work would leave its devices idle
+        return None  # a replica without work would leave its devices idle
     each = list(zip(kinds, counts, traffic.send_seconds, strict=True))
     order = sorted(range(len(each)), key=each.__getitem__)
     sorts, sent = [], []
-    for (own, num, times_sent), same in itertools.groupby(order, key=each.__getitem__):
-        sorts.append(ReplicaSort(groups=own, count=len(list(same)), num_microbatches=num))
+    for (groups, num, times_sent), same in itertools.groupby(order, key=each.__getitem__):
+        sorts.append(ReplicaSort(groups=groups, count=len(list(same)), num_microbatches=num))
         sent.append(times_sent)
-    own_times = [(fill_and_period(t, cuts, r.groups), r.num_microbatches) for r in sorts]
-    seconds = max(fill + (num - 1) * period for (fill, period), num in own_times)
+    alone_times = [(fill_and_period(t, cuts, r.groups), r.num_microbatches) for r in sorts]
+    seconds = max(fill + (num - 1) * period for (fill, period), num in alone_times)
     staging = Staging(
         cuts=cuts,
         replicas=tuple(sorts),
@@ -573,12 +556,12 @@ def _dealt(
 
 
 def _most(t: Tables, cuts: Sequence[int], kinds: Sequence[int], num_microbatches: int) -> int:
-    """The most microbatches that a copy can run, for its memory (0: none)."""
+    """The most microbatches of a replica that fit its memory (0: none)."""
     num, ends = len(cuts), (*cuts[1:], t.num_layers)
     stages = tuple(np.array(x) for x in (kinds, cuts, ends))
     after = np.arange(num, 0, -1)
     for most in (num_microbatches, *range(min(num - 1, num_microbatches), 0, -1)):
-        held = t.state_bytes[stages] + np.minimum(after, most) * t.stash_bytes[stages]
-        if (held <= t.memory[stages[0]]).all():
+        memory_bytes = t.state_bytes[stages] + np.minimum(after, most) * t.stash_bytes[stages]
+        if (memory_bytes <= t.memory[stages[0]]).all():
             return most
     return 0

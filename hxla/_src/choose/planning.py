@@ -1,4 +1,4 @@
-"""Plans of a job for devices that are here: what arguments, annotations and measurements say."""
+"""Plans of a job by arguments, annotations and measurements, without a search."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -45,11 +45,11 @@ class PlanRequest:
     Attributes:
         microbatch_size: Examples of a microbatch; None: as `default_sizes` says.
         mesh: A mesh of devices, or its axes and their sizes; None: as annotated.
-        rules: Say what the inner axes of the mesh cut.
-        stages: Of a pipeline, or the shares of the work of each.
-        counts: `measured`, `even`, or one count for each copy of the model.
+        rules: Decide what the inner axes of the mesh shard.
+        stages: The number of pipeline stages, or each stage's share of the work.
+        counts: `measured`, `even`, or one count for each replica.
         reduction: `exact` or `float`.
-        kept: What a checkpoint that training resumes from has of what is not asked for.
+        kept: Choices of the checkpoint that training resumes from, for settings left out.
     """
 
     microbatch_size: int | Literal["measured"] | None = None
@@ -82,7 +82,7 @@ class PlanRequest:
 
     @property
     def pinned(self) -> Pinned:
-        """What is as it was: in the generations before, else in the checkpoint."""
+        """The choices of earlier generations, else of the checkpoint."""
         before = pinned()
         return before if before.microbatch_size is not None else self.kept
 
@@ -91,14 +91,14 @@ def _is_ratio(size: object) -> bool:
     return isinstance(size, tuple | list)
 
 
-def size_asked(jobs: Workloads, wishes: PlanRequest) -> int | None:
-    """The microbatch size that the arguments and `pipeline.num_micro_batch` mean, or was pinned.
+def size_asked(jobs: Workloads, request: PlanRequest) -> int | None:
+    """The microbatch size by the arguments, `pipeline.num_micro_batch` or an earlier run.
 
     Raises:
-        ConfigError: For sizes below one, or that do not divide, or disagree.
+        ConfigError: For sizes below one, that do not divide the batch, or that disagree.
     """
     batch_size, num = jobs.batch_size, jobs.settings.pipeline.num_micro_batch
-    size = wishes.microbatch_size
+    size = request.microbatch_size
     if isinstance(size, str):
         if size != "measured":
             raise ConfigError(f"microbatch_size={size!r}: use a number, 'measured' or None")
@@ -121,7 +121,7 @@ def size_asked(jobs: Workloads, wishes: PlanRequest) -> int | None:
                 "one"
             )
         size = batch_size // num
-    size = wishes.pinned.microbatch_size if size is None else size
+    size = request.pinned.microbatch_size if size is None else size
     if size is not None and batch_size % size:
         divisors = [b for b in range(1, batch_size + 1) if batch_size % b == 0]
         near = min(divisors, key=lambda b: abs(b - size))
@@ -133,10 +133,10 @@ def size_asked(jobs: Workloads, wishes: PlanRequest) -> int | None:
 
 
 def check_enough(batch_size: int, size: int, num_replicas: int, *, is_kept: bool = False) -> None:
-    """Refuse more copies of the model than microbatches.
+    """Refuse more replicas than microbatches.
 
     Args:
-        is_kept: Whether the size is that of a run which goes on.
+        is_kept: Whether the size is that of a resumed run.
 
     Raises:
         PlanError: With both numbers.
@@ -147,7 +147,7 @@ def check_enough(batch_size: int, size: int, num_replicas: int, *, is_kept: bool
         if is_kept:
             remedy = (
                 f"the size is the checkpoint's, and the run keeps it: resume with {num} "
-                f"device{'s' * (num > 1)} or fewer, let several devices share a copy of the model "
+                f"device{'s' * (num > 1)} or fewer, let several devices share a replica "
                 "(mesh, stages), or begin anew in another checkpoint_dir"
             )
         raise PlanError(
@@ -158,41 +158,41 @@ def check_enough(batch_size: int, size: int, num_replicas: int, *, is_kept: bool
 
 def plan_for(
     jobs: Workloads,
-    wishes: PlanRequest,
+    request: PlanRequest,
     cluster: Cluster,
     sums: SumsForm,
     measure: Measure | None,
     profile: Profile | None = None,
 ) -> Plan:
-    """The plan that the user's wishes mean.
+    """The plan that the user asks for.
 
     Args:
-        measure: None: the cluster is described only.
-        profile: Times that were measured before.
+        measure: None: the devices are not here.
+        profile: Measured times; None: none.
 
     Raises:
-        ConfigError: Wishes that contradict each other or cannot be met.
+        ConfigError: If the request contradicts itself or cannot be met.
         PlanError: If the devices do not fit.
         AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
     """
-    batch_size, size = jobs.batch_size, size_asked(jobs, wishes)
-    is_measured = size is None and wishes.microbatch_size == "measured"
-    is_kept = size != wishes.microbatch_size and size == wishes.pinned.microbatch_size
+    batch_size, size = jobs.batch_size, size_asked(jobs, request)
+    is_measured = size is None and request.microbatch_size == "measured"
+    is_kept = size != request.microbatch_size and size == request.pinned.microbatch_size
     graph = jobs.at(size or default_sizes(batch_size, 1)[0]).graph
-    structure = _structure(jobs, wishes, cluster, graph, measure)
-    num, request = len(structure.replicas), structure.pipeline
+    structure = _structure(jobs, request, cluster, graph, measure)
+    num, pipeline = len(structure.replicas), structure.pipeline
     fractions: tuple[float, ...] = ()
-    counts, reasons = _counts_asked(structure, wishes.counts, measure)
-    if request is not None:
-        size, said = _pipeline_size(jobs, request, size, num, is_measured=is_measured)
-        reasons += said
+    counts, reasons = _counts_asked(structure, request.counts, measure)
+    if pipeline is not None:
+        size, notes = _pipeline_size(jobs, pipeline, size, num, is_measured=is_measured)
+        reasons += notes
         check_enough(batch_size, size, num, is_kept=is_kept)
-        check_even(request, batch_size // size, num, counts)
-        if request.needs_even_counts and counts == "measured":
+        check_even(pipeline, batch_size // size, num, counts)
+        if pipeline.needs_even_counts and counts == "measured":
             counts = "even"
-        if wishes.mesh is None:
+        if request.mesh is None:
             structure, fractions = _cut(
-                jobs.at(size), structure, sums, wishes, cluster, measure, profile
+                jobs.at(size), structure, sums, request, cluster, measure, profile
             )
     else:
         reasons += _unused_profile(structure, profile)
@@ -202,7 +202,7 @@ def plan_for(
 
     def make(size: int, reasons: Sequence[str], structure: ReplicaGroups = structure) -> Plan:
         work = jobs.at(size)
-        form, said = _with_sparse(work, structure, sums)
+        form, notes = _with_sparse(work, structure, sums)
         plan = complete(
             work.graph,
             structure,
@@ -213,7 +213,7 @@ def plan_for(
             optimizer_bytes=work.optimizer_bytes,
             counts=asked_counts(counts, batch_size // size, num),
             prediction=Prediction(stage_fractions=fractions) if fractions else None,
-            reasons=(*reasons, *_what_is_trained(work.model), *said),
+            reasons=(*reasons, *_what_is_trained(work.model), *notes),
             profile=profile,
         )
         plan = with_sums_and_memory(work, plan, cluster, measure)
@@ -222,8 +222,8 @@ def plan_for(
         return plan if profile is None else _with_profiled_split(plan, profile, cluster)
 
     def with_measured_split(plan: Plan) -> Plan:
-        """With the sizes of a split that devices which are here were measured to need."""
-        is_free = wishes.counts != "even" and profile is None and plan.is_uneven
+        """The plan with the sizes of a split by a trial on the devices here."""
+        is_free = request.counts != "even" and profile is None and plan.is_uneven
         if measure is None or structure.shares or not is_free:
             return plan
         trial = measure.split_sizes(plan)
@@ -243,22 +243,22 @@ def plan_for(
     sizes = candidate_sizes(batch_size, num)
     if timed is not None:
         sizes = tuple(sorted({setting.microbatch_size for setting in timed.times}))
-    plan, said = _fastest(batch_size, sizes, lambda size: make(size, ()), timed, measure)
+    plan, notes = _fastest(batch_size, sizes, lambda size: make(size, ()), timed, measure)
     plan = with_measured_split(plan)
-    return plan.replaced(reasons=(*plan.reasons, *reasons, *said))
+    return plan.replaced(reasons=(*plan.reasons, *reasons, *notes))
 
 
 def _structure(
     jobs: Workloads,
-    wishes: PlanRequest,
+    request: PlanRequest,
     cluster: Cluster,
     graph: Graph,
     measure: Measure | None,
 ) -> ReplicaGroups:
-    """The replicas that the mesh, the stages, the rules and the annotations mean."""
+    """The replicas by the mesh, the stages, the rules and the annotations."""
     settings = jobs.settings
-    stages = wishes.stages if wishes.stages is not None else settings.auto.num_stages
-    axes, grid = _mesh(wishes.mesh, cluster, None if measure is None else measure.devices)
+    stages = request.stages if request.stages is not None else settings.auto.num_stages
+    axes, grid = _mesh(request.mesh, cluster, None if measure is None else measure.devices)
     structure = structure_of(
         graph,
         cluster,
@@ -266,9 +266,9 @@ def _structure(
         asked(stages, settings.pipeline),
         axes,
         grid,
-        wishes.rules,
+        request.rules,
     )
-    shares = wishes.shares or _pinned_shares(structure, wishes.pinned)
+    shares = request.shares or _pinned_shares(structure, request.pinned)
     return dataclasses.replace(structure, shares=shares) if shares else structure
 
 
@@ -281,7 +281,7 @@ def _unused_profile(structure: ReplicaGroups, profile: Profile | None) -> list[s
 def _counts_asked(
     structure: ReplicaGroups, counts: Counts, measure: Measure | None
 ) -> tuple[Counts, list[str]]:
-    """The counts, even where times would say where in a queue a replica is, not how fast."""
+    """The counts asked for, but even where times show a place in a queue, not a speed."""
     local = [d for d in measure.devices if is_here(d)] if measure is not None else []
     several = structure.axes and len(local) > len(structure.replicas[0])
     if counts == "measured" and several and local[0].platform == "cpu":
@@ -292,13 +292,13 @@ def _counts_asked(
 def _pipeline_size(
     jobs: Workloads, request: PipelineRequest, size: int | None, num: int, *, is_measured: bool
 ) -> tuple[int, list[str]]:
-    """The microbatch size of pipelines, and why if it was not asked.
+    """The microbatch size of pipelines, and the reason if it was not asked for.
 
     Args:
         num: Replicas.
 
     Raises:
-        ConfigError: If it is to be measured, or gradients are to be clipped before the sum.
+        ConfigError: If it is to be measured, or gradients are to be clipped before the reduction.
     """
     _check_clip(jobs.settings)
     if is_measured:
@@ -325,7 +325,7 @@ def _fastest(
         timed: The profile that predicts plans; None: they are measured.
 
     Raises:
-        ConfigError: If there is neither a profile nor a device to measure on.
+        ConfigError: If there are neither a profile nor devices.
         PlanError: If no size gives a plan.
     """
     if measure is None and timed is None:
@@ -365,10 +365,10 @@ def _by_default(
     make: Callable[[int, Sequence[str]], Plan],
     reasons: Sequence[str],
 ) -> Plan:
-    """The plan of the first default size with which one can be made.
+    """The plan of the first default size that allows one.
 
     Raises:
-        PlanError: If there is none: why not with the first.
+        PlanError: If no size allows one: the error of the first size.
     """
     check_enough(batch_size, 1, num_replicas)
     usual, sizes = default_sizes(batch_size, 1)[0], default_sizes(batch_size, num_replicas)
@@ -404,47 +404,47 @@ def _mesh(
 
 
 def _pinned_shares(structure: ReplicaGroups, before: Pinned) -> tuple[int, ...]:
-    own = before.shares
-    return own if [size for _, size in structure.inner] == [len(own)] else ()
+    shares = before.shares
+    return shares if [size for _, size in structure.inner] == [len(shares)] else ()
 
 
 def _cut(
     work: Workload,
     structure: ReplicaGroups,
     sums: SumsForm,
-    wishes: PlanRequest,
+    request: PlanRequest,
     cluster: Cluster,
     measure: Measure | None,
     profile: Profile | None,
 ) -> tuple[ReplicaGroups, tuple[float, ...]]:
-    """Pipelines cut by the times of their devices, where these say something.
+    """Pipelines cut by the times of their devices, if these are known.
 
     Returns:
-        With the shares of the stages' work, if it is measured.
+        The structure, and the stages' fractions of the work if measured.
     """
-    request, graph, size = structure.pipeline, work.graph, work.microbatch_size
+    pipeline, graph, size = structure.pipeline, work.graph, work.microbatch_size
     if (
-        request is None
-        or not request.is_asked
-        or wishes.counts == "even"
-        or request.shares is not None
-        or request.num_chunks > 1
+        pipeline is None
+        or not pipeline.is_asked
+        or request.counts == "even"
+        or pipeline.shares is not None
+        or pipeline.num_chunks > 1
         or (profile is None and (measure is None or share_cores(measure.devices)))
     ):
         return structure, ()
-    kept, chain = wishes.pinned.cut, segments(graph_of(graph), request.most_segments)
-    if (len(kept), sum(kept)) == (request.num_parts, len(chain)):
-        request = dataclasses.replace(request, cut=kept)
-        return pipelined(range(len(cluster.devices)), request), ()
+    kept, chain = request.pinned.cut, segments(graph_of(graph), pipeline.most_segments)
+    if (len(kept), sum(kept)) == (pipeline.num_parts, len(chain)):
+        pipeline = dataclasses.replace(pipeline, cut=kept)
+        return pipelined(range(len(cluster.devices)), pipeline), ()
     times: Mapping[int, np.ndarray] = {}
     if profile is not None:
-        request = dataclasses.replace(request, num_segments=profile.most_segments)
+        pipeline = dataclasses.replace(pipeline, num_segments=profile.most_segments)
         times = _profiled(profile, graph, size, cluster)
     elif measure is not None:
-        times = measure.segment_seconds(cluster, size, request.most_segments, sums)
+        times = measure.segment_seconds(cluster, size, pipeline.most_segments, sums)
     cut = best_cut(
         graph,
-        request,
+        pipeline,
         times,
         memory_bytes={i: d.memory_bytes for i, d in enumerate(cluster.devices)},
         num_microbatches=work.batch_size // size,
@@ -452,12 +452,12 @@ def _cut(
         num_parts=sums.num_parts,
         trained=work.model.trained_places,
     )
-    structure = pipelined(cut.order, dataclasses.replace(request, cut=cut.layers))
+    structure = pipelined(cut.order, dataclasses.replace(pipeline, cut=cut.layers))
     return dataclasses.replace(structure, reasons=(cut.reason,)), cut.fractions
 
 
 def _profiled(profile: Profile, graph: Graph, size: int, cluster: Cluster) -> dict[int, np.ndarray]:
-    """[3, L] Seconds of the segments on each device, as a profile has them."""
+    """[3, L] Seconds of the segments on each device, by a profile."""
     graph = graph_of(graph)
     chain = segments(graph, profile.most_segments)
     profile.check([segment.name for segment in chain])
@@ -469,20 +469,20 @@ def _profiled(profile: Profile, graph: Graph, size: int, cluster: Cluster) -> di
 
 
 def _with_profiled_counts(plan: Plan, graph: Graph, profile: Profile, cluster: Cluster) -> Plan:
-    """A plan whose copies have a device each, with the counts that suit a profile's times."""
+    """A plan of replicas of one device each, with counts by a profile's times."""
     times = _profiled(profile, graph, plan.microbatch_size, cluster)
-    own = [times[rank] for replica in plan.replicas for rank in replica.devices]
-    seconds = [float(copy[:2].sum()) for copy in own]
-    fixed = [float(copy[2].sum()) for copy in own]
+    by_replica = [times[rank] for replica in plan.replicas for rank in replica.devices]
+    seconds = [float(rows[:2].sum()) for rows in by_replica]
+    fixed = [float(rows[2].sum()) for rows in by_replica]
     plan = plan.with_counts(best_counts(plan.num_microbatches, seconds, fixed))
     known = predicted(plan, seconds, fixed, memory_bytes=(), cluster=cluster)
     return plan.replaced(prediction=known)
 
 
 def _with_profiled_split(plan: Plan, profile: Profile, cluster: Cluster) -> Plan:
-    """A plan whose copies one axis cuts, with the step that follows from a profile's times.
+    """A plan whose replicas one axis shards, with its step by a profile's times.
 
-    Every device updates arrays of the shape of the largest part.
+    Every device updates arrays of the shape of the largest shard.
     """
     seconds = plan.prediction.microbatch_seconds if plan.prediction is not None else ()
     if not seconds:
@@ -517,20 +517,20 @@ def _what_is_trained(model: Functional) -> tuple[str, ...]:
 def _with_sparse(
     work: Workload, structure: ReplicaGroups, sums: SumsForm
 ) -> tuple[SumsForm, tuple[str, ...]]:
-    """The form of the sums with embeddings whose rows travel one by one, and why."""
+    """The form of the sums with the embeddings that are reduced row by row, and why."""
     if not work.settings.communication.sparse_embeddings:
         return sums, ()
     if structure.axes:
-        return sums, ("sparse_embeddings: whole, for the devices of a copy share them",)
-    num, found, said = len(structure.replicas), [], []
+        return sums, ("sparse_embeddings: whole, for the devices of a replica share them",)
+    num, sparse_rows, said = len(structure.replicas), [], []
     graph, is_trained = work.graph, work.model.is_trained
     for p, most in rows_touched(graph, work.batch_size // work.microbatch_size).items():
         if not is_trained[p]:
             continue
         name, height = graph.param_names[p], graph.param_shapes[p][0]
-        # Gathered from all, against reduce-scattered in parts and gathered as floats.
+        # An all-gather of rows, against a reduce-scatter of shards and an all-gather of floats.
         if num * most * sums.num_parts < height * (sums.num_parts + 1):
-            found.append(SparseRows(name=name, most_rows=most))
+            sparse_rows.append(SparseRows(name=name, most_rows=most))
             said.append(f"sparse_embeddings: at most {most} of {height} rows of {name}")
         else:
             said.append(
@@ -538,4 +538,4 @@ def _with_sparse(
                 f"than its {height}"
             )
     none = "sparse_embeddings: no parameter is only looked up by rows"
-    return sums.model_copy(update={"sparse": tuple(found)}), tuple(said) or (none,)
+    return sums.model_copy(update={"sparse": tuple(sparse_rows)}), tuple(said) or (none,)

@@ -1,7 +1,6 @@
 """From a described cluster and a profiled chain to the search's numbers, and back to devices.
 
-A search over stagings needs closed formulas; this is the slower and truer figure for the one that
-it hands over.
+The search uses closed formulas; `staging_cost` is the slower and truer figure of its result.
 """
 
 import collections
@@ -29,7 +28,7 @@ from .placement import (
     busiest_card_seconds,
     copy_seconds,
 )
-from .search import Found, search
+from .search import RankedPlan, search
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,9 +37,9 @@ class StepCost:
 
     Attributes:
         step_seconds: From one step's reduction to the next one's, where steps follow one another.
-        stages: Per sort of replicas and stage, what one device of it spends and holds, as if its
-            rank were 0: state, workspace and the stash of the microbatches in flight.
-        timelines: One per sort of replicas, of the one that begins last.
+        stages: Per sort of replicas and stage, the seconds and bytes of one device, as if its rank
+            were 0: state, workspace and the stash of the microbatches in flight.
+        timelines: One per sort of replicas: the replay of the replica that begins last.
         start_seconds: Per sort, when each of its replicas begins.
     """
 
@@ -55,12 +54,11 @@ def staging_cost(chain: Chain, staging: Staging, traffic: Traffic | None = None)
 
     Transfers hold up both stages, as the search's formula has it (`fill_and_period`).
 
-    Args:
-        traffic: The least that its transfers take where they share network cards; None: they
-            share none.
-
     A stage's reduction starts when the stage is done in every replica, its update when the
-    reduction is done, and the next step of each replica with its own update.
+    reduction is done, and the next step of each replica after its update.
+
+    Args:
+        traffic: The least seconds of transfers that share network cards; None: they share none.
 
     References:
         Under 1F1B stage s of S keeps min(M, S - s) microbatches: Narayanan et al., "Efficient
@@ -79,8 +77,8 @@ def staging_cost(chain: Chain, staging: Staging, traffic: Traffic | None = None)
     timelines = tuple(
         blocking_replay(
             one_f_one_b(num_stages, replica.num_microbatches),
-            [sum(chain.groups[k].forward_seconds[a:b]) for k, a, b in own],
-            [sum(chain.groups[k].backward_seconds[a:b]) for k, a, b in own],
+            [sum(chain.groups[k].forward_seconds[a:b]) for k, a, b in spans],
+            [sum(chain.groups[k].backward_seconds[a:b]) for k, a, b in spans],
             [  # one way
                 max(float(t.cross[cut, k, after]) / 2, least)
                 for cut, (k, after), least in zip(
@@ -89,24 +87,24 @@ def staging_cost(chain: Chain, staging: Staging, traffic: Traffic | None = None)
             ],
             start_seconds=max(last, default=0.0),
         )
-        for replica, own, sent, last in zip(
+        for replica, spans, sent, last in zip(
             staging.replicas, stages, least_sent, begun, strict=True
         )
     )
     summed = [
-        max(least, own)
-        for least, own in zip(
+        max(least, alone)
+        for least, alone in zip(
             least_reduced, reductions(t, staging.cuts, staging.replicas), strict=True
         )
     ]
-    # Nobody waits for another's update, so each replica's lies on its own path to the next sum.
+    # No replica waits for the update of another, so each counts its own update only.
     step = max(
         max(done, busiest) + reduction + float(t.update[s])
-        for timeline, own in zip(timelines, stages, strict=True)
-        for done, reduction, s in zip(timeline.finish_seconds, summed, own, strict=True)
+        for timeline, spans in zip(timelines, stages, strict=True)
+        for done, reduction, s in zip(timeline.finish_seconds, summed, spans, strict=True)
     )
     costs = []
-    for replica, timeline, own in zip(staging.replicas, timelines, stages, strict=True):
+    for replica, timeline, spans in zip(staging.replicas, timelines, stages, strict=True):
         costs.append(
             tuple(
                 DevicePrediction(
@@ -122,7 +120,7 @@ def staging_cost(chain: Chain, staging: Staging, traffic: Traffic | None = None)
                     capacity_bytes=t.memory[s[0]] if t.memory[s[0]] < UNBOUNDED else 0.0,
                 )
                 for i, (busy, reduction, s) in enumerate(
-                    zip(timeline.busy_seconds, summed, own, strict=True)
+                    zip(timeline.busy_seconds, summed, spans, strict=True)
                 )
             )
         )
@@ -135,26 +133,26 @@ def staging_cost(chain: Chain, staging: Staging, traffic: Traffic | None = None)
 
 
 _NUM_RUNNERS_UP = 7
-_NEAR, _NUM_REPLAYED = 1.02, 8  # times the best plan, or the bound: plans that are replayed
-_BUSY = 0.4  # of a step: up to there copies in turns take what the formula says
+_NEAR, _NUM_REPLAYED = 1.02, 8  # of the plans to replay: times the best or the bound
+_BUSY = 0.4  # of a step: busier cards take longer than the formula says
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChainWork:
-    """What a script asks to be planned.
+    """The chain of a job, as the search takes it.
 
     Attributes:
-        layers: Names of the chain's parts.
+        layers: Names of the chain's layers.
         sizes: (microbatch size, tensor) to one size per layer, on one device of the group.
-        sent_bytes: The same keys to what one device of the group sends to the others in each
-            layer's forward and backward; none for a tensor of 1.
-        input_bytes: Microbatch size to the bytes of its inputs, all of which a device holds.
+        sent_bytes: The same keys to the bytes that one device of the group sends in each layer's
+            forward and backward; none for a tensor of 1.
+        input_bytes: Microbatch size to the bytes of its inputs; a device holds all of them.
         batch_size: Examples of a global batch.
-        state_factor: Bytes kept per byte of parameters: itself, its gradient, its sums and the
+        state_factor: Bytes kept per byte of parameters: parameter, gradient, its sums and the
             optimizer's state.
         reduce_factor: Bytes that a reduction moves per byte of gradient and direction, in units of
             a float32 all-reduce (1.5: exact sums).
-        counts_updates: Whether updates take time; not where who updates what is settled later.
+        counts_updates: Whether updates take time; False where their owners are chosen later.
     """
 
     layers: tuple[str, ...]
@@ -169,15 +167,15 @@ class ChainWork:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """What the search found, before a traced graph completes it to a plan.
+    """The result of a search, before a traced graph completes it to a plan.
 
     Attributes:
         alternative: Microbatch size, tensor parallelism, recomputation.
-        replicas: Ranks of each copy's devices, stage by stage.
-        starts: Seconds of a step after which each copy begins.
+        replicas: Ranks of each replica's devices, stage by stage.
+        starts: Seconds of a step after which each replica begins.
         cuts: First layer of each stage.
-        prediction: Of the step, by replay of the schedule, and of each device.
-        reasons: Why, and what is estimated.
+        prediction: Times by replay of the schedule.
+        reasons: The decisions, and which times are estimates.
     """
 
     alternative: Alternative
@@ -206,12 +204,12 @@ def propose(
 
     Args:
         work: The model's chain at every microbatch size and tensor parallelism to try.
-        profile: Measured times; what it lacks is estimated from the mesh file's rates.
+        profile: Measured times; missing ones are estimated from the mesh file's rates.
         max_stages: Most stages of a plan; None: any number.
-        recompute: Whether plans that run forwards again are tried.
-        uncounted: Whether tensor parallelism is tried over a link that is not described, as if its
+        recompute: Whether to try plans that run forwards again.
+        uncounted: Whether to try tensor parallelism over a link that is not described, as if its
             transfers took no time.
-        all_devices: Whether only plans in which every device takes part are wanted.
+        all_devices: Whether every device must take part.
         most_seconds: See `search`.
 
     Returns:
@@ -222,14 +220,14 @@ def propose(
     """
     reasons: list[str] = []
     chains: dict[Alternative, Chain] = {}
-    places: dict[Alternative, list[list[Ranks]]] = {}
+    places_of: dict[Alternative, list[list[Ranks]]] = {}
     for size, tensor in sorted(work.sizes):
         kinds = _kinds(cluster, tensor)
         if not kinds:
             reasons.append(f"tensor {tensor}: no node has so many devices of one kind")
             continue
         if tensor > 1 and not uncounted:
-            for label in [k for k, own in kinds.items() if cluster.link(*own[0][:2]) is None]:
+            for label in [k for k, places in kinds.items() if cluster.link(*places[0][:2]) is None]:
                 reasons.append(f"{label}: no link described, so tensor parallelism is not tried")
                 del kinds[label]
             if not kinds:
@@ -237,51 +235,51 @@ def propose(
         for again in (False, True) if recompute else (False,):
             key = Alternative(size, tensor, again)
             chains[key] = _chain(work, key, cluster, kinds, profile, reasons)
-            places[key] = list(kinds.values())
+            places_of[key] = list(kinds.values())
 
     def can_run(key: Alternative, num_stages: int) -> bool:
-        # Alone, a stage keeps what jax keeps; stages of several devices keep inputs only.
-        wanted = num_stages > 1 and key.tensor > 1
-        fits = key.recompute == wanted or (key.tensor == 1 and num_stages > 1)
+        # A single stage keeps what jax keeps; stages of several devices keep inputs only.
+        recomputes = num_stages > 1 and key.tensor > 1
+        fits = key.recompute == recomputes or (key.tensor == 1 and num_stages > 1)
         return fits and num_stages <= (max_stages or num_stages)
 
     labels = [device.label for device in cluster.devices]
-    where = DevicePlacement(
+    placement = DevicePlacement(
         chains=chains,
-        places=places,
+        places=places_of,
         cluster=cluster,
-        # A sum that was measured is not predicted.
+        # A measured reduction is not predicted.
         reduce_factor=work.reduce_factor if measured_sum(profile, labels) is None else 0.0,
     )
     budget = {"time_budget_seconds": time_budget_seconds, "most_seconds": most_seconds}
-    found = search(chains, **budget, can_run=can_run, place=where.place)
-    ranked = [f for f in found.ranked if not all_devices or _uses_all(f, chains[f.alternative])]
+    result = search(chains, **budget, can_run=can_run, place=placement.place)
+    ranked = [f for f in result.ranked if not all_devices or _uses_all(f, chains[f.alternative])]
     if not ranked:
         raise PlanError(
             "no plan in which all devices take part was found; the best is "
-            f"{_runner_up(found.ranked[0]).description}: write it with hxla plan --write, and "
+            f"{_runner_up(result.ranked[0]).description}: write it with hxla plan --write, and "
             "start its devices only, with hxla run --plan"
         )
-    if ranked[0] is not found.ranked[0]:
-        better = _runner_up(found.ranked[0])
+    if ranked[0] is not result.ranked[0]:
+        better = _runner_up(result.ranked[0])
         reasons.append(
             f"{better.description} would take {better.step_seconds:.4g} s, but leaves devices out "
             "that have been started"
         )
-    chosen, there, cost = _fastest_by_replay(ranked, found.bound_seconds, where, chains)
-    best = dataclasses.replace(chosen, staging=there.staging)
+    chosen, placed, cost = _fastest_by_replay(ranked, result.bound_seconds, placement, chains)
+    best = dataclasses.replace(chosen, staging=placed.staging)
     staging, chain = best.staging, chains[best.alternative]
-    reasons += _about_cards(chain, there)
-    replicas, counts, devices = _placed(work, best, cost, there.copies, cluster, profile, reasons)
+    reasons += _about_cards(chain, placed)
+    replicas, counts, devices = _placed(work, best, cost, placed.copies, cluster, profile, reasons)
     idle = sorted(set(range(len(cluster.devices))) - {d.rank for d in devices})
     if idle:
         reasons.append(f"devices {idle} have no part: with them the step would not be shorter")
     reasons += _about_sums(work, cluster, staging, replicas)
-    if found.exhausted:
+    if result.exhausted:
         reasons.append("the search ran out of time: the bound holds, a longer search may find more")
-    reasons += [f"{which}: {why}" for which, why in found.infeasible.items()]
+    reasons += [f"{which}: {why}" for which, why in result.infeasible.items()]
     firsts = itertools.accumulate((r.count for r in staging.replicas), initial=0)
-    others = [_runner_up(f) for f in found.ranked if f is not chosen]
+    others = [_runner_up(f) for f in result.ranked if f is not chosen]
     return (
         Proposal(
             alternative=best.alternative,
@@ -292,7 +290,7 @@ def propose(
             prediction=Prediction(
                 step_seconds=cost.step_seconds,
                 closed_form_seconds=staging.step_seconds,
-                bound_seconds=found.bound_seconds,
+                bound_seconds=result.bound_seconds,
                 devices=devices,
             ),
             runners_up=tuple(dict.fromkeys(others))[:_NUM_RUNNERS_UP],
@@ -303,63 +301,63 @@ def propose(
 
 
 def _fastest_by_replay(
-    ranked: Sequence[Found],
+    ranked: Sequence[RankedPlan],
     bound_seconds: float,
-    where: DevicePlacement,
+    placement: DevicePlacement,
     chains: Mapping[Alternative, Chain],
-) -> tuple[Found, PlacedStaging, StepCost]:
-    """Of the best plans by the search's formula that whose replay takes the least.
+) -> tuple[RankedPlan, PlacedStaging, StepCost]:
+    """The plan of the shortest replay among the best by the search's formula.
 
-    The formula is above a replay, and further for some plans than for others. Where the best plan
-    is near the bound only those count that are near it too, so that the gap stays small.
+    The formula is above the replay, by more for some plans than for others. If the best plan is
+    near the bound, only plans near the bound count, so the gap stays small.
 
     Args:
         ranked: Plans, the best first.
 
     Returns:
-        The plan as it was found, on its devices, and what it costs.
+        The plan as searched, on its devices, and its cost.
     """
     least = ranked[0].staging.step_seconds
     most = _NEAR * (bound_seconds if least <= _NEAR * bound_seconds else least)
-    best: tuple[Found, PlacedStaging, StepCost] | None = None
-    for found in ranked[:_NUM_REPLAYED]:
-        key, staging = found.alternative, found.staging
-        if found is not ranked[0] and staging.step_seconds > most:
+    best: tuple[RankedPlan, PlacedStaging, StepCost] | None = None
+    for plan in ranked[:_NUM_REPLAYED]:
+        key, staging = plan.alternative, plan.staging
+        if plan is not ranked[0] and staging.step_seconds > most:
             break
-        if (key, staging) not in where.known:
-            staging = where.place(key, staging, 0.0)
+        if (key, staging) not in placement.known:
+            staging = placement.place(key, staging, 0.0)
             if best is not None and staging.step_seconds > most:
                 continue
-        there = where.known[key, staging]
-        cost = staging_cost(chains[key], staging, there.traffic)
+        placed = placement.known[key, staging]
+        cost = staging_cost(chains[key], staging, placed.traffic)
         if best is None or cost.step_seconds < best[2].step_seconds * (1 - 1e-3):
-            best = found, there, cost
+            best = plan, placed, cost
     assert best is not None
     return best
 
 
-def _about_cards(chain: Chain, there: PlacedStaging) -> list[str]:
-    """What sharing network cards costs a plan."""
-    alone = step_seconds(chain, there.staging.cuts, there.staging.replicas)
-    if there.step_seconds <= alone * (1 + 1e-9):
+def _about_cards(chain: Chain, placed: PlacedStaging) -> list[str]:
+    """What shared network cards cost a plan."""
+    alone = step_seconds(chain, placed.staging.cuts, placed.staging.replicas)
+    if placed.step_seconds <= alone * (1 + 1e-9):
         return []
-    said = [
-        "copies share their nodes' network cards, over which they sum at once and send in turns: "
-        f"{there.step_seconds:.4g} s, {alone:.4g} s if each device had its own"
+    lines = [
+        "replicas share their nodes' network cards, on which they reduce at once and send in "
+        f"turns: {placed.step_seconds:.4g} s, {alone:.4g} s if each device had its own"
     ]
-    busy = busiest_card_seconds(there.staging, there.traffic)
-    if busy > _BUSY * there.step_seconds:
-        said.append(
+    busy = busiest_card_seconds(placed.staging, placed.traffic)
+    if busy > _BUSY * placed.step_seconds:
+        lines.append(
             f"a network card is busy for {busy:.4g} s with what stages send: of transfers over "
-            "several boundaries some meet there, for which nothing is counted"
+            "several boundaries some meet there, for which no time is counted"
         )
-    return said
+    return lines
 
 
 def _about_sums(
     work: ChainWork, cluster: Cluster, staging: Staging, replicas: Sequence[Ranks]
 ) -> list[str]:
-    """Which algorithm suits the largest sum over copies by the slowest link's figures."""
+    """The best algorithm for the largest all-reduce, by the slowest link's figures."""
     ranks = tuple(itertools.chain(*replicas))
     link = _slowest_link(cluster, ranks)
     if len(replicas) == 1 or link is None or not work.reduce_factor:
@@ -372,70 +370,70 @@ def _about_sums(
     best, seconds = favoured(len(replicas), sent, link)
     ring = volume("ring", len(replicas), sent).seconds(link)
     return [
-        f"sums of {num_bytes(sent)} over {len(replicas)} copies: counted as a ring, {ring:.4g} s "
+        f"sums of {num_bytes(sent)} over {len(replicas)} replicas: counted as a ring, {ring:.4g} s "
         f"by the slowest link's figures; they favour {best}, {seconds:.4g} s"
     ]
 
 
-def _uses_all(found: Found, chain: Chain) -> bool:
-    used = sum(replica.count * len(replica.groups) for replica in found.staging.replicas)
+def _uses_all(plan: RankedPlan, chain: Chain) -> bool:
+    used = sum(replica.count * len(replica.groups) for replica in plan.staging.replicas)
     return used == sum(group.num_devices for group in chain.groups)
 
 
 def _placed(
     work: ChainWork,
-    found: Found,
+    best: RankedPlan,
     cost: StepCost,
     copies: Copies,
     cluster: Cluster,
     profile: Profile | None,
     reasons: list[str],
 ) -> tuple[tuple[Ranks, ...], tuple[int, ...], tuple[DevicePrediction, ...]]:
-    """Copies of the model on devices, their microbatches, and what is predicted of each device."""
-    own, staging = found.alternative, found.staging
-    measured = profile is not None and len(staging.cuts) == 1 and not own.recompute
+    """Ranks of each replica, its microbatches, and the prediction of each device."""
+    alternative, staging = best.alternative, best.staging
+    measured = profile is not None and len(staging.cuts) == 1 and not alternative.recompute
     peaks = profile.peaks if profile is not None and measured else {}
     free = iter(copies)
     replicas, counts, out = [], [], []
     for replica, stages in zip(staging.replicas, cost.stages, strict=True):
-        inputs = replica.num_microbatches * work.input_bytes[own.microbatch_size]
+        inputs = replica.num_microbatches * work.input_bytes[alternative.microbatch_size]
         for _ in range(replica.count):
             groups = next(free)
             for ranks, spent in zip(groups, stages, strict=True):
                 label = cluster.devices[ranks[0]].label
-                held = spent.memory_bytes
-                peak = peaks.get(Setting(label, own.microbatch_size, own.tensor))
+                memory_bytes = spent.memory_bytes
+                peak = peaks.get(Setting(label, alternative.microbatch_size, alternative.tensor))
                 if peak is not None:
                     reasons.append(f"{label}: memory from the compiled programs")
-                    held = float(peak)
-                known = {"memory_bytes": held + inputs}
+                    memory_bytes = float(peak)
+                known = {"memory_bytes": memory_bytes + inputs}
                 out += [spent.model_copy(update={"rank": rank, **known}) for rank in ranks]
             replicas.append(tuple(itertools.chain(*groups)))
             counts.append(replica.num_microbatches)
     return tuple(replicas), tuple(counts), tuple(out)
 
 
-def _runner_up(found: Found) -> RunnerUp:
-    stages = len(found.staging.cuts)
-    parts = [f"{r.count} x {r.num_microbatches} microbatches" for r in found.staging.replicas]
-    words = f"{found.alternative}, {stages} stage{'s' * (stages > 1)}, {', '.join(parts)}"
-    return RunnerUp(description=words, step_seconds=found.staging.step_seconds)
+def _runner_up(plan: RankedPlan) -> RunnerUp:
+    stages = len(plan.staging.cuts)
+    counts = [f"{r.count} x {r.num_microbatches} microbatches" for r in plan.staging.replicas]
+    words = f"{plan.alternative}, {stages} stage{'s' * (stages > 1)}, {', '.join(counts)}"
+    return RunnerUp(description=words, step_seconds=plan.staging.step_seconds)
 
 
 def _kinds(cluster: Cluster, tensor: int) -> dict[str, list[Ranks]]:
-    """Groups of like devices of one node: of one kind, and with the same memory."""
-    found: dict[tuple[str, int | None], dict[int, list[int]]] = {}
+    """Groups of devices of one node, of one kind and with the same memory."""
+    by_kind: dict[tuple[str, int | None], dict[int, list[int]]] = {}
     for rank, device in enumerate(cluster.devices):
-        nodes = found.setdefault((device.label, device.memory_bytes), {})
+        nodes = by_kind.setdefault((device.label, device.memory_bytes), {})
         nodes.setdefault(device.node, []).append(rank)
     out: dict[str, list[Ranks]] = {}
-    for (label, memory), nodes in found.items():
+    for (label, memory), nodes in by_kind.items():
         groups = [
             tuple(ranks[i : i + tensor])
             for ranks in nodes.values()
             for i in range(0, len(ranks) - tensor + 1, tensor)
         ]
-        twice = sum(other == label for other, _ in found) > 1
+        twice = sum(other == label for other, _ in by_kind) > 1
         if groups:
             out[f"{label} {memory}" if twice else label] = groups
     return out
@@ -451,9 +449,9 @@ def _chain(
 ) -> Chain:
     sizes = work.sizes[key.microbatch_size, key.tensor]
     groups, gathers = [], []
-    for label, own in kinds.items():
-        device = cluster.devices[own[0][0]]
-        inside = cluster.link(own[0][0], own[0][1]) if key.tensor > 1 else None
+    for label, places in kinds.items():
+        device = cluster.devices[places[0][0]]
+        inside = cluster.link(places[0][0], places[0][1]) if key.tensor > 1 else None
         if key.tensor > 1 and inside is None:
             reasons.append(
                 f"{label}: no link described, tensor parallelism's transfers not counted"
@@ -475,7 +473,7 @@ def _chain(
         groups.append(
             Group(
                 kind=label,
-                num_devices=len(own),
+                num_devices=len(places),
                 memory_bytes=UNBOUNDED if device.memory_bytes is None else device.memory_bytes,
                 forward_seconds=tuple(seconds[0].tolist()),
                 backward_seconds=tuple(seconds[1].tolist()),
@@ -484,9 +482,9 @@ def _chain(
                 stash_bytes=tuple(s.stash_bytes for s in sizes),
             )
         )
-    leaders = [[group[0] for group in own] for own in kinds.values()]
+    leaders = [[group[0] for group in places] for places in kinds.values()]
     links = [[_links(cluster, a, b, reasons, key.tensor) for b in leaders] for a in leaders]
-    # Where a plan's devices lie is not known yet: no transfer is faster than over the best link.
+    # The places of a plan are not known yet: no transfer is faster than over the best link.
     fastest = [
         [max((x for x, _ in row), key=_rate, default=None) for row in rows] for rows in links
     ]
@@ -505,10 +503,10 @@ def _chain(
         sum_seconds(x for b, row in enumerate(rows) for x, within in row if b != a or not within)
         for a, rows in enumerate(links)
     ]
-    beyond = [own or within for own, within in zip(beyond, in_node, strict=True)]
-    # Each device of a group sends and keeps its part of a boundary, and gathers the others'.
+    beyond = [outside or within for outside, within in zip(beyond, in_node, strict=True)]
+    # Each device of a group sends its shard of a boundary, and gathers the others'.
     send_seconds = tuple(
-        tuple(own + gather for own, gather in zip(row, gathers, strict=True)) for row in per_byte
+        tuple(send + gather for send, gather in zip(row, gathers, strict=True)) for row in per_byte
     )
     whole_bytes = sum(s.parameter_bytes for s in work.sizes[key.microbatch_size, 1])
     return Chain(
@@ -526,12 +524,12 @@ def _chain(
         else (measured / whole_bytes,) * len(groups),
         rings=Rings(
             inside_seconds=tuple(in_node),
-            num_nodes=tuple(len({cluster.devices[r].node for r in own}) for own in leaders),
+            num_nodes=tuple(len({cluster.devices[r].node for r in ranks}) for ranks in leaders),
             card_seconds=cards,
             card_sum_seconds=2 * work.reduce_factor * min(itertools.chain(*cards), default=0.0),
             copies_inside=tuple(
-                max(collections.Counter(cluster.devices[r].node for r in own).values())
-                for own in leaders
+                max(collections.Counter(cluster.devices[r].node for r in ranks).values())
+                for ranks in leaders
             ),
         )
         if measured is None
@@ -542,14 +540,14 @@ def _chain(
 def _card_seconds(
     cluster: Cluster, leaders: Sequence[Sequence[int]], tensor: int
 ) -> tuple[tuple[float, ...], ...]:
-    """What a byte of a copy takes from node to node; none if a node has two kinds."""
-    nodes = [{cluster.devices[rank].node for rank in own} for own in leaders]
+    """Seconds of a replica's byte from node to node; empty if a node has two kinds."""
+    nodes = [{cluster.devices[rank].node for rank in ranks} for ranks in leaders]
     num = sum(map(len, nodes))
     if num < 2 or len(set().union(*nodes)) < num:
         return ()
-    cards = [[cluster.network_card(node) for node in own] for own in nodes]
+    cards = [[cluster.network_card(node) for node in group] for group in nodes]
     seconds = [
-        min(tensor / card.bytes_per_second if card else 0.0 for card in own) for own in cards
+        min(tensor / card.bytes_per_second if card else 0.0 for card in group) for group in cards
     ]
     return tuple(
         tuple(max(seconds[i], seconds[j]) for j in range(len(seconds))) for i in range(len(seconds))
@@ -557,9 +555,9 @@ def _card_seconds(
 
 
 def _slowest_link(cluster: Cluster, ranks: Sequence[int]) -> Link | None:
-    """Between any two of some devices."""
-    found = _links(cluster, ranks, ranks, [])
-    return min((link for link, _ in found), key=_rate, default=None)
+    """The slowest link between any two of the devices."""
+    links = _links(cluster, ranks, ranks, [])
+    return min((link for link, _ in links), key=_rate, default=None)
 
 
 def _rate(link: Link) -> float:
@@ -569,16 +567,16 @@ def _rate(link: Link) -> float:
 def _links(
     cluster: Cluster, a: Sequence[int], b: Sequence[int], reasons: list[str], num_at_once: int = 1
 ) -> list[tuple[Link, bool]]:
-    """Between devices of one group and others of another, so many transfers at once.
+    """Links between the devices of two groups, for so many transfers at once.
 
     Returns:
-        The links between their nodes, and whether they are inside of one.
+        Each link, and whether it is inside a node.
     """
     by_node: dict[int, list[int]] = {}
     for rank in dict.fromkeys((*a, *b)):
         by_node.setdefault(cluster.devices[rank].node, []).append(rank)
     cards_of = {node: cluster.network_card(node) for node in by_node}
-    found: dict[tuple[int, float, bool], Link] = {}  # large clusters have many of few sorts
+    kinds_of_link: dict[tuple[int, float, bool], Link] = {}  # a large cluster has many equal links
     for i, j in itertools.product(
         dict.fromkeys(cluster.devices[r].node for r in a),
         dict.fromkeys(cluster.devices[r].node for r in b),
@@ -586,7 +584,7 @@ def _links(
         first = by_node[i][0]
         second = next((r for r in by_node[j] if r != first), None)
         if second is None:
-            continue  # one device has nobody to talk to
+            continue  # a single device sends nothing
         link = cluster.link(first, second)
         if link is None:
             reasons.append("some links are not described: their communication is not counted")
@@ -594,8 +592,8 @@ def _links(
             cards = [cards_of[node] for node in (i, j) if i != j]
             shares = [card.bytes_per_second / num_at_once for card in cards if card is not None]
             least = min((link.bytes_per_second, *shares))
-            found.setdefault((id(link), least, i == j), link)
+            kinds_of_link.setdefault((id(link), least, i == j), link)
     return [
         (link.model_copy(update={"bytes_per_second": least}), within)
-        for (_, least, within), link in found.items()
+        for (_, least, within), link in kinds_of_link.items()
     ]

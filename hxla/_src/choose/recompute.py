@@ -1,24 +1,23 @@
-"""Which programs of a chain of segments to run when: the fastest gradient in given memory.
+"""The fastest order of a chain's programs for the gradient within a limit of memory.
 
-With a stash on the host, what waits between forward and backward goes there, and comes back while
-the segment above runs (or, where all microbatches of a device run a segment together, the
-microbatch before). What the first backward but one reads is read at once, so in the former case it
-stays.
+With a stash on the host, residuals go there and come back while the segment above runs (or, if all
+microbatches of a device run a segment together, while the microbatch before runs). The second
+backward reads its residuals at once, so in the former case they stay on the device.
 
-`C(s, t, m)` is the least time of the gradients of segments s to t in m bytes, of which the input of
-s and the gradient of the outputs of t take their part. The first operations decide. The input of s
-is kept while segments from s' on are worked through, and then serves those before. Or the forward
-of s leaves residuals, which wait for its backward. Or the input of s and residuals of a later
-segment are kept, whose backward then waits for forwards before it: that pays where these residuals
-are smaller than the gradients that the backward makes (`C_r` has them).
+`C(s, t, m)` is the least time of the gradients of segments s to t in m bytes, including the input
+of s and the gradient of the outputs of t. The first operations decide. Keep: the input of s is kept
+during the segments from s' on, and then used for those before. Residuals: the forward of s leaves
+residuals for its backward. Ready: the input of s and the residuals of a later segment are kept, and
+its backward runs after the forwards before it. This pays if these residuals are smaller than the
+gradients of the backward (`C_r` includes them).
 
     keep, s'      F(s..s'-1) + C(s', t, m - input of s) + C(s, s'-1, m)
     residuals, r  F(s, r) + C(s+1, t, m - r) + B(s, r)
     ready, s', r  F(s..s'-2) + F(s'-1, r) + C(s', t, m - input of s - r) + C_r(s, s'-1, m)
 
-A kept input stays until the backward of its segment. Inputs that are kept, used, dropped and made
-again are left out, for no polynomial algorithm is known with them; small chains on which exhaustion
-finds anything faster are rare.
+A kept input stays until the backward of its segment. Inputs that are kept, used, dropped and
+recomputed are left out: no polynomial algorithm is known for them, and exhaustive search on small
+chains rarely gains by them.
 
 References:
     Beaumont, Eyraud-Dubois, Hermann, Joly and Shilova, "Optimal checkpointing for heterogeneous
@@ -49,31 +48,31 @@ from ..schedule.segment_sequence import (
     replay_sequence,
 )
 
-#: Where what waits is: on the device; on the host, fetched while the segment above runs; or
-#: fetched just before, where another microbatch of that segment runs meanwhile.
+#: The place of residuals: on the device; on the host, fetched while the segment above runs; or
+#: fetched just before, while another microbatch of the segment runs.
 Waits = Literal["device", "host, segment by segment", "host, microbatch by microbatch"]
 
 
 def keep_texts(num: int, waits: Waits = "device") -> tuple[str, ...]:
-    """The sequence that keeps the residuals of every segment, for so many."""
+    """The sequence that keeps the residuals of all `num` segments."""
     away = _away(range(num - 1), num, waits)
     return tuple(_texts(num, {i: f"F{i}:{CUT}" for i in range(num - 1)}, away, f":{CUT}", waits))
 
 
 def boundary_texts(num: int, waits: Waits = "device") -> tuple[str, ...]:
-    """The sequence that keeps what crosses between segments, for so many."""
+    """The sequence that keeps the boundaries between `num` segments."""
     away = _away(range(1, num - 1), num, waits)  # nothing crosses into the first
     return tuple(_texts(num, {i: f"F{i}+" for i in range(num - 1)}, away, "", waits))
 
 
 def num_again(sequence: Sequence[str]) -> int:
-    """How many forwards of a sequence run again."""
+    """The number of recomputed forwards of a sequence."""
     forwards = sum(text.startswith("F") for text in sequence)
     return forwards - sum(text.startswith("B") for text in sequence) + 1
 
 
 def _away(kept: range, num: int, waits: Waits) -> range:
-    """The segments of whose kept values some go to the host."""
+    """The segments with kept values on the host."""
     if waits == "device":
         return range(0)
     return kept if waits == "host, microbatch by microbatch" else range(kept.start, num - 2)
@@ -98,27 +97,26 @@ def _texts(
 
 Array = np.ndarray
 READY = "ready"
-# Which residuals of the last segment are made already, from 1; the first segment; the last one.
+# The residuals already made of the last segment, from 1 (0: none); first segment; last segment.
 Cell = tuple[int, int, int]
 
-_MOST_READY = 32  # segments: of longer chains no backward waits, which would take minutes to search
+_MOST_READY = 32  # segments: longer chains have no ready moves, which would take minutes to search
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moves:
-    """First operations of a cell that differ only in where its segments are divided.
+    """First operations of a cell that differ only in the division of its segments.
 
-    K moves, the k-th of which begins the upper part at segment s + 1 + k.
+    K moves; the k-th begins the upper part at segment s + 1 + k.
 
     Attributes:
-        kind: `forward` where the input is kept, `backward` where residuals of the first segment
-            are, `ready` where the input is, and residuals of the lower part's last segment, whose
-            backward waits.
-        seconds: [K] What they take without their parts.
-        need: [K] The slots that they need without their parts.
-        withheld: Slots that the upper part lacks.
+        kind: `forward`: the input is kept; `backward`: residuals of the first segment are kept;
+            `ready`: the input and the residuals of the lower part's last segment are kept.
+        seconds: [K] Without the two parts.
+        need: [K] Slots without the two parts.
+        withheld: Slots that the upper part cannot use.
         upper: The cells of the upper parts, as an index of a table.
-        lower: Those of the lower parts.
+        lower: The cells of the lower parts.
     """
 
     kind: str
@@ -130,7 +128,7 @@ class Moves:
     lower: Any
 
     def times(self, table: Array, low: int, high: int) -> Array:
-        """[K, high - low] The times with memory of `low` to `high` - 1 slots."""
+        """[K, high - low] Seconds with `low` to `high` - 1 slots of memory."""
         times = np.repeat(self.seconds[:, None], high - low, axis=1)
         if self.lower is not None:
             times += table[self.lower][..., low:high]
@@ -157,22 +155,24 @@ class SlottedChain:
         num = len(costs)
         gradients = [c.input_gradient_bytes for c in self._costs[1:]] + [0]
         left = [c.parameter_gradient_bytes for c in self._costs]
-        # While t is the last segment without its backward: the gradient of its outputs, and those
-        # of the parameters behind it.
+        # If t is the last segment without its backward: the gradient of its outputs, and the
+        # gradients of the parameters behind it.
         self._above = [gradients[t] + sum(left[t + 1 :]) for t in range(num)]
         self._inputs = np.array([c.input_bytes for c in self._costs] + [0], np.int64)
         temporary = np.array([c.forward_temporary_bytes for c in self._costs], np.int64)
         self._forward = self._inputs[:-1] + self._inputs[1:] + temporary
         self._ends = np.cumsum([0.0, *(c.forward_seconds for c in self._costs)])
-        # A backward may wait for forwards before it only where it makes more than it frees.
+        # A ready move pays only if the backward makes more bytes than it frees.
         self._light = [
-            [r for r in c.residuals if _held(c, r) < _made(c)] if i and num <= _MOST_READY else []
+            [r for r in c.residuals if _stash(c, r) < _gradients(c)]
+            if i and num <= _MOST_READY
+            else []
             for i, c in enumerate(self._costs)
         ]
         self.shape = (1 + max(map(len, self._light)), num, num)
 
     def cells(self) -> Iterator[Cell]:
-        """All cells, each after those that its moves read."""
+        """All cells, each after the cells that its moves read."""
         num = self.shape[1]
         for s in reversed(range(num)):
             for t in range(s, num):
@@ -191,7 +191,7 @@ class SlottedChain:
                 yield self._with_residuals(cell, residuals)
         if s == t:
             return
-        above = self._held_above(cell)
+        above = self._bytes_above(cell)
         passes = np.concatenate([[0], np.maximum.accumulate(self._forward[s + 1 : t])])
         kept = int(self._inputs[s])
         need = np.maximum(self._forward[s], kept + passes)
@@ -211,8 +211,8 @@ class SlottedChain:
         """The operations of the whole chain.
 
         Args:
-            choose: The move of a cell in so many slots, and which of its kind.
-            slots: That the whole has.
+            choose: Maps a cell and its slots to the moves and the index among them.
+            slots: Slots of the whole chain.
         """
         done = []
         todo: list[SegmentOperation | tuple[Cell, int]] = [((0, 0, self.shape[1] - 1), slots)]
@@ -254,10 +254,10 @@ class SlottedChain:
     def _with_residuals(self, cell: Cell, r: Residuals) -> Moves:
         ready, s, t = cell
         cost = self._costs[s]
-        need = _held(cost, r) + self._above[s] + _made(cost) + r.backward_temporary_bytes
+        need = _stash(cost, r) + self._above[s] + _gradients(cost) + r.backward_temporary_bytes
         seconds = r.backward_seconds
         if not (r.is_input or (ready and s == t)):
-            need = max(need, self._made_with(s, r) + self._held_above(cell))
+            need = max(need, self._forward_need(s, r) + self._bytes_above(cell))
             seconds += r.forward_seconds
         upper = (ready, slice(s + 1, s + 2), t) if s < t else None
         return Moves(
@@ -265,7 +265,7 @@ class SlottedChain:
             residuals=r,
             seconds=np.array([seconds]),
             need=np.array([need]),
-            withheld=_held(cost, r),
+            withheld=_stash(cost, r),
             upper=upper,
             lower=None,
         )
@@ -274,30 +274,30 @@ class SlottedChain:
         ready, s, t = cell
         kept, seconds = int(self._inputs[s]), self._ends[last] - self._ends[s]
         if not r.is_input:
-            need = max(need, self._held_above(cell) + kept + self._made_with(last, r))
+            need = max(need, self._bytes_above(cell) + kept + self._forward_need(last, r))
             seconds += r.forward_seconds
         elif last < t:
-            need = max(need, self._held_above(cell) + kept + int(self._forward[last]))
+            need = max(need, self._bytes_above(cell) + kept + int(self._forward[last]))
             seconds += self._costs[last].forward_seconds
         return Moves(
             kind=READY,
             residuals=r,
             seconds=np.array([seconds]),
             need=np.array([need]),
-            withheld=kept + _held(self._costs[last], r),
+            withheld=kept + _stash(self._costs[last], r),
             upper=(ready, slice(last + 1, last + 2), t) if last < t else None,
             lower=(i, s, slice(last, last + 1)),
         )
 
-    def _made_with(self, i: int, r: Residuals) -> int:
-        """Slots of the forward that makes residuals."""
+    def _forward_need(self, i: int, r: Residuals) -> int:
+        """Slots during the forward that makes residuals."""
         around = int(self._inputs[i] + self._inputs[i + 1])
         return around + r.num_bytes + r.forward_temporary_bytes
 
-    def _held_above(self, cell: Cell) -> int:
-        """Slots of what lies behind a cell, and of what is made already of its last segment."""
+    def _bytes_above(self, cell: Cell) -> int:
+        """Slots of the gradients behind a cell and of the ready residuals of its last segment."""
         ready, _, t = cell
-        made = _held(self._costs[t], self._light[t][ready - 1]) if ready else 0
+        made = _stash(self._costs[t], self._light[t][ready - 1]) if ready else 0
         return self._above[t] + made
 
 
@@ -306,11 +306,11 @@ def _forwards(start: int, stop: int) -> list[SegmentOperation]:
     return [SegmentOperation(FORWARD, j, keeps_input=j == start) for j in range(start, stop)]
 
 
-def _held(cost: SegmentCost, r: Residuals) -> int:
+def _stash(cost: SegmentCost, r: Residuals) -> int:
     return r.num_bytes + (cost.input_bytes if r.reads_input else 0)
 
 
-def _made(cost: SegmentCost) -> int:
+def _gradients(cost: SegmentCost) -> int:
     return cost.input_gradient_bytes + cost.parameter_gradient_bytes
 
 
@@ -319,7 +319,7 @@ def _rounded(cost: SegmentCost, slot: int) -> SegmentCost:
         names = [f.name for f in dataclasses.fields(value) if f.name.endswith("_bytes")]
         slots = {name: (getattr(value, name) + slot // 2) // slot for name in names}
         if isinstance(value, Residuals) and value.num_bytes:
-            slots["num_bytes"] = max(slots["num_bytes"], 1)  # with none they would be the input
+            slots["num_bytes"] = max(slots["num_bytes"], 1)  # 0 bytes would mean the input alone
         return dataclasses.replace(value, **slots)
 
     return dataclasses.replace(rounded(cost), residuals=tuple(map(rounded, cost.residuals)))
@@ -327,7 +327,7 @@ def _rounded(cost: SegmentCost, slot: int) -> SegmentCost:
 
 _MOST_ENTRIES = 4_000_000  # of a table of all cells
 _LEAST_SLOTS, _MOST_SLOTS = 500, 20_000
-_BEYOND = 1.1  # of the limit's slots: what rounding may have made too large
+_BEYOND = 1.1  # of the limit's slots, against rounding up
 
 
 def best_sequence(
@@ -335,23 +335,22 @@ def best_sequence(
 ) -> SequenceReplay:
     """The fastest sequence for a chain within a limit of memory.
 
-    Bytes are counted in slots, each quantity rounded to the nearest number of them. Whether a
-    sequence fits is then said by its replay in bytes, and the fastest that does is taken, so that
-    the limit holds and rounding costs next to nothing: 500 slots for 100 segments come within
-    0.1 % of 4,000, where quantities rounded up lost 0.5 to 3 %. Slots double from the greatest
-    common divisor of all quantities, with which nothing is rounded, up to where `num_slots` of
-    them reach the limit, and the best of all these sizes counts: then more memory never makes a
-    sequence slower.
+    Bytes are counted in slots, each quantity rounded to the nearest number of slots. A replay in
+    bytes decides whether a sequence fits, and the fastest that fits is taken. So the limit is exact
+    and rounding costs little: 500 slots for 100 segments come within 0.1 % of 4,000 slots;
+    quantities rounded up lost 0.5 to 3 %. Slots double from the greatest common divisor of all
+    quantities, which rounds nothing, until `num_slots` of them reach the limit. The best of all
+    sizes counts, so more memory never makes a sequence slower.
 
     Args:
-        memory_bytes: What may lie on the device at once, of what `SegmentCost` counts.
+        memory_bytes: The most bytes on the device at once, as `SegmentCost` counts them.
         num_slots: The most slots (default: 500 for long chains, 20,000 for short ones).
 
     Returns:
         The sequence with its seconds and bytes.
 
     Raises:
-        PlanError: If no sequence fits: how many bytes the least one takes, and for which segment.
+        PlanError: If no sequence fits, with the bytes of the least one and its segment.
     """
     fastest = keep_all(costs)
     if fastest.peak_bytes <= memory_bytes:
@@ -368,22 +367,22 @@ def best_sequence(
     if num_slots is None:
         num_slots = min(max(_MOST_ENTRIES // len(costs) ** 2, _LEAST_SLOTS), _MOST_SLOTS)
     slot = math.gcd(*(b for cost in costs for b in _quantities(cost))) or 1
-    found = [least]
+    replays = [least]
     while True:
         limit = min(memory_bytes, slot * num_slots)
         if limit >= least.peak_bytes:
-            found += _best_in_slots(costs, slot, int(_BEYOND * limit / slot), memory_bytes)
+            replays += _best_in_slots(costs, slot, int(_BEYOND * limit / slot), memory_bytes)
         if limit == memory_bytes:
-            return min(found, key=lambda replay: (replay.seconds, replay.peak_bytes))
+            return min(replays, key=lambda replay: (replay.seconds, replay.peak_bytes))
         slot *= 2
 
 
 def keep_all(costs: Sequence[SegmentCost]) -> SequenceReplay:
-    """The fastest sequence, whatever its memory: each segment with its fastest residuals."""
+    """The fastest sequence without a limit: each segment with its fastest residuals."""
     check_costs(costs)
     forwards, backwards = [], []
     for i, cost in enumerate(costs):
-        # A backward that starts from the input needs a plain forward, behind the last segment none.
+        # A backward from the input needs a plain forward before it, except in the last segment.
         plain = cost.forward_seconds if i + 1 < len(costs) else 0.0
         seconds = {
             r.name: (plain if r.is_input else r.forward_seconds) + r.backward_seconds
@@ -399,7 +398,7 @@ def keep_all(costs: Sequence[SegmentCost]) -> SequenceReplay:
 
 
 def least_memory(costs: Sequence[SegmentCost]) -> SequenceReplay:
-    """The sequence of least memory; of those the first operations of which take the least time."""
+    """The sequence of least memory; among equals the least time at each first operation."""
     check_costs(costs)
     chain = SlottedChain(costs, slot=1)
     peaks = np.zeros(chain.shape, np.int64)
@@ -425,7 +424,7 @@ def least_memory(costs: Sequence[SegmentCost]) -> SequenceReplay:
 def _best_in_slots(
     costs: Sequence[SegmentCost], slot: int, num: int, memory_bytes: int
 ) -> list[SequenceReplay]:
-    """The fastest sequence that some number of slots up to `num` gives and that fits, if any."""
+    """The fastest sequence that fits, over all numbers of slots up to `num`, if any."""
     chain = SlottedChain(costs, slot)
     table = np.full((*chain.shape, num + 1), np.inf)
     for cell in chain.cells():
@@ -436,7 +435,7 @@ def _best_in_slots(
     def choose(cell: Cell, slots: int) -> tuple[Moves, int]:
         moves = list(chain.moves(cell))
         times = [move.times(table, slots, slots + 1)[:, 0] for move in moves]
-        best = int(np.argmin([own.min() for own in times]))
+        best = int(np.argmin([by_place.min() for by_place in times]))
         return moves[best], int(np.argmin(times[best]))
 
     seconds = table[0, 0, -1]

@@ -17,13 +17,13 @@ from .workload import Workload
 
 
 def with_sums_over(work: Workload, plan: Plan) -> Plan:
-    """The plan with the sums where the settings ask for, or where its devices can meet.
+    """The plan with its reductions over devices or hosts, by the settings or its devices.
 
     Args:
-        plan: Of it, with the sums over the devices.
+        plan: With the reductions over devices.
 
     Raises:
-        PlanError: If its devices share no library for collectives and are to meet in one.
+        PlanError: If the settings ask for collectives that its devices do not share.
     """
     asked, kinds = work.settings.communication.over, [device.kind for device in plan.devices]
     unlike = are_unlike(kinds)
@@ -38,8 +38,8 @@ def with_sums_over(work: Workload, plan: Plan) -> Plan:
         axes = ", ".join(axis.name for axis in plan.axes)
         why = f"{in_words(kinds)} meet over the host" if unlike else "communication.over='host'"
         raise PlanError(
-            f"{why}, where copies of one device meet, and the axes {axes} need collectives inside "
-            "a copy: leave out mesh, rules, stages and splits, or "
+            f"{why}, where replicas of one device meet, and the axes {axes} need collectives "
+            "inside a replica: leave out mesh, rules, stages and splits, or "
             + ("use devices of one sort" if unlike else "set communication.over to 'device'")
         )
     said = ("sums over the host: devices take part in no collective",)
@@ -48,14 +48,14 @@ def with_sums_over(work: Workload, plan: Plan) -> Plan:
             f"sums over the host, for {in_words(kinds)} share no library for collectives. Each "
             "kind rounds its microbatches in its own way, so bits depend on who runs which, and "
             "the numerics with them; what is updated is updated on one device and handed to all, "
-            "so the copies of the state are alike to the bit",
+            "so the state of all replicas is equal to the bit",
         )
     sums = plan.sums.model_copy(update={"over": "host"})
     return plan.replaced(sums=sums, reasons=(*plan.reasons, *said))
 
 
-#: The most that `communication.limbs = "auto"` lets an element of the mean gradient err, of the
-#: largest magnitude of its tensor: with 64 microbatches or fewer.
+#: The largest error of an element of the mean gradient with `communication.limbs = "auto"`, over
+#: the largest magnitude of its tensor: met by 64 microbatches or fewer.
 _MOST_ERROR = 2.0**-16
 
 
@@ -67,20 +67,20 @@ def with_sums_and_memory(
     *,
     timed_form: str = "",
 ) -> Plan:
-    """The plan with its sums and its memory as the settings ask, `communication.limbs` among them.
+    """The plan with reductions, limbs and memory layout by the settings.
 
     Args:
-        plan: Of it, with the state whole on every copy and the sums over the devices; with one limb
-            only if it is asked for.
-        measure: As for `with_memory`.
-        timed_form: The same.
+        plan: With the state whole on every replica and the reductions over devices; with one limb
+            only if asked for.
+        measure: See `with_memory`.
+        timed_form: See `with_memory`.
 
     Raises:
-        PlanError: If it cannot be as the settings ask, or does not fit.
+        PlanError: If the settings cannot be met, or nothing fits.
     """
 
-    def in_memory(own: Plan) -> Plan:
-        return with_memory(work, own, cluster, measure, timed_form=timed_form)
+    def in_memory(plan: Plan) -> Plan:
+        return with_memory(work, plan, cluster, measure, timed_form=timed_form)
 
     plan = with_asked_calls(work.settings.cluster, with_sums_over(work, plan))
     asked = work.settings.communication.limbs
@@ -90,7 +90,7 @@ def with_sums_and_memory(
     if asked == 1 or _mean_error(terms) <= _MOST_ERROR:
         sums = plan.sums.model_copy(update={"limbs": 1})
         one = in_memory(plan.replaced(sums=sums))
-        terms = _terms(work, one)  # more, where its cuts part what shares a parameter
+        terms = _terms(work, one)  # more, if its segments share a parameter
     if asked == "auto" and (mean := _mean_error(terms)) > _MOST_ERROR:
         reason = (
             f"two limbs: one would let the mean of {terms} terms err by 2**{_power(mean)} of "
@@ -106,7 +106,7 @@ def with_sums_and_memory(
 
 
 def _mean_error(terms: int) -> float:
-    """Of the mean of so many terms with one limb, of its tensor's largest magnitude."""
+    """The error of the mean of so many terms with one limb, over the largest magnitude."""
     return Limbs(1, terms).error_bound / terms
 
 
@@ -115,7 +115,7 @@ def _power(bound: float) -> str:
 
 
 def _terms(work: Workload, plan: Plan) -> int:
-    """The most terms of an element's sum: parts that share a parameter add to it one each."""
+    """The most terms of an element's sum: each part that shares a parameter adds one."""
     graph, num = work.graph, plan.num_microbatches
     if plan.pipeline is not None:
         ordered, points = graph_at(graph, plan.pipeline.cut_by, plan.pipeline.points)

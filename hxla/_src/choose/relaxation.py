@@ -1,4 +1,4 @@
-"""Pipelines freed of what couples them, by mix of devices or at prices per device."""
+"""Pipelines without their coupling, by mix of devices or at prices per device."""
 
 import copy
 import dataclasses
@@ -14,13 +14,13 @@ Bands = Sequence[tuple[int, int]]  # per position from the end: from, up to
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pipelines:
-    """What a pipeline of some number of stages can be at best.
+    """Lower bounds on the pipelines of some number of stages.
 
     Attributes:
         used: [C, K] Devices of each kind.
-        period: [W] Periods are at least this.
-        fill: [W, C] Fill is at least this (inf: no such pipeline).
-        most: Microbatches it can run at most, because its memory was counted for so few.
+        period: [W] The least period.
+        fill: [W, C] The least fill (inf: no such pipeline).
+        most: The most microbatches, because memory was counted for so few.
     """
 
     used: Array
@@ -29,7 +29,7 @@ class Pipelines:
     most: int
 
     def microbatches(self, seconds: float) -> Array:
-        """[C] The most that each mix can run in `seconds`: never too few."""
+        """[C] An upper bound on the microbatches of each mix in `seconds`."""
         count = np.floor(1 + (seconds - self.fill) / self.period[:, None] * (1 + 1e-12) + 1e-9)
         count = np.where(self.fill <= seconds * (1 + 1e-12), count, 0.0)
         return np.minimum(count.max(axis=0), self.most)
@@ -52,7 +52,7 @@ class Relaxation:
         self.cross = cross
         self.cost = np.where(after, t.seconds + cross[None, None, :], np.inf)
         self.period = np.where(after, t.seconds + cross[None, :, None] + cross[None, None, :], 0.0)
-        # Periods of stages that fit at all.
+        # Periods of stages that fit.
         self._values = np.unique(self.period[t.fits(1) & after])
         # The shortest period of a stage of at least so many layers.
         fitting = np.where(t.fits(1) & after, self.period, np.inf).min(axis=0)
@@ -60,7 +60,7 @@ class Relaxation:
         self._reach = np.minimum.accumulate(least[::-1])[::-1]
 
     def periods(self, low: float, high: float, ratio: float) -> tuple[Array, Array]:
-        """Intervals that hold every period there can be from `low` on: first and last member.
+        """Intervals of all possible periods from `low` on: first and last member.
 
         Longer periods than `high` share one interval: such a pipeline runs one microbatch.
         """
@@ -74,7 +74,7 @@ class Relaxation:
         coarse: tuple[Array, Array] | None,
         most: int,
     ) -> tuple[Array, Array]:
-        """The same of periods in some coarser interval; wider ones where they are too many."""
+        """The same for periods in some coarser interval; wider intervals if there are too many."""
         values = self._values[self._values >= low * (1 - 1e-12)]
         if coarse is not None:
             begun = np.searchsorted(np.sort(coarse[0]), values * (1 + 1e-12), side="right")
@@ -87,7 +87,7 @@ class Relaxation:
             ratio = 1 + 1.5 * (ratio - 1)
 
     def least_period(self) -> float:
-        """Every layer lies in some stage; a longer one may have cheaper boundaries."""
+        """The least period: each layer is in a stage; longer stages may have cheaper boundaries."""
         layers = np.arange(self.t.num_layers)
         least = np.where(np.isfinite(self.cost), self.period, np.inf).min(axis=0)
         begun = np.minimum.accumulate(least, axis=0)  # at that boundary or before it
@@ -125,9 +125,9 @@ class Relaxation:
         Args:
             first: [W] Least period of each interval.
             last: [W] Longest period of each interval.
-            depth: Microbatches in flight that memory is counted for at most.
-            most: Microbatches that such a pipeline runs at most.
-            bands: Per position from the end, the layers its stage may begin with (default: any).
+            depth: The most microbatches in flight that memory is counted for.
+            most: The most microbatches of such a pipeline.
+            bands: Per position from the end, the first layers of its stage (default: any).
         """
         t = self.t
         if bands is None:
@@ -168,10 +168,10 @@ class Relaxation:
         return Pipelines(used=np.array(mixes), period=first, fill=rest[:, :, 0], most=most)
 
     def bands(self, num_stages: int, longest: float, depth: int) -> list[tuple[int, int]]:
-        """Per position from the end, where its stage can begin: within reach from both ends."""
+        """Per position from the end, the possible first layers of its stage, from both ends."""
         size = self.t.num_layers + 1
         allowed = np.isfinite(self.cost) & (self.period <= longest)
-        reach = []  # [L+1] how far a stage that begins there can go
+        reach = []  # [L+1] the last end of a stage, by its first layer
         for position in range(1, num_stages + 1):
             ok = (allowed & self.t.fits(min(position, depth))).any(axis=0)
             reach.append(np.where(ok, np.arange(size)[None, :], -1).max(axis=1))
@@ -210,7 +210,7 @@ def _intervals(values: Array, high: float, ratio: float) -> tuple[Array, Array]:
 
 
 def clusters(values: Array, ratio: float) -> tuple[Array, Array]:
-    """First and last of each run of ascending values, none of them beyond its first times ratio."""
+    """First and last of each run of ascending values, each run within a ratio."""
     ends = np.searchsorted(values, values * ratio, side="right").tolist()
     begins, at = [], 0
     while at < len(ends):
@@ -223,7 +223,7 @@ def clusters(values: Array, ratio: float) -> tuple[Array, Array]:
 def bisected(
     enough: Callable[[float], bool], low: float, high: float, tolerance: float
 ) -> tuple[float, float]:
-    """Two numbers within a relative tolerance, of which the second is enough and the first not."""
+    """Two numbers within a relative tolerance: the second is enough, the first is not."""
     while high - low > tolerance * high:
         middle = (low + high) / 2
         low, high = (low, middle) if enough(middle) else (middle, high)
@@ -233,23 +233,23 @@ def bisected(
 def suffixes(
     num_stages: int, score: Callable[[int], Array], combine: np.ufunc
 ) -> Iterator[tuple[Array, Array]]:
-    """The least score of so many last stages that begin with a layer: a dynamic programme.
+    """The least score of the last stages by their first layer: a dynamic programme.
 
     Args:
-        num_stages: Most of them.
-        score: Position from the end to [L+1, L+1], the score of a stage over some layers.
-        combine: Makes the score of a cut from that of its stages: `np.add` or `np.maximum`.
+        num_stages: The most stages.
+        score: Position from the end to [L+1, L+1], the score of a stage by its layers.
+        combine: Joins the scores of stages: `np.add` or `np.maximum`.
 
     Yields:
-        For one stage, for two, and so on: [L+1] by first layer the score, and where its stage ends.
+        For one stage, for two, and so on: [L+1] by first layer the score, and the stage's end.
     """
     rest: Array | None = None
     for position in range(1, num_stages + 1):
-        own = score(position)
+        stage_scores = score(position)
         if rest is None:
-            rest = np.full(len(own), np.inf)
+            rest = np.full(len(stage_scores), np.inf)
             rest[-1] = 0.0
-        total = combine(own, rest[None, :])
+        total = combine(stage_scores, rest[None, :])
         rest = total.min(axis=1)
         yield rest, total.argmin(axis=1)
 
@@ -258,12 +258,12 @@ def best_cut(
     num_stages: int, score: Callable[[int], Array], combine: np.ufunc
 ) -> tuple[int, ...] | None:
     """The cut of the least score, if there is any: see `suffixes`."""
-    found = list(suffixes(num_stages, score, combine))
-    rest, _ = found[-1]
+    by_stages = list(suffixes(num_stages, score, combine))
+    rest, _ = by_stages[-1]
     if not np.isfinite(rest[0]):
         return None
     cuts = [0]
-    for _, after in reversed(found[1:]):
+    for _, after in reversed(by_stages[1:]):
         cuts.append(int(after[cuts[-1]]))
     return tuple(cuts)
 
@@ -289,12 +289,12 @@ def subsets(num_kinds: int) -> list[tuple[int, ...]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pins:
-    """What is laid down of the stages of a plan, by position from the end.
+    """Fixed kinds of the stages of a plan, by position from the end.
 
     Attributes:
-        kinds: The kind that all copies have there; None: any.
-        extra: [L+1, K, K] What a boundary takes beyond the relaxation's crossing of it, by the
-            layer after it and the kinds before and after it.
+        kinds: The kind of all replicas; None: any.
+        extra: [L+1, K, K] Seconds of a boundary beyond the relaxation, by the layer after it and
+            the kinds before and after it.
     """
 
     kinds: tuple[int | None, ...]
@@ -310,13 +310,13 @@ def priced(
     most: int,
     check: Callable[[], None],
 ) -> "list[Priced]":
-    """Programmes for all intervals: together those whose stages are of like length.
+    """Programmes for all intervals, grouped by the length of their stages.
 
     Args:
         first: [W] Least period of each interval, ascending.
         last: [W] Longest.
-        depth: Microbatches in flight that memory is counted for at most.
-        most: Microbatches that such a pipeline runs at most.
+        depth: The most microbatches in flight that memory is counted for.
+        most: The most microbatches of such a pipeline.
         check: Called between positions; may raise.
     """
     longest = np.array([relaxation.longest_stage(limit) for limit in last], int)
@@ -374,7 +374,7 @@ class Priced:
     def _limit(self, position: int) -> tuple[Array, int]:
         """[K, L, J] 0 where a stage at a position from the end fits its device, else infinity.
 
-        And how many of J there are before all is infinite.
+        Also the length of J before all is infinite.
         """
         depth = 1 if self._same else min(position, self._depth)
         if depth not in self._limits:
@@ -386,26 +386,26 @@ class Priced:
     def _pinned(
         self, position: int, pins: Pins | None, k: int, where: tuple[slice | int, ...]
     ) -> Array:
-        """[W, at, long] Of one kind: fill / period, infinite where that is not allowed."""
-        own = self._base[k][where]
+        """[W, at, long] fill / period on one kind, infinite where not allowed."""
+        cost = self._base[k][where]
         if pins is None:
-            return own
+            return cost
         if pins.kinds[position - 1] not in (None, k):
-            return np.full_like(own, np.inf)
+            return np.full_like(cost, np.inf)
         into, out = self._extra(position, pins, k)
         if not (into.any() or out.any()):
-            return own
+            return cost
         r, (w, *rest) = self._relaxation, where
         start, end = (np.broadcast_to(x, self._there.shape)[tuple(rest)] for x in self._at)
         period = r.period[k][start, end] + into[start] + out[end]
         first, last = (np.asarray(x[w])[..., None, None] for x in (self.first, self.last))
         if isinstance(rest[0], int):
             first, last = first[..., 0], last[..., 0]
-        added = own + out[end] / first
+        added = cost + out[end] / first
         return np.where(period <= last, added, np.inf)
 
     def _extra(self, position: int, pins: Pins, k: int) -> tuple[Array, Array]:
-        """[L+1] What the boundaries before and after a stage take beyond the relaxation's."""
+        """[L+1] Seconds of the boundaries before and after a stage beyond the relaxation."""
         into = out = np.zeros(self._relaxation.t.num_layers + 1)
         before = pins.kinds[position] if position < len(pins.kinds) else None
         after = pins.kinds[position - 2] if position > 1 else None
@@ -418,15 +418,15 @@ class Priced:
     def _stage(
         self, position: int, prices: Sequence[float], at: slice, long: slice, pins: Pins | None
     ) -> Array:
-        """[W, at, long] The least of all kinds."""
+        """[W, at, long] The least fill / period + price over all kinds."""
         limit, _ = self._limit(position)
-        found: Array | None = None
+        least: Array | None = None
         for k, price in enumerate(prices):
-            own = self._pinned(position, pins, k, (slice(None), at, long))
-            own = own + (limit[k, at, long] + price)
-            found = own if found is None else np.minimum(found, own, out=found)
-        assert found is not None
-        return found
+            cost = self._pinned(position, pins, k, (slice(None), at, long))
+            cost = cost + (limit[k, at, long] + price)
+            least = cost if least is None else np.minimum(least, cost, out=least)
+        assert least is not None
+        return least
 
     def rests(
         self,
@@ -439,8 +439,8 @@ class Priced:
 
         Args:
             prices: [K]
-            bands: Per position from the end the layers its stage may begin with, from, up to.
-            pins: What else is laid down; only together with bands.
+            bands: Per position from the end the first layers of its stage: from, up to.
+            pins: Fixed kinds; only together with bands.
         """
         layers, width = self._relaxation.t.num_layers, self._width
         rest = np.full((len(self.first), layers + 1 + width), np.inf)
@@ -449,7 +449,7 @@ class Priced:
         low_end, high_end = layers, layers + 1
         whole = slice(0, layers), slice(0, width)
         is_alike = self._same and pins is None
-        # One table of all stages serves every position, unless bands leave little of it.
+        # One table of all stages serves every position, unless bands need little of it.
         if bands is not None:
             is_alike = is_alike and layers < sum(high - low for low, high in bands[:num])
         shared = self._stage(1, prices, *whole, None) if is_alike else None
@@ -462,12 +462,14 @@ class Priced:
             here = np.full_like(rest, np.inf)
             if long > short:
                 if shared is not None:
-                    own = shared[:, low:high, short:long]
+                    stage_costs = shared[:, low:high, short:long]
                 else:
-                    own = self._stage(position, prices, slice(low, high), slice(short, long), pins)
+                    stage_costs = self._stage(
+                        position, prices, slice(low, high), slice(short, long), pins
+                    )
                 ends = np.lib.stride_tricks.sliding_window_view(rest, long - short, axis=1)
                 after = ends[:, low + 1 + short : high + 1 + short]
-                here[:, low:high] = (own + after).min(axis=2)
+                here[:, low:high] = (stage_costs + after).min(axis=2)
             rest = here
             rests.append(rest)
             low_end, high_end = low, high
@@ -479,7 +481,7 @@ class Priced:
             return self
         other = copy.copy(self)
         other.first, other.last = self.first[start:end], self.last[start:end]
-        other._base = [own[start:end] for own in self._base]  # noqa: SLF001
+        other._base = [x[start:end] for x in self._base]  # noqa: SLF001
         return other
 
     def fills(self, num: int, prices: Sequence[float]) -> Array:
@@ -492,13 +494,14 @@ class Priced:
         return np.stack([rest[:, 0] for rest in self.rests(num, prices)[1:]], axis=1)
 
     def seconds_with(self, excess: float | Array, fills: Array, prices: Sequence[float]) -> Array:
-        """[num] By number of stages, the time before which no pipeline has some excess: how many
-        microbatches more than its devices are worth it runs (inf: it never has).
+        """[num] By number of stages, the time before which no pipeline has an excess (inf: never).
+
+        The excess is its microbatches minus the price of its devices.
 
         Args:
-            excess: Of each number of stages, or one for all.
-            fills: [W, num] As `fills` says.
-            prices: [K] That they are of.
+            excess: Per number of stages, or one for all.
+            fills: [W, num] The result of `fills` at these prices.
+            prices: [K]
         """
         least = (self.first[:, None] * (excess - 1 + fills)).min(axis=0)
         most = self.most - np.arange(1, fills.shape[1] + 1) * min(prices)

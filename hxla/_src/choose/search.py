@@ -29,23 +29,20 @@ from .lower_bound import FINE, Alive, Bound, most_stages
 from .packing import fractional_packing
 from .relaxation import subsets
 
-_BETWEEN = 0.02  # seconds between two looks at the processor's time, which takes a system call
+_BETWEEN = 0.02  # seconds between two reads of the thread's CPU time, a system call
 
 
 class OutOfTime(Exception):  # noqa: N818
-    """The time is up; what is known by then holds."""
+    """The time is up; plans and bounds so far are valid."""
 
 
 class Deadline:
-    """A budget of this thread's processor seconds: work beside it takes nothing away.
+    """A budget of this thread's CPU seconds, so other work on the machine does not count.
 
     It counts from the start but ends nothing before it is armed.
 
     Args:
-        most: Up to which it grows when it is armed.
-
-    Attributes:
-        armed: Whether it is.
+        most: The longest budget when it is armed.
     """
 
     def __init__(self, seconds: float, most: float = 0.0):
@@ -55,16 +52,12 @@ class Deadline:
         self.armed = False
 
     def arm(self, worth: float) -> None:
-        """End the time when it is up.
-
-        Args:
-            worth: Seconds that do not matter.
-        """
+        """Let the time run out from now on, extended to `worth` seconds, at most to `most`."""
         self._at = max(self._at, self._begun + min(worth, self._most))
         self.armed = True
 
     def check(self) -> None:
-        """To be called often.
+        """Call this often.
 
         Raises:
             OutOfTime: If the time is up.
@@ -76,17 +69,17 @@ class Deadline:
                 raise OutOfTime
 
     def limit(self, seconds: float) -> None:
-        """End no later than so many seconds from now."""
+        """End at most so many seconds from now."""
         self._at = min(self._at, time.thread_time() + seconds)
 
 
 @dataclasses.dataclass
 class Goal:
-    """Of a search over several chains.
+    """The target of a search over several chains.
 
     Attributes:
         good_enough: Gap at which the search may end.
-        fastest: Seconds of the best plan known, as far as bounds know what a plan costs.
+        fastest: Seconds of the best plan, with the costs that bounds include.
         placed: Seconds of the best plan on its devices.
     """
 
@@ -96,40 +89,36 @@ class Goal:
 
     @property
     def worthwhile(self) -> float:
-        """A plan that is no faster than this need not be found."""
+        """The time that a plan must beat to matter."""
         return self.fastest / (1 + self.good_enough)
 
 
 class NothingFitsError(PlanError):
-    """No alternative that was searched has a plan; finer ones may have."""
+    """No searched alternative has a plan; finer ones may have."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
-    """A plan and where it comes from.
-
-    Attributes:
-        staging: The plan; its bound is that of its own chain.
-    """
+class RankedPlan:
+    """A plan of the search, and its alternative."""
 
     alternative: Any
     staging: Staging
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Searched:
-    """What a search found.
+class SearchResult:
+    """Plans and a bound.
 
     Attributes:
-        ranked: Plans, the fastest first: at most one for each alternative and number of stages, and
-            none of those that were seen early to be no better.
+        ranked: Plans, the fastest first: at most one per alternative and number of stages, without
+            those refuted early.
         bound_seconds: No plan of any alternative is faster.
-        exhausted: Whether time ran out: the plans and the bound hold, but more time may better
-            them, and another run may find others.
-        infeasible: Alternatives that no plan fits, and why.
+        exhausted: Whether time ran out: plans and bound are valid, but more time may improve them,
+            and another run may give others.
+        infeasible: Alternatives without a plan that fits, and why.
     """
 
-    ranked: tuple[Found, ...]
+    ranked: tuple[RankedPlan, ...]
     bound_seconds: float
     exhausted: bool
     infeasible: Mapping[Any, str]
@@ -140,13 +129,13 @@ class Searched:
         return self.ranked[0].staging.step_seconds / self.bound_seconds - 1
 
 
-_ROUGHLY = 0.0195  # gap that all of a search comes to before any of it comes to less
-_OF_A_STEP = 0.5  # seconds of a search that do not matter beside it
-_ALIKE = 6  # plans of like copies that are placed, of each chain
-_FINER = 0.2  # of the time: as much is spent on less
+_ROUGHLY = 0.0195  # gap to reach for all chains before any goes below it
+_OF_A_STEP = 0.5  # of a step: a search of so many seconds is short
+_ALIKE = 6  # plans of equal replicas to place, per chain
+_FINER = 0.2  # of the time: for a gap below that
 _SMALL_DEVICES, _SMALL_LAYERS = 8, 16
 _ROUGH = 1.01  # ratio of the periods of an interval, at first
-_FEW_MIXES = 4e8  # elements of a dynamic programme over mixes that is worth its time
+_FEW_MIXES = 4e8  # elements of a dynamic programme over mixes, at most
 _SLACKS = (1.05, 1.2, 1.5, 2.5, math.inf)  # of the longest period over that of even stages
 _NODES = (1, 4, 16, 128, 512, 2048)  # of branching, visit by visit
 
@@ -159,34 +148,32 @@ def search(
     good_enough: float = 0.005,
     can_run: Callable[[Any, int], bool] = lambda _key, _num_stages: True,
     place: Callable[[Any, Staging, float], Staging] = lambda _key, staging, _best: staging,
-) -> Searched:
+) -> SearchResult:
     """Find the fastest plan over data x stage parallelism, for any of several chains.
 
     Alternatives are what changes the chain itself: microbatch size, tensor parallelism,
     recomputation. The plan space of one chain is that of `Bound`. First the most promising
-    alternative gets a plan, at the number of stages that promises most; against it every number of
-    stages of all of them is held (`Bound.refute`), and each alternative that this leaves gets a
-    plan too. What is left is worked on, the most promising first, by `Branching`, which refutes it
-    or names cuts, and each cut that may be better is given the replicas that suit it best.
+    alternative gets a plan, at its most promising number of stages. Every number of stages of all
+    alternatives is compared with it (`Bound.refute`), and each alternative that remains gets a plan
+    too. Then `Branching` refutes the remaining numbers of stages, the most promising first, or
+    names cuts; each cut that may be better gets its best replicas.
 
     Args:
-        chains: Alternative to chain; all must stand for the same global batch.
-        time_budget_seconds: Of the processor. Where they run out, what is known by then is
-            returned; but never before there is a plan.
-        most_seconds: Up to which they may be as many as half a step of the first plan takes: less
-            does not matter where a step is long.
+        chains: Alternative to chain; all of the same global batch.
+        time_budget_seconds: CPU seconds. When they run out, plans and bound so far are returned,
+            but never before there is a plan.
+        most_seconds: The budget grows to half a step of the first plan, up to this limit.
         good_enough: Certified gap at which the search may end.
-        can_run: Whether plans of an alternative with a number of stages are wanted; the bound holds
-            for those that are.
-        place: Of an alternative, a plan and the seconds of the best plan known, what the plan is
-            where transfers share what the chain does not know of: never faster.
+        can_run: Whether an alternative may have a number of stages; the bound is for those.
+        place: Maps an alternative, a plan and the seconds of the best plan to the plan with shared
+            network cards counted: never faster.
 
     Returns:
-        Plans, the bound, and whether time ran out. Without that the result depends on the input
+        Plans, the bound, and whether time ran out. If it did not, the result depends on the input
         alone, not on the machine.
 
     Raises:
-        NothingFitsError: If no alternative has a plan: why not, for each.
+        NothingFitsError: If no alternative has a plan, with the reason of each.
         PlanError: If there is nothing to search.
 
     References:
@@ -218,12 +205,12 @@ def search(
         raise NothingFitsError("\n".join(f"{key}: {why}" for key, why in infeasible.items()))
     feasible = {key: s for key, s in searches.items() if key not in infeasible}
     plans = [
-        Found(alternative=key, staging=staging)
+        RankedPlan(alternative=key, staging=staging)
         for key, s in feasible.items()
         for _, staging in sorted(s.plans.items())
     ]
-    plans.sort(key=lambda found: found.staging.step_seconds)
-    return Searched(
+    plans.sort(key=lambda plan: plan.staging.step_seconds)
+    return SearchResult(
         ranked=tuple(plans),
         bound_seconds=min(s.bound_seconds for s in feasible.values()),
         exhausted=exhausted,
@@ -237,7 +224,7 @@ def _run(
     goal: Goal,
     deadline: Deadline,
 ) -> None:
-    """A plan, bounds and plans for all chains, then whatever bounds the whole search least."""
+    """First plans and bounds of all chains, then work on the chain with the least bound."""
     # The most promising first: its plan refutes others before any time is spent on them.
     left = sorted(searches.items(), key=lambda item: item[1].estimate)
     for i, (key, s) in enumerate(left):
@@ -255,7 +242,7 @@ def _run(
 
 
 def _refine(left: "Sequence[_Search]") -> None:
-    """Bounds until the best plan is good enough, or nothing more is to be had."""
+    """Raise bounds until the best plan is good enough, or no chain can be improved."""
     for s in sorted(left, key=lambda s: (s.fastest, s.estimate)):
         s.first_bounds()
     while left:
@@ -297,11 +284,11 @@ class _Search:
         self._promise = {num: i for i, num in enumerate(self._order)}
         self._visits = dict.fromkeys(self._order, 0)
         self._known: dict[int, Alive] = {}
-        self._known_for = 0.0  # seconds of the plans that it is about
+        self._known_for = 0.0  # seconds of those plans
         self._branchings: dict[int, Branching] = {}
         self._bounded_for = math.inf  # seconds
         self._is_priced = False
-        self._wait, self._patience = 0, 1  # prices of some stages may refute others or not
+        self._wait, self._patience = 0, 1  # prices of one number of stages may not refute others
         self._tried: set[tuple[int, ...]] = set()
         rates = 1 / self._t.seconds[:, 0, -1]
         scale = self._num / float(np.dot(rates, self._t.num_devices))
@@ -309,7 +296,7 @@ class _Search:
 
     @property
     def fastest(self) -> float:
-        """Of the plans known."""
+        """Seconds of the best plan."""
         return min((plan.step_seconds for plan in self.plans.values()), default=math.inf)
 
     @property
@@ -324,11 +311,11 @@ class _Search:
         return explain_infeasible(self.chain)
 
     def is_refuted(self) -> bool:
-        """Whether no plan of this chain need be found, by what is known of its bound."""
+        """Whether the bound shows that no plan of this chain matters."""
         return self.bound_seconds >= self._goal.worthwhile
 
     def first_plans(self, num_tried: int) -> None:
-        """Plans of the most promising numbers of stages, of more where none fits."""
+        """Plans of the most promising numbers of stages, of more if none fits."""
         for i, num in enumerate(self._order):
             if i < num_tried or not self.plans:
                 self._first_plan(num)
@@ -343,7 +330,7 @@ class _Search:
                 self._keep(best_pipeline(self.chain))
 
     def _first_plan(self, num: int) -> None:
-        """The best plan of so many stages for a few cuts, and what devices are worth in it."""
+        """The best plan of so many stages for a few cuts, and its prices of devices."""
         t, r = self._t, self.bound.relaxation
         starts = [even_cut(r, num, self._pure[:, num - 1])]
         if starts == [None]:
@@ -373,38 +360,38 @@ class _Search:
             self._prices = prices.tolist()
 
     def first_bounds(self) -> None:
-        """Bounds for every number of stages at once, by what devices are worth in the plans."""
+        """Bounds for every number of stages at once, by the plans' prices of devices."""
         if self._known_for < self._goal.worthwhile:
-            self._known = {}  # of plans that are faster than what is asked for now
+            self._known = {}  # of plans faster than the present target
         self._branchings = {}
         self._visits = dict.fromkeys(self._order, 0)
         self.bound_by_prices()
-        # By turns those of the best plans and those of the fewest stages.
+        # Alternate between the best estimates and the fewest stages.
         for i, num in enumerate(sorted(self._known)):
             self._promise[num] = min(self._promise[num], i)
 
     def bound_by_prices(self, ratio: float = FINE) -> None:
-        """What the prices say of plans faster than what is asked for, of all numbers of stages."""
+        """Bounds of all numbers of stages by the prices, for plans faster than the target."""
         level = self._bounded_for = self._goal.worthwhile
         left = {num for num in self._order if self._bounds[num] < level}
         known = {num: x for num, x in self._known.items() if num in left}
         if left:
-            found = self.bound.refute(level, self._prices, known or None, ratio=ratio)
-            self._learn(left, found, level)
+            alive = self.bound.refute(level, self._prices, known or None, ratio=ratio)
+            self._learn(left, alive, level)
 
-    def _learn(self, asked: Iterable[int], found: Mapping[int, Alive], seconds: float) -> None:
-        """Take what a bound says of some numbers of stages and plans faster than a time."""
-        self._known = {num: found[num] for num in self._order if num in found and num in asked}
+    def _learn(self, nums: Iterable[int], alive: Mapping[int, Alive], seconds: float) -> None:
+        """Keep a bound's result for some numbers of stages and plans faster than a time."""
+        self._known = {num: alive[num] for num in self._order if num in alive and num in nums}
         self._known_for = seconds
-        self._raise_to(asked, found, seconds)
+        self._raise_to(nums, alive, seconds)
 
-    def _raise_to(self, asked: Iterable[int], found: Mapping[int, Alive], seconds: float) -> None:
-        """Raise the bounds of some numbers of stages to their floors, or to the time asked of."""
-        for num in asked:
-            self._raise(num, found[num].floor if num in found else seconds)
+    def _raise_to(self, nums: Iterable[int], alive: Mapping[int, Alive], seconds: float) -> None:
+        """Raise the bounds of some numbers of stages to their floors, or to the time."""
+        for num in nums:
+            self._raise(num, alive[num].floor if num in alive else seconds)
 
     def urgency(self) -> tuple[float, float]:
-        """Which chain to work on: the one with the least first (infinity: none is needed)."""
+        """The key by which the next chain is chosen, least first (infinity: done)."""
         num = self._next()
         return (math.inf, 0.0) if num is None else (self._visits[num], self._bounds[num])
 
@@ -422,7 +409,7 @@ class _Search:
         return min(left, key=urgency, default=None)
 
     def work(self) -> None:
-        """Raise the bound, or better the plan, of the number of stages that needs it most."""
+        """Raise the bound, or improve the plan, of the most urgent number of stages."""
         num = self._next()
         assert num is not None
         if self._goal.worthwhile < self._bounded_for / (1 + self._goal.good_enough):
@@ -431,21 +418,21 @@ class _Search:
         visit = self._visits[num]
         self._visits[num] += 1
         if visit == 1:
-            high = self._goal.worthwhile  # of longer times less is known
+            high = self._goal.worthwhile  # longer times have weaker bounds
             parts = self.bound.limited(num, high)
             known, work = self._known.get(num), _FEW_MIXES / max(1, len(parts))
             each = [x.stages(num, high, known, work=work) for x in parts]
-            found = [(x, stages) for x, stages in zip(parts, each, strict=True) if stages]
-            if len(found) == len(parts):
+            pairs = [(x, stages) for x, stages in zip(parts, each, strict=True) if stages]
+            if len(pairs) == len(parts):
                 low = self._bounds[num]
-                least = [x.least_seconds(stages, low, high) for x, stages in found]
+                least = [x.least_seconds(stages, low, high) for x, stages in pairs]
                 self._raise(num, min(least, default=high))
                 return
         self._branch(num, _NODES[visit])
 
     def _branch(self, num: int, num_nodes: int) -> None:
-        """Part the cuts of so many stages, and try those that may have a better plan."""
-        is_rough = num_nodes == _NODES[0]  # a first look, of which all numbers of stages get one
+        """Branch on the cuts of so many stages, and try those that may have a better plan."""
+        is_rough = num_nodes == _NODES[0]  # the first look at each number of stages
         branching = self._branchings.get(num)
         if branching is None:
             branching = Branching(
@@ -466,7 +453,7 @@ class _Search:
             worth = self._goal.fastest / (1 + self._goal.good_enough / 2)
             met = branching.step(seconds)
             if is_rough and self.has_several_nodes:
-                continue  # there a plan without places says little: bounds come first
+                continue  # a plan without places says little there: bounds come first
             for cuts in met:
                 if cuts not in self._tried and branching.may_pay(cuts, worth):
                     self._tried.add(cuts)
@@ -474,8 +461,8 @@ class _Search:
                     least = fractional_seconds(pipelines, self._t.num_devices, self._num)
                     if least < worth:
                         self._build(pipelines, least)
-        # The first prices of a programme say more of all numbers than those of a plan did, and one
-        # pass for all is cheaper than one number after another.
+        # A programme's first prices bound all numbers of stages better than a plan's, and one pass
+        # for all is cheaper than one for each.
         self._bounded_for = math.inf if not self._is_priced else self._bounded_for
         self._prices, self._is_priced = branching.prices, True
         self._raise(num, min(branching.floor, self._goal.worthwhile))
@@ -501,7 +488,7 @@ class _Search:
         self._bounds[num] = max(self._bounds[num], seconds)
 
     def _estimate(self, num: int) -> float:
-        """Time of whole pipelines of one kind each, with the least period of each kind."""
+        """Estimated time of pipelines of one kind each, with the least period of each kind."""
         speed = work = 0.0
         for k, n in enumerate(self._t.num_devices):
             period = self._pure[k, num - 1]
@@ -512,7 +499,7 @@ class _Search:
         return (self._num + work) / speed if speed else math.inf
 
     def _build(self, pipelines: CutPipelines, seconds: float) -> None:
-        """Replicas for one cut, on all kinds and where it may pay on some of them."""
+        """The best replicas for one cut, on all kinds and on subsets that may pay."""
         t, num = self._t, len(pipelines.cuts)
         tolerance = 1e-6 if self._small else 2e-4
         tails = {kinds: tail for kinds, _, tail in self.bound.tails(num, pipelines.cuts)}
@@ -526,21 +513,21 @@ class _Search:
                 left = best - tails[kinds]
                 if left < math.inf and not enough_for(pipelines, available, self._num, left):
                     continue
-            found = best_replicas(t, pipelines, self._num, kinds, seconds, tolerance, self._check)
-            if found is not None:
-                self._keep(found)
+            plan = best_replicas(t, pipelines, self._num, kinds, seconds, tolerance, self._check)
+            if plan is not None:
+                self._keep(plan)
 
     def _keep(self, plan: Staging) -> None:
-        """Keep a plan that is wanted and the best of its number of stages."""
+        """Keep a plan if it is the best of its number of stages."""
         num = len(plan.cuts)
         best = self.plans[num].step_seconds if num in self.plans else math.inf
         if num in self._bounds and plan.step_seconds < best:
-            # Sharing makes no plan faster, so one that is slower without it need not be placed.
+            # Shared cards make no plan faster, so a slower plan need not be placed.
             may_be_best = plan.step_seconds < self._goal.placed
-            placed = self._place(plan, self._goal.placed) if may_be_best else plan
-            # A bound that knows of no cards cannot be held against what they cost.
-            own = placed if self._t.knows_cards else plan
-            self._goal.fastest = min(self._goal.fastest, own.step_seconds)
-            if placed.step_seconds < best:
-                self.plans[num] = placed
-                self._goal.placed = min(self._goal.placed, placed.step_seconds)
+            on_devices = self._place(plan, self._goal.placed) if may_be_best else plan
+            # A bound without cards cannot be compared with a plan that pays for them.
+            counted = on_devices if self._t.knows_cards else plan
+            self._goal.fastest = min(self._goal.fastest, counted.step_seconds)
+            if on_devices.step_seconds < best:
+                self.plans[num] = on_devices
+                self._goal.placed = min(self._goal.placed, on_devices.step_seconds)

@@ -1,4 +1,4 @@
-"""What a search of plans is asked, and what it gives."""
+"""Options of a search for plans, and its result."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,17 +9,17 @@ from ..schedule.replay import Timeline
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """What is searched.
+    """Options of a search.
 
     Attributes:
-        microbatch_sizes: To try; empty: those of the profile, or some that suit the cluster.
-        num_segments: Most segments of the chain, where no profile says; None: 8 if they are
-            measured, otherwise two for each device, from 8 to 96.
+        microbatch_sizes: Sizes to try; empty: those of the profile, or some by the cluster.
+        num_segments: Most segments of the chain without a profile; None: 8 if they are measured,
+            otherwise two for each device, from 8 to 96.
         seconds: Time budget of the search.
-        most_seconds: Up to which it may take as long as half a step of the plan.
+        most_seconds: The budget grows to half a step of the plan, up to this limit.
         max_stages: Most stages of a plan; None: any number.
         tensors: Sizes of tensor-parallel groups to try besides 1, also over links that are not
-            described; empty: powers of two that a node has like devices for.
+            described; empty: powers of two up to the equal devices of a node.
         recompute: Whether to try plans that run forwards again.
     """
 
@@ -33,11 +33,11 @@ class SearchOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FoundPlan:
-    """A plan, and what a search knows of it.
+class PlanResult:
+    """A plan, and its replay by the search.
 
     Attributes:
-        timelines: Its replayed step, of the first copy of the model of each sort.
+        timelines: By the first replica of each sort, its number to its timeline; empty: no search.
     """
 
     plan: Plan

@@ -38,36 +38,33 @@ def short_profile(
     num_segments: int,
     sums: SumsForm,
 ) -> Profile:
-    """Times of the job's segments on the kinds of devices that are here.
+    """Times of the job's segments on the kinds of devices here; every process takes part.
 
     A device holds one segment's parameters at a time, so a model that fits no device is measured
-    too. An update takes what its bytes take through the device's memory.
+    too. An update takes the time of its bytes through the device's memory.
 
     Args:
-        job: To measure; every process of it takes part.
-        devices: The same.
         num_segments: Most segments of the chain.
-        sums: How gradients are added up.
 
     Returns:
         The same profile on every process.
     """
-    own = next(d for d in devices if is_here(d))
-    label = cluster.devices[devices.index(own)].label
-    rate = copy_bytes_per_second(own, _COPIED_BYTES)
+    device = next(d for d in devices if is_here(d))
+    label = cluster.devices[devices.index(device)].label
+    rate = copy_bytes_per_second(device, _COPIED_BYTES)
     param_bytes = max(tree_bytes(job.functional(sizes[0]).params), 1)
-    # Of a byte of parameters: itself and the optimizer's state are read and written, sums read.
+    # Per byte of parameters: it and the optimizer's state are read and written, sums are read.
     touched = 2 + sums.num_parts + 2 * job.optimizer_bytes(sizes[0]) / param_bytes
-    found: list[Profile] = []
+    profiles: list[Profile] = []
     for size in sizes:
-        alone = segment_profile(job, Setting(label, size), num_segments, own, sums)
+        alone = segment_profile(job, Setting(label, size), num_segments, device, sums)
         [(setting, times)], [whole] = alone.times.items(), alone.sizes.values()
         updated = tuple(
             dataclasses.replace(t, update=touched * s.parameter_bytes / rate)
             for t, s in zip(times, whole, strict=True)
         )
-        found.append(dataclasses.replace(alone, times={setting: updated}))
-    return everywhere(job, merge_profiles(found))
+        profiles.append(dataclasses.replace(alone, times={setting: updated}))
+    return everywhere(job, merge_profiles(profiles))
 
 
 def segment_profile(
@@ -78,12 +75,10 @@ def segment_profile(
     sums: SumsForm,
     done: Callable[[int], None] = lambda _: None,
 ) -> Profile:
-    """What each segment takes on one device of this process, updates left out.
+    """Seconds of each segment on one device of this process, without updates.
 
     Args:
-        setting: What the times are of.
         num_segments: Most segments of the chain.
-        sums: How gradients are added up.
         done: Called with the number of segments measured so far.
     """
     graph = graph_of(job.graph(setting.microbatch_size))
@@ -109,9 +104,9 @@ def segment_profile(
     )
 
 
-def everywhere(job: JobContext, own: Profile) -> Profile:
-    """What all processes have measured, known to each of them."""
-    texts = job.gather("profile", json.dumps(own.to_table()))
+def everywhere(job: JobContext, profile: Profile) -> Profile:
+    """The profiles of all processes, merged on each of them."""
+    texts = job.gather("profile", json.dumps(profile.to_table()))
     return merge_profiles(Profile.from_table(json.loads(text)) for text in texts)
 
 
@@ -119,9 +114,9 @@ _SHORT_BYTES, _LONG_BYTES = 1 << 12, 1 << 23
 
 
 def measured_link(job: JobContext, devices: Sequence[jax.Device]) -> Link:
-    """A link like the slowest between neighbours while all of them hand on at once.
+    """The slowest link between neighbours while all of them send at once.
 
-    Every process of the job takes part, and all get the same figures.
+    Every process of the job takes part and gets the same figures.
     """
     mesh = Mesh(np.array(devices), (DATA_AXIS,), axis_types=(AxisType.Auto,))
     num = len(devices)
@@ -142,8 +137,8 @@ def measured_link(job: JobContext, devices: Sequence[jax.Device]) -> Link:
             out_shardings=NamedSharding(mesh, P(DATA_AXIS)),
         )
         times.append(median_seconds(functools.partial(hand_on, make())))
-    told = [json.loads(text) for text in job.gather("links", json.dumps(times))]
-    short, long = (max(column) for column in zip(*told, strict=True))
+    times_of_processes = [json.loads(text) for text in job.gather("links", json.dumps(times))]
+    short, long = (max(column) for column in zip(*times_of_processes, strict=True))
     seconds = max(long - short, 1e-9)
     return Link(
         bytes_per_second=(_LONG_BYTES - _SHORT_BYTES) / seconds,

@@ -1,4 +1,4 @@
-"""Sizes of a split that would be better, by what its devices were measured to work."""
+"""Better sizes for a split, by the measured seconds of its devices."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class BetterShares:
     """Another ratio for the devices of a split.
 
     Attributes:
-        gain: The seconds that the slowest device works now over those with it, minus one.
+        gain: The slowest device's present seconds over those with the new ratio, minus one.
     """
 
     shares: tuple[int, ...]
@@ -33,18 +33,17 @@ def better_shares(
     seconds: Sequence[float],
     state_factor: float,
 ) -> BetterShares | None:
-    """The best ratio by measured times; None where nothing is known of the devices, or none fits.
+    """The best ratio by measured times; None: the devices are not described, or nothing fits.
 
-    How much of its time a device repeats is estimated, as for a plan; how long it works is not.
+    The repeated part of a device's time is estimated, as for a plan; its total is measured.
 
     Args:
-        sharded: What its one axis cuts.
-        seconds: That each device of a copy was measured to work in a step.
-        state_factor: The bytes of a device for each byte of its parameters.
+        seconds: Measured work of each device of a replica in a step.
+        state_factor: The bytes of a device per byte of its parameters.
     """
     [axis] = plan.axes
     if axis.name in BATCH_AXES:
-        return None  # it carries examples, of which there are no shares
+        return None  # it shards examples, in no ratio
     places = places_of(graph, [r.devices for r in plan.replicas], cluster)
     if not places:
         return None
@@ -52,10 +51,10 @@ def better_shares(
     if not granules:
         return None
     devices = []
-    for estimated, own, measured in zip(
+    for estimated, num_granules, measured in zip(
         split_devices(graph, sharded, places, NUM_GRANULES), granules, seconds, strict=True
     ):
-        present = estimated.fixed_seconds + estimated.unit_seconds * own
+        present = estimated.fixed_seconds + estimated.unit_seconds * num_granules
         devices.append(
             dataclasses.replace(
                 estimated,

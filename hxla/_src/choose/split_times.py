@@ -1,8 +1,8 @@
-"""Seconds of the devices of a split: per unit for shared work, and for repeated work.
+"""Seconds of the devices of a split: per unit for sharded work, and for repeated work.
 
-What a plan leaves whole, every device of a copy computes, the slow one at its own speed: norms and
-residual additions, what no unit cuts, and on CPUs the collectives, which are copies and additions
-of their cores. So a slow device's part is smaller than the ratio of speeds alone says.
+Every device of a replica repeats the work that is not sharded, the slow one at its speed: norms,
+residual additions, and on CPUs the collectives, which are memory copies and additions. So a slow
+device's shard is smaller than the ratio of speeds alone.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ from ..plan.sharding import Sharded
 from ..profile.profile import Profile, Setting, SplitTime, together_key
 from .split_sizes import SplitDevice
 
-_PASSES = 3.0  # a backward is two products for each of the forward's
+_PASSES = 3.0  # forward, and a backward of twice its products
 _SUMMED_BYTES = 24.0  # of a float32 gradient read, and two int32 limbs read and written
-_ALIKE = 1.05  # ratio of seconds up to which devices are alike
+_ALIKE = 1.05  # ratio of seconds up to which devices count as equal
 # Of one core of an Intel Xeon, rounded: not measured one by one, but set so that the shares of time
 # that devices repeat come near to those of benchmarks/uneven_split.py there. Products, element-wise
 # work, all-reduces over Gloo. Only their ratios matter; a profile's times take their place.
@@ -32,12 +32,12 @@ _BALANCE = 50.0  # operations per byte of memory, where a device's bandwidth is 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """A place of a copy: as fast, and with as much memory, as the least of its devices in any copy.
+    """A position in a replica: the least speed and memory of its devices over all replicas.
 
     Attributes:
-        sent_bytes_per_second: What it does of a collective's bytes itself; infinite where an
-            accelerator's links do.
-        memory_bytes: That it has; None: not known.
+        sent_bytes_per_second: The rate of a collective's work on the device; infinite for
+            accelerators, whose links do it.
+        memory_bytes: None: not known.
         measured_seconds: Of a microbatch of the whole model, alone; None: not measured.
     """
 
@@ -55,32 +55,32 @@ def places_of(
     cluster: Cluster,
     profile: Profile | None = None,
 ) -> tuple[Place, ...]:
-    """The places of a copy; empty where nothing is known of a device's speed.
+    """The places of a replica; empty if the speed of a device is not known.
 
     Args:
-        replicas: The ranks of each copy.
+        replicas: The ranks of each replica.
         profile: Times of the model on these kinds of devices, each alone; None: none were measured.
     """
     size = graph.values[graph.batch_values[0]].shape[0] if graph.batch_values else 1
     columns = [[cluster.devices[r] for r in ranks] for ranks in zip(*replicas)]  # noqa: B905
-    measured = _measured({d.label for own in columns for d in own}, profile, size)
-    found = []
-    for place, own in enumerate(columns):
-        speeds = [_speed(d, graph.arithmetic) for d in own]
+    measured = _measured({d.label for column in columns for d in column}, profile, size)
+    places = []
+    for place, column in enumerate(columns):
+        speeds = [_speed(d, graph.arithmetic) for d in column]
         if not all(flops for flops, _, _ in speeds):
             return ()
-        memory = [d.memory_bytes for d in own if d.memory_bytes is not None]
-        found.append(
+        memory = [d.memory_bytes for d in column if d.memory_bytes is not None]
+        places.append(
             Place(
-                name=f"device {place} of a copy ({own[0].label})",
+                name=f"device {place} of a replica ({column[0].label})",
                 flops_per_second=min(flops for flops, _, _ in speeds),
                 bytes_per_second=min(rate for _, rate, _ in speeds),
                 sent_bytes_per_second=min(sent for _, _, sent in speeds),
                 memory_bytes=min(memory, default=None),
-                measured_seconds=max(measured[d.label] for d in own) if measured else None,
+                measured_seconds=max(measured[d.label] for d in column) if measured else None,
             )
         )
-    return tuple(found)
+    return tuple(places)
 
 
 def _speed(device: Device, arithmetic: str) -> tuple[float, float, float]:
@@ -98,7 +98,7 @@ def _speed(device: Device, arithmetic: str) -> tuple[float, float, float]:
 
 
 def _measured(labels: set[str], profile: Profile | None, size: int) -> Mapping[str, float]:
-    """Seconds of a microbatch on each kind of device alone; empty: not all were measured alike."""
+    """Seconds of a microbatch on each kind of device alone; empty: not measured at one size."""
     if profile is None:
         return {}
     sizes = sorted({s.microbatch_size for s in profile.times}, key=lambda n: (abs(n - size), n))
@@ -115,21 +115,16 @@ def _measured(labels: set[str], profile: Profile | None, size: int) -> Mapping[s
 def split_devices(
     graph: Graph, sharded: Sharded, places: Sequence[Place], num_units: int
 ) -> list[SplitDevice]:
-    """Each place with its seconds.
-
-    Args:
-        sharded: What its one axis cuts.
-        num_units: Units of all that is cut.
-    """
+    """Each place with its seconds, for `num_units` units of sharded work."""
     work = _work(graph, sharded)
-    found = []
+    devices = []
     for place in places:
-        shared, repeated = (_seconds(own, place) for own in work)
+        shared, repeated = (_seconds(part, place) for part in work)
         sent = sum(axis.sent_bytes for axis in sharded.axes.values())
         if place.measured_seconds is not None:
             scale = place.measured_seconds / (shared + repeated)
             shared, repeated = shared * scale, repeated * scale
-        found.append(
+        devices.append(
             SplitDevice(
                 name=place.name,
                 unit_seconds=shared / num_units,
@@ -137,17 +132,17 @@ def split_devices(
                 memory_bytes=place.memory_bytes,
             )
         )
-    return found
+    return devices
 
 
 def are_alike(devices: Sequence[SplitDevice], num_units: int) -> bool:
-    """Whether devices take about as long for so many units."""
+    """Whether devices take about the same time for so many units."""
     seconds = [d.seconds(num_units) for d in devices]
     return max(seconds) <= _ALIKE * min(seconds)
 
 
 def _work(graph: Graph, sharded: Sharded) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Operations and bytes of a microbatch: of what is cut, and of what every device repeats."""
+    """Operations and bytes of a microbatch: sharded, and repeated on every device."""
     [axis] = sharded.axes.values()
     totals = {True: [0.0, 0.0], False: [0.0, 0.0]}
     for op in leaves(graph.ops):
@@ -165,7 +160,7 @@ def _of(op: Op, graph: Graph) -> tuple[float, float]:
     passes = _PASSES * op.times
     if op.name in ("dot_general", "conv_general_dilated"):
         return passes * op.flops, 0.0
-    if not op.flops:  # views, and what is fused into its readers
+    if not op.flops:  # views and fused operations
         return 0.0, 0.0
     return 0.0, passes * sum(graph.values[v].num_bytes for v in op.outputs)
 
@@ -175,22 +170,18 @@ def _seconds(work: tuple[float, float], place: Place) -> float:
     return flops / place.flops_per_second + moved / place.bytes_per_second
 
 
-NUM_GRANULES = 120  #: Of a split's whole work.
+NUM_GRANULES = 120  #: Of the whole work of a split.
 
 
 def granules_of(parameters: Sequence[Layout], axis: str, size: int) -> list[float]:
-    """What each device of a copy has of all that is cut, in granules; empty: one has nothing.
-
-    Args:
-        axis: Of the mesh, that cuts them.
-    """
+    """Each device's share of the sharded parameters, in granules; empty: one has nothing."""
     cut = [0.0] * size
     for layout in parameters:
         dim = layout.dim_of(axis)
         if dim is not None and layout.shape[dim]:
-            for d, own in enumerate(layout.parts(dim, size)):
-                cut[d] += layout.num_bytes * own / layout.shape[dim]
-    return [NUM_GRANULES * own / sum(cut) for own in cut] if all(cut) else []
+            for d, part in enumerate(layout.parts(dim, size)):
+                cut[d] += layout.num_bytes * part / layout.shape[dim]
+    return [NUM_GRANULES * num_bytes / sum(cut) for num_bytes in cut] if all(cut) else []
 
 
 def microbatch_seconds(
@@ -201,15 +192,15 @@ def microbatch_seconds(
     cluster: Cluster,
     profile: Profile,
 ) -> float:
-    """Seconds of a microbatch on a copy that one axis cuts: those of its slowest device.
+    """Seconds of a microbatch on a replica that one axis shards: those of its slowest device.
 
-    Each takes its part of what the profile says that it takes alone, all of what every device
-    repeats, and its own share of the collectives' work. Where the profile has the split itself,
-    with these parts or others, what it took beyond that counts: collectives, and waiting for each
-    other in them. Zero where a kind of device was not measured with microbatches of this size.
+    A device takes its share of its time alone in the profile, all repeated work, and its share of
+    the collectives' work. If the profile has this split, with these shards or others, its time
+    beyond that is added: collectives, and waiting in them. Zero if a kind of device was not
+    measured at this microbatch size.
 
     Args:
-        replicas: The ranks of each copy.
+        replicas: The ranks of each replica.
         profile: Times of the model on each kind of device alone.
     """
     [(axis, _)] = sharded.axes.items()
@@ -222,9 +213,9 @@ def microbatch_seconds(
     devices = split_devices(graph, sharded, places, NUM_GRANULES)
 
     def apart(granules: Sequence[float]) -> float:
-        """Of devices that do not wait for each other."""
+        """Seconds of devices that do not wait for each other."""
         each = zip(devices, granules, strict=True)
-        return max(d.fixed_seconds + d.unit_seconds * own for d, own in each)
+        return max(d.fixed_seconds + d.unit_seconds * num for d, num in each)
 
     split = _kinds_of_places(replicas, cluster), size, float(sharded.axes[axis].sent_bytes)
     for known in profile.splits:
@@ -235,10 +226,10 @@ def microbatch_seconds(
 
 
 def split_time(plan: Plan, cluster: Cluster, seconds: float) -> SplitTime | None:
-    """What a profile is to know of a split that ran; None: one device has nothing of it.
+    """The profile's entry for a split that ran; None: one device has no shard.
 
     Args:
-        plan: Whose copies one axis cuts.
+        plan: One axis shards its replicas.
     """
     [axis] = plan.axes
     granules = granules_of(plan.parameters, axis.name, axis.size)
@@ -248,12 +239,12 @@ def split_time(plan: Plan, cluster: Cluster, seconds: float) -> SplitTime | None
         kinds=_kinds_of_places([replica.devices for replica in plan.replicas], cluster),
         microbatch_size=plan.microbatch_size,
         sent_bytes=plan.prediction.sent_bytes,
-        parts=tuple(own / NUM_GRANULES for own in granules),
+        parts=tuple(num / NUM_GRANULES for num in granules),
         seconds=seconds,
     )
 
 
 def _kinds_of_places(replicas: Sequence[Sequence[int]], cluster: Cluster) -> tuple[str, ...]:
-    """The kinds of the devices at each place of a copy, as a profile names them."""
+    """The kinds of devices at each place of a replica, as a profile names them."""
     columns = zip(*replicas, strict=True)
-    return tuple(together_key({cluster.devices[r].label for r in own}) for own in columns)
+    return tuple(together_key({cluster.devices[r].label for r in ranks}) for ranks in columns)

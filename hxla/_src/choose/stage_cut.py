@@ -1,4 +1,4 @@
-"""Where to cut a model into stages, by times measured on the devices that will run them."""
+"""Where to cut a model into stages, by times measured on their devices."""
 
 import dataclasses
 import itertools
@@ -22,7 +22,7 @@ class StageCut:
 
     Attributes:
         order: The devices of the pipelines, in the order of their stages.
-        fractions: Of a microbatch's work, as its own device measures it, on each stage.
+        fractions: Each stage's part of a microbatch's time on its device.
     """
 
     order: tuple[int, ...]
@@ -42,7 +42,7 @@ def best_cut(
     num_parts: int,
     trained: Collection[int] | None = None,
 ) -> StageCut:
-    """The fastest stages for one pipeline over unlike devices, or for several of like ones.
+    """The fastest stages for one pipeline over unlike devices, or for several equal pipelines.
 
     Args:
         times: [2, L] Seconds of the segments' forward and backward on each device.
@@ -58,15 +58,15 @@ def best_cut(
     chain = segments(opened, request.most_segments)
     sizes = layer_sizes(opened, chain, shard_graph(opened, (), {}), trained=trained)
     num = request.num
-    seconds = {d: own[:2].T for d, own in times.items()}
+    seconds = {d: rows[:2].T for d, rows in times.items()}
     pipelines = [list(range(i, i + num)) for i in range(0, len(times), num)]
-    # Several pipelines share one cut: that of a pipeline whose stages are each the mean of theirs,
-    # after each has its larger memories first, for earlier stages keep more.
+    # Several pipelines share the cut of their mean pipeline. Each has its larger memories first,
+    # because earlier stages keep more.
     if len(pipelines) > 1:
-        for own in pipelines:
-            own.sort(key=lambda d: (-(memory_bytes[d] or 0), float(seconds[d].sum())))
-    means = [np.mean([seconds[own[i]] for own in pipelines], axis=0) for i in range(num)]
-    known = [[m for own in pipelines if (m := memory_bytes[own[i]])] for i in range(num)]
+        for ranks in pipelines:
+            ranks.sort(key=lambda d: (-(memory_bytes[d] or 0), float(seconds[d].sum())))
+    means = [np.mean([seconds[ranks[i]] for ranks in pipelines], axis=0) for i in range(num)]
+    known = [[m for ranks in pipelines if (m := memory_bytes[ranks[i]])] for i in range(num)]
     groups = tuple(
         Group(
             kind=f"device {i}",
@@ -85,7 +85,7 @@ def best_cut(
         groups=groups,
         num_microbatches=max(1, num_microbatches // len(pipelines)),
         output_bytes=tuple(s.output_bytes for s in sizes),
-        # A stage's own parameters and their sums; what is stored is even over all stages.
+        # A stage's parameters and their sums; stored state is even over all stages.
         state_factor=1.0 + num_parts,
         workspace_bytes=(param_bytes * (1 + num_parts) + optimizer_bytes) / num,
     )
@@ -93,7 +93,7 @@ def best_cut(
     (replica,) = staging.replicas
     ends = (*staging.cuts[1:], len(sizes))
     layers = tuple(b - a for a, b in zip(staging.cuts, ends, strict=True))
-    pipelines = [[own[g] for g in replica.groups] for own in pipelines]
+    pipelines = [[ranks[g] for g in replica.groups] for ranks in pipelines]
     spans = zip(replica.groups, staging.cuts, ends, strict=True)
     busy = [float(means[g][a:b].sum()) for g, a, b in spans]
     whole = [float(means[g].sum()) for g in replica.groups]

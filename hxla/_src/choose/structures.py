@@ -1,7 +1,7 @@
-"""Makers of plans: how devices share a model, by annotations, by a mesh, by a number of stages.
+"""How devices share a model: by annotations, by a mesh, by a number of stages.
 
-A structure says which devices hold a copy of the model and what its mesh axes are for; `complete`
-makes the plan of it.
+A structure has the devices of each replica and the roles of its mesh axes; `complete` makes a plan
+of it.
 """
 
 import dataclasses
@@ -32,14 +32,14 @@ class ReplicaGroups:
     """How devices share a model.
 
     Attributes:
-        replicas: Ranks of each copy's devices, in the order of the axes.
-        axes: Mesh axes inside a copy, with their sizes.
-        roles: For each of them but `stage`, the part of each TaskGraph.
-        rules: Decide which parameters the axes cut; None: what needs least communication.
-        pipeline: How the stages are cut, where there are any.
-        shares: The ratio in which the devices of a copy share what is cut, where it is known.
+        replicas: Ranks of each replica's devices, in the order of the axes.
+        axes: Mesh axes inside a replica, with their sizes.
+        roles: For each axis but `stage`, the role of each TaskGraph.
+        rules: Decide which parameters the axes shard; None: by least communication.
+        pipeline: None: no stages.
+        shares: The ratio of the shards of a replica's devices; empty: not stated or measured.
         shares_are: `stated`, or `measured` in a trial.
-        reasons: What to say about it in the plan.
+        reasons: Lines for the plan.
     """
 
     replicas: tuple[Ranks, ...]
@@ -53,7 +53,7 @@ class ReplicaGroups:
 
     @property
     def inner(self) -> Axes:
-        """The axes inside a copy, or inside each of its stages."""
+        """The axes inside a replica, or inside each of its stages."""
         return tuple(axis for axis in self.axes if axis[0] != STAGE_AXIS)
 
 
@@ -66,13 +66,13 @@ def structure_of(
     grid: np.ndarray,
     rules: RuleSet | None,
 ) -> ReplicaGroups:
-    """What arguments and annotations say together.
+    """The structure by arguments and annotations together.
 
     Args:
         cluster: All of its devices are used.
-        axes: Of a mesh, names and sizes; None: there is none.
+        axes: Names and sizes of a mesh; None: no mesh.
         grid: Ranks of the mesh's devices.
-        rules: Decide which parameters the inner axes cut.
+        rules: Decide which parameters the inner axes shard.
 
     Raises:
         ConfigError: If they contradict each other.
@@ -96,24 +96,28 @@ def shares_of(mesh: Mapping[str, Any] | None) -> tuple[int, ...]:
     """The ratio that a mesh states for one of its axes, `{"tensor": (2, 1)}`; empty: none.
 
     Raises:
-        ConfigError: If it states several, or one between copies of the model.
+        ConfigError: If it states several, or one between replicas.
     """
     stated = {str(n): s for n, s in (mesh or {}).items() if isinstance(s, tuple | list)}
     check_whole_numbers(
         1,
-        **{f"mesh axis {n}, share {i}": s for n, own in stated.items() for i, s in enumerate(own)},
+        **{
+            f"mesh axis {n}, share {i}": s
+            for n, shares in stated.items()
+            for i, s in enumerate(shares)
+        },
     )
     if len(stated) > 1:
         raise ConfigError(f"the mesh states shares for {', '.join(stated)}: one axis may have them")
-    for name, own in stated.items():
+    for name, shares in stated.items():
         if name in (DATA_AXIS, STAGE_AXIS, *BATCH_AXES):
             raise ConfigError(
-                f"the mesh states shares {tuple(own)} for {name!r}, which cuts no parameters: "
-                "counts= are for copies of the model, stages= for stages"
+                f"the mesh states shares {tuple(shares)} for {name!r}, which cuts no parameters: "
+                "counts= are for replicas, stages= for stages"
             )
-        if len(own) == 0:
+        if len(shares) == 0:
             raise ConfigError(f"the mesh states no share for {name!r}: give one for each device")
-        return tuple(map(int, own))
+        return tuple(map(int, shares))
     return ()
 
 
@@ -133,18 +137,18 @@ def grid_of(mesh: Mapping[str, Any], num_devices: int) -> tuple[Axes, np.ndarray
 
 
 def replicated(ranks: Sequence[int]) -> ReplicaGroups:
-    """Every device a copy."""
+    """Every device a replica."""
     return ReplicaGroups(replicas=tuple((rank,) for rank in ranks))
 
 
 def from_annotations(
     graph: Graph, cluster: Cluster, config: ClusterConfig, request: PipelineRequest
 ) -> ReplicaGroups:
-    """What `replicate` and `split` ask for.
+    """The structure by `replicate` and `split`.
 
     Args:
         cluster: All of its devices are used.
-        request: How a pipeline is to run, where the annotations make one.
+        request: How a pipeline is to run, if the annotations make one.
 
     Raises:
         PlanError: If the devices do not fit.
@@ -160,12 +164,12 @@ def from_annotations(
     if not axes:
         return replicated(range(len(cluster.devices)))
     if axes[0][0] == STAGE_AXIS:
-        own = dataclasses.replace(request, num=axes[0][1], by_annotations=True)
+        staged_request = dataclasses.replace(request, num=axes[0][1], by_annotations=True)
         if axes[1:]:
             whole = [virtual.replica(i) for i in range(virtual.num_replicas)]
-            return _pipelines(whole, own, axes[1:], roles)
+            return _pipelines(whole, staged_request, axes[1:], roles)
         groups = [pipeline for tasks in virtual.devices for pipeline in zip(*tasks, strict=True)]
-        return _pipelines(groups, own)
+        return _pipelines(groups, staged_request)
     replicas = tuple(virtual.replica(i) for i in range(virtual.num_replicas))
     return ReplicaGroups(replicas=replicas, axes=axes, roles=roles)
 
@@ -194,13 +198,12 @@ def from_mesh(
     rules: RuleSet | None,
     request: PipelineRequest,
 ) -> ReplicaGroups:
-    """A user's own mesh: `data` between copies of the model, the other axes inside.
+    """The structure by a user's mesh: `data` between replicas, the other axes inside.
 
     Args:
         axes: Names and sizes, in the order of the grid's dimensions.
-        rules: Decide which parameters the inner axes cut; None: the annotations do.
-        request: How a pipeline is to run, where the mesh has an axis `stage` or stages are asked
-            for.
+        rules: Decide which parameters the inner axes shard; None: the annotations do.
+        request: How a pipeline is to run, if the mesh has an axis `stage` or stages are asked for.
 
     Raises:
         ConfigError: If the stages asked for are not those of the mesh.
@@ -219,11 +222,11 @@ def from_mesh(
     first = [DATA_AXIS] if DATA_AXIS in sizes else []
     grid = grid.transpose([names.index(n) for n in (*first, *inside)])
     rows = [tuple(map(int, row.flat)) for row in (grid if first else grid[None])]
-    own = tuple((n, sizes[n]) for n in inside)
+    inner_axes = tuple((n, sizes[n]) for n in inside)
     if num_stages:
-        return _staged(graph, rows, own, rules, dataclasses.replace(request, num=num_stages))
-    roles = roles_of_mesh(graph, own, by_rules=rules is not None)
-    return ReplicaGroups(replicas=tuple(rows), axes=own, roles=roles, rules=rules)
+        return _staged(graph, rows, inner_axes, rules, dataclasses.replace(request, num=num_stages))
+    roles = roles_of_mesh(graph, inner_axes, by_rules=rules is not None)
+    return ReplicaGroups(replicas=tuple(rows), axes=inner_axes, roles=roles, rules=rules)
 
 
 def _staged(
@@ -243,8 +246,8 @@ def _staged(
     if batch_axes:
         raise PlanError(
             f"the mesh axes {', '.join(batch_axes)} would cut the batch inside a stage, which "
-            f"hxla does not lower: use {DATA_AXIS!r} for copies of the pipeline, and axes that cut "
-            "parameters, such as 'tensor', inside stages"
+            f"hxla does not lower: use {DATA_AXIS!r} for replicas of the pipeline, and axes that "
+            "cut parameters, such as 'tensor', inside stages"
         )
     counted = [t.label for t in graph.task_graphs if t.device_count]
     if counted:
@@ -263,7 +266,7 @@ def _pipelines(
     roles: Mapping[str, tuple[Role, ...]] | None = None,
     rules: RuleSet | None = None,
 ) -> ReplicaGroups:
-    """Of devices in the order of stages, and within a stage in that of the inner axes."""
+    """Pipelines of devices in the order of stages, within a stage in that of the inner axes."""
     size = math.prod(n for _, n in inner)
     request.check_inside(size)
     reasons: tuple[str, ...] = ()
@@ -281,10 +284,10 @@ def _pipelines(
 
 
 def check_unannotated(graph: Graph, what: str) -> None:
-    """How devices share the model is asked for in one way only.
+    """Refuse to cut a model that annotations cut already.
 
     Args:
-        what: That asks for it besides annotations.
+        what: The argument that cuts it.
 
     Raises:
         ConfigError: If the model is annotated.

@@ -1,4 +1,4 @@
-"""What plans are made of: a job's loss and optimizer, traced for one microbatch size."""
+"""The input of plans: a job's loss and optimizer, traced for one microbatch size."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from ..plan.ownership import Ownership, TracedUpdate, ownership
 from ..plan.plan import Plan
 from ..plan.precision import Precision
 
-#: Operations of a microbatch, by those of its forward: the backward is two more.
+#: Operations of a microbatch over those of its forward: the backward has twice as many.
 FLOPS_OF_FORWARD = 3
 
 
@@ -24,7 +24,7 @@ class Workload:
     Attributes:
         input_bytes: The bytes of a microbatch.
         optimizer_bytes: The bytes of the optimizer's state for the whole model.
-        trace_update: Makes the optimizer's update of the whole model, which takes time.
+        trace_update: Traces the optimizer's update of the whole model, which takes time.
     """
 
     settings: Config
@@ -38,7 +38,7 @@ class Workload:
 
     @property
     def arithmetic(self) -> str:
-        """The arithmetic of its products, as devices' rates name it."""
+        """The arithmetic of its products, by the names of devices' rates."""
         precision = self.graph.precision
         return (precision if isinstance(precision, Precision) else Precision()).arithmetic
 
@@ -51,11 +51,11 @@ class Workload:
         """Bytes of an unsharded replica's optimizer state on each of its devices."""
         whole = sum(math.prod(x.shape) for x in jax.tree.leaves(self.model.trained))
         shapes = plan.device_shapes
-        own = sum(math.prod(shapes[p]) for p in self.model.trained_places)
-        return self.optimizer_bytes * own / max(whole, 1)
+        on_device = sum(math.prod(shapes[p]) for p in self.model.trained_places)
+        return self.optimizer_bytes * on_device / max(whole, 1)
 
     def ownership(self, granules: tuple[int, ...]) -> Ownership:
-        """Which replica of a group would update what, with so many granules each."""
+        """The owner of each update in a group of replicas with these granules."""
         return ownership(self.trace_update(), granules)
 
 

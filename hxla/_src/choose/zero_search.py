@@ -1,8 +1,8 @@
-"""Replicas that shard their state, beside what a search finds with whole state; their bound.
+"""Replicas that shard their state, beside the search's plans with whole state; their bound.
 
 The search over stages and groups of devices counts the whole state of a stage on each of its
-devices. Copies of one device each may fit although that does not: where they share it out, run
-forwards again, or leave some of it on their hosts (`with_memory`).
+devices. Replicas of one device each may fit where that does not: if they shard the state, run
+forwards again, or offload some of it to their hosts (`with_memory`).
 """
 
 import contextlib
@@ -25,19 +25,19 @@ from .workload import Workload
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SharingCopies:
-    """The fastest.
+class ShardedReplicas:
+    """The fastest plan of replicas that shard their state.
 
     Attributes:
-        plan: Of them; its step counts what its form takes beyond whole state.
-        bound_seconds: No copies that do not fit with whole state are faster, whatever their form.
+        plan: Its step counts the extra seconds of its memory layout.
+        bound_seconds: A bound on all replicas that do not fit with whole state, in any layout.
     """
 
     plan: Plan
     bound_seconds: float
 
 
-def sharing_copies(
+def sharded_replicas(
     work: ChainWork,
     cluster: Cluster,
     profile: Profile | None,
@@ -48,26 +48,25 @@ def sharing_copies(
     faster_than: float,
     all_devices: bool,
     seconds: float,
-) -> SharingCopies | None:
-    """The fastest copies of one device each that fit in some form; None: none is fast enough.
+) -> ShardedReplicas | None:
+    """The fastest replicas of one device each that fit in some layout; None: none is fast enough.
 
-    For each microbatch size the search deals microbatches to devices as if their memory had no end
-    and sums and updates took no time, which bounds every form; what each form runs again at least
-    raises that. The most promising is given its form first. Sums count as rings over all copies, or
-    as they were measured.
+    For each microbatch size the search deals microbatches to devices with unlimited memory, sums
+    and updates free. That bounds every layout; the least recomputation of a layout raises the
+    bound. The most promising size gets its layout first. Reductions count as rings over all
+    replicas, or as measured.
 
     Args:
-        work: The chain of a job.
-        complete: Makes a plan, with the state whole on every copy.
-        in_form: Gives it the cheapest form that fits.
-        least_seconds: Of copies in any form that fits, given some with whole state, and a bound
+        complete: Makes a plan, with the state whole on every replica.
+        in_form: Gives a plan the cheapest layout that fits.
+        least_seconds: A bound for all layouts that fit, from a plan with whole state and a bound
             without limits of memory.
-        faster_than: Seconds of the step of the best plan with whole state, if there is one.
-        all_devices: Whether every device is to take part.
+        faster_than: Seconds of the best plan with whole state; infinite if there is none.
+        all_devices: Whether every device must take part.
         seconds: Time budget of each search.
     """
     if own_member() is not None:
-        return None  # the next generation might find another form, which has other bits
+        return None  # the next generation might choose another layout, with other bits
     roomy = cluster.model_copy(
         update={
             "devices": tuple(
@@ -77,14 +76,14 @@ def sharing_copies(
         }
     )
     times = None if profile is None else dataclasses.replace(profile, reductions={})
-    found: list[Proposal] = []
+    proposals: list[Proposal] = []
     for (size, tensor), layers in sorted(work.sizes.items()):
         if tensor > 1 or (faster_than < math.inf and _fit_whole(work, layers, cluster)):
             continue
         alone = dataclasses.replace(
             work, sizes={(size, 1): layers}, reduce_factor=0.0, counts_updates=False
         )
-        with contextlib.suppress(PlanError):  # one device would be left out, for it is so slow
+        with contextlib.suppress(PlanError):  # a slow device would be left out
             proposal, _ = propose(
                 alone,
                 roomy,
@@ -94,26 +93,28 @@ def sharing_copies(
                 all_devices=all_devices,
                 time_budget_seconds=seconds,
             )
-            found.append(proposal)
+            proposals.append(proposal)
     best: Plan | None = None
     least = faster_than
-    found.sort(key=lambda own: own.prediction.step_seconds)
-    tried: dict[int, Plan] = {}
-    for proposal in found:
+    proposals.sort(key=lambda proposal: proposal.prediction.step_seconds)
+    plans_by_size: dict[int, Plan] = {}
+    for proposal in proposals:
         if proposal.prediction.step_seconds >= least:
             break
-        own = _timed(complete(proposal))
-        # One limb has less to hold: if two are asked for, a bound with one is one too.
-        sums = own.sums.model_copy(update={"limbs": 1} if own.sums.kind == "exact" else {})
-        least_held = tried[own.microbatch_size] = own.replaced(sums=sums)
+        whole_plan = _timed(complete(proposal))
+        # One limb needs less memory, so a bound with one limb also bounds two.
+        sums = whole_plan.sums.model_copy(
+            update={"limbs": 1} if whole_plan.sums.kind == "exact" else {}
+        )
+        least_held = plans_by_size[whole_plan.microbatch_size] = whole_plan.replaced(sums=sums)
         summing = _sum_seconds(least_held, cluster, profile)
         if proposal.prediction.step_seconds + summing >= least:
-            continue  # in no form are they faster
+            continue  # no layout is faster
         try:
-            plan = in_form(own)
+            plan = in_form(whole_plan)
         except PlanError:
             continue
-        tried[own.microbatch_size] = own.replaced(sums=plan.sums)
+        plans_by_size[whole_plan.microbatch_size] = whole_plan.replaced(sums=plan.sums)
         plan = _with_rest(plan, work, proposal, cluster, profile)
         assert plan.prediction is not None
         if plan.prediction.step_seconds < least:
@@ -121,20 +122,20 @@ def sharing_copies(
     if best is None:
         return None
     bounds = [least]
-    for proposal in found:
+    for proposal in proposals:
         size, bound = proposal.alternative.microbatch_size, proposal.prediction.bound_seconds
-        bounds.append(least_seconds(tried[size], bound) if size in tried else bound)
-    return SharingCopies(plan=best, bound_seconds=min(bounds))
+        bounds.append(least_seconds(plans_by_size[size], bound) if size in plans_by_size else bound)
+    return ShardedReplicas(plan=best, bound_seconds=min(bounds))
 
 
 def _fit_whole(work: ChainWork, layers: Sequence[LayerSize], cluster: Cluster) -> bool:
-    """Whether every device holds a copy with whole state, which the search then knows."""
-    needed = sum(work.state_factor * own.parameter_bytes + own.stash_bytes for own in layers)
+    """Whether every device holds a replica with whole state: the search has that plan already."""
+    needed = sum(work.state_factor * x.parameter_bytes + x.stash_bytes for x in layers)
     return all(needed <= (device.memory_bytes or math.inf) for device in cluster.devices)
 
 
 def _timed(plan: Plan) -> Plan:
-    """The plan with what a microbatch takes on each copy, as its devices' times say."""
+    """The plan with the seconds of a microbatch on each replica, by its devices' times."""
     assert plan.prediction is not None
     each = predicted_microbatches(plan, plan.prediction)
     known = {"microbatch_seconds": each, "fixed_seconds": (0.0,) * len(each)}
@@ -142,7 +143,7 @@ def _timed(plan: Plan) -> Plan:
 
 
 def _sum_seconds(plan: Plan, cluster: Cluster, profile: Profile | None) -> float:
-    """Of a ring over all copies, or as it was measured."""
+    """Seconds of a ring all-reduce over all replicas, or as measured."""
     labels = [cluster.devices[replica.devices[0]].label for replica in plan.replicas]
     measured = measured_sum(profile, labels)
     if measured is not None:
@@ -153,7 +154,7 @@ def _sum_seconds(plan: Plan, cluster: Cluster, profile: Profile | None) -> float
 def _with_rest(
     plan: Plan, work: ChainWork, proposal: Proposal, cluster: Cluster, profile: Profile | None
 ) -> Plan:
-    """The plan whose step counts sums, and what each copy updates: all of the state, or a share."""
+    """The plan with reductions and updates in its step, of whole state or of shards."""
     known, alternative = plan.prediction, proposal.alternative
     assert known is not None
     layers = work.sizes[alternative.microbatch_size, 1]
@@ -170,14 +171,14 @@ def _with_rest(
     sums = _sum_seconds(plan, cluster, profile)
     each, longest = dict(zip(leaders, updates, strict=True)), max(updates)
     devices = tuple(
-        own.model_copy(
+        spent.model_copy(
             update={
                 "reduction_seconds": sums,
-                "update_seconds": each[own.rank],
-                "wait_seconds": own.wait_seconds + longest - each[own.rank],
+                "update_seconds": each[spent.rank],
+                "wait_seconds": spent.wait_seconds + longest - each[spent.rank],
             }
         )
-        for own in known.devices
+        for spent in known.devices
     )
     rest = {
         "step_seconds": known.step_seconds + sums + longest,
@@ -189,26 +190,25 @@ def _with_rest(
 
 
 def least_seconds(work: Workload, plan: Plan, cluster: Cluster, seconds: float) -> float:
-    """The least step of replicas of one device each that fit, of any number, counts and layout.
+    """A bound on replicas of one device each that fit, of any number, counts and layout.
 
-    In a layout all replicas run the same of a microbatch again, so that every step is longer by the
-    same factor than without limits of memory. The least factor is that of a layout which fits where
-    no replicas have less to hold: one on every device, all with the memory of the largest; one of
-    them runs an even share of the microbatches, as some replica must, and each other a single one.
-    What a layout moves to hosts takes at least as long as it takes if all their links are busy to
-    the end.
+    In a layout all replicas recompute the same, so every step is longer by one factor than without
+    limits of memory. The least factor is that of a layout that fits the roomiest replicas: one on
+    every device, each with the largest memory; one of them runs an even share of the microbatches,
+    as some replica must, and each other a single one. Transfers to hosts take at least the time in
+    which all links together move their bytes.
 
     Args:
-        plan: Some replicas with this size of a microbatch, and sums of this form.
-        seconds: No replicas are faster whose devices have no end of memory.
+        plan: Any replicas with this microbatch size and form of sums.
+        seconds: A bound for devices of unlimited memory.
 
     Returns:
-        Infinity if there is no layout that fits.
+        Infinity if no layout fits.
     """
     busiest = _even_share(plan, cluster)
     flops = busiest * work.microbatch_flops
     if not flops:
-        return seconds  # nothing says how much longer a step is
+        return seconds  # the factor is not known
     rates = sum(device.host_bytes_per_second or math.inf for device in cluster.devices)
     least = math.inf
     for layout in _roomiest(work, plan, cluster):
@@ -224,14 +224,14 @@ def least_seconds(work: Workload, plan: Plan, cluster: Cluster, seconds: float) 
 
 
 def _even_share(plan: Plan, cluster: Cluster) -> int:
-    """Microbatches that some replica has at least."""
+    """The fewest microbatches of the busiest replica."""
     return math.ceil(plan.num_microbatches / len(cluster.devices))
 
 
 def _roomiest(work: Workload, plan: Plan, cluster: Cluster) -> Iterator[MemoryLayout]:
-    """The layouts of replicas that have least to hold, those of one program first."""
+    """The layouts of the roomiest replicas, one program first."""
     sizes = [device.memory_bytes for device in cluster.devices]
-    most = None if None in sizes else max(own for own in sizes if own is not None)
+    most = None if None in sizes else max(size for size in sizes if size is not None)
     counts = (_even_share(plan, cluster), *(1 for _ in cluster.devices[1:]))
     known = step_memory(work, plan, cluster)
     step = StepMemory(

@@ -1,8 +1,8 @@
 """A step of ZeRO 2 and 3 as instructions: segment by segment, all microbatches of a wave in each.
 
-What replicas share out then travels once for a segment, however many microbatches there are, and
-however unequal their counts. The instructions are the same on every process, so all come to the
-same collectives in the same order; operations run for as many microbatches as a replica has.
+Sharded state is then gathered and reduced once for a segment, whatever the number of microbatches
+and however unequal their counts. The instructions are the same on every process, so all run the
+same collectives in the same order; operations run for the replica's number of microbatches.
 
 References:
     Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models",
@@ -21,16 +21,16 @@ GATHER, PREFETCH, RUN, ADD, REDUCE = "gather", "prefetch", "run", "add", "reduce
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepInstruction:
-    """What all replicas do together, or each for its microbatches of a wave.
+    """A collective of all replicas, or the work of each for its microbatches of a wave.
 
     Attributes:
-        kind: `gather`: the segment's parameters are made whole; `prefetch`: those of another begin
-            to come from host memory; `run`: operations run, and whole parameters are freed; `add`:
-            the group's sums join those of earlier waves; `reduce`: they are added up over replicas.
+        kind: `gather`: all-gather of the segment's parameters; `prefetch`: those of another begin
+            to come from host memory; `run`: operations run, and gathered parameters are freed;
+            `add`: the group's sums join those of earlier waves; `reduce`: reduction over replicas.
         segment: Of the chain, from 0.
         wave: Of the step, from 0.
-        operations: What `run` runs for each microbatch.
-        group: What `add` and `reduce` add up.
+        operations: Of `run`, for each microbatch.
+        group: The group of sums of `add` and `reduce`.
     """
 
     kind: str
@@ -51,8 +51,8 @@ def layerwise_order(
     """The instructions of a step.
 
     Args:
-        sequence: What runs for a microbatch.
-        group_segments: For each group of sums the segment after whose backward they are whole.
+        sequence: The operations of a microbatch.
+        group_segments: For each group of sums the segment whose backward completes it.
     """
     runs = [(wave, *run) for wave in range(num_waves) for run in runs_by_segment(sequence)]
     out = []
@@ -63,7 +63,7 @@ def layerwise_order(
         run = StepInstruction(kind=RUN, segment=segment, wave=wave, operations=operations)
         out.append(run)
         kind = REDUCE if wave + 1 == num_waves else ADD
-        groups = [g for g, own in enumerate(group_segments) if own == segment]
+        groups = [g for g, last in enumerate(group_segments) if last == segment]
         for group in groups if run.is_backward else ():
             out.append(StepInstruction(kind=kind, segment=segment, wave=wave, group=group))
     return tuple(out)

@@ -1,12 +1,12 @@
-"""What a schedule takes with true times: transfers block both ends, or stages wait tick by tick.
+"""Replay of a schedule with true times: transfers block both ends, or stages wait tick by tick.
 
-Only the order of each stage's row is kept from the table; when an operation starts follows from
-what it waits for. XLA's permutes stand between the computations of a step, on every device. The
-search's closed formula assumes the same, and so does the prediction of the plan it hands over.
+Only the order of each stage's row is taken from the table; an operation starts when its inputs are
+there. XLA's permutes stand between the computations of a step, on every device. The search's closed
+formula assumes the same, and so does the prediction of its plan.
 
-In the lowered form a stage goes on to its next tick once the arrays of this one have crossed, in
-both directions, every boundary of the tick's set that touches it. So it waits for those neighbours
-even where it needs nothing of them, which `blocking_replay` does not.
+In the lowered form a stage begins its next tick after the arrays of this one have crossed, in both
+directions, every boundary of the tick's set at this stage. So it waits for those neighbours even if
+it needs nothing from them, unlike in `blocking_replay`.
 """
 
 import dataclasses
@@ -94,7 +94,7 @@ def blocking_replay(
     *,
     start_seconds: float = 0.0,
 ) -> Timeline:
-    """Times of every operation of a schedule without weight gradients of their own.
+    """Times of every operation of a schedule without separate weight gradients.
 
     Args:
         forward_seconds_P: Forward of one microbatch, per part of the chain.
@@ -112,8 +112,8 @@ def blocking_replay(
     state = _State(schedule, start_seconds)
     events: list[Event] = []
     sends: list[Event] = []
-    # Of all that could happen next, what can start first does; a transfer before a computation, as
-    # it is issued first.
+    # The earliest possible event is next; a transfer before a computation, because it is issued
+    # first.
     while possible := state.choices():
         start, computes, stage = min(possible)
         op = state.next_op(stage)
@@ -138,7 +138,7 @@ def blocking_replay(
 
 
 class _State:
-    """How far each stage is, and when it is free."""
+    """The position of each stage in its row, and when it is free."""
 
     def __init__(self, schedule: Schedule, start_seconds: float):
         self._schedule = schedule
@@ -149,7 +149,9 @@ class _State:
         self._computed: set[Need] = set()
         self._received: set[Need] = set()
         self._waited_for: set[Need] = set()
-        self._near = [{stage} for stage in range(schedule.num_stages)]  # that wait for one another
+        self._near = [
+            {stage} for stage in range(schedule.num_stages)
+        ]  # stages that wait for one another
         for stage, row in enumerate(self._rows):
             for op in row:
                 need = self._need(stage, op)
@@ -164,21 +166,21 @@ class _State:
         return needs(op, stage, self._schedule.num_stages, self._schedule.num_chunks)
 
     def need_of(self, stage: int, op: Action) -> Need:
-        """What an operation waits for, of another stage."""
+        """The operation of another stage that an operation waits for."""
         need = self._need(stage, op)
         assert need is not None
         return need
 
     def part_of(self, stage: int, op: Action) -> int:
-        """The part of the chain that an operation is of."""
+        """The part of the chain of an operation."""
         return op.chunk * self._schedule.num_stages + stage
 
     def next_op(self, stage: int) -> Action:
-        """What a stage does next."""
+        """The next operation of a stage."""
         return self._rows[stage][self._position[stage]]
 
     def choices(self) -> list[Choice]:
-        """What could happen next, of each stage."""
+        """The possible next event of each stage."""
         for stage in self._changed:
             self._choices[stage] = self._choice(stage)
         self._changed = set()
@@ -204,14 +206,14 @@ class _State:
         self._changed |= self._near[stage]
 
     def receive(self, stage: int, op: Action, source: int, end: float) -> None:
-        """A stage has received what its next operation waits for."""
+        """A stage has received the input of its next operation."""
         self._free[stage] = self._free[source] = end
         self._owed[source] -= 1
         self._received.add((stage, op))
         self._changed |= self._near[stage] | self._near[source]
 
     def waiting(self) -> list[Action]:
-        """Of each stage that is not done what it would do next."""
+        """The next operation of each unfinished stage."""
         rows = zip(self._position, self._rows, strict=True)
         return [row[position] for position, row in rows if position < len(row)]
 
@@ -229,9 +231,9 @@ def replay_ticks(
     """Times of every operation of a lowered schedule.
 
     Args:
-        seconds: Of each kind of operation and part; those not in it take no time.
-        boundaries: For each tick those that arrays cross; boundary b is below stage b.
-        transfer_seconds: Of an exchange over each boundary; None: they take no time.
+        seconds: By kind of operation and part; others take no time.
+        boundaries: Per tick, the boundaries that arrays cross; boundary b is below stage b.
+        transfer_seconds: Of an exchange over each boundary; None: no time.
 
     Returns:
         The timeline.
@@ -271,7 +273,7 @@ def replay_ticks(
 def measured_timeline(
     schedule: Schedule, times_ST: Sequence[Sequence[tuple[float, float]]]
 ) -> Timeline:
-    """The ticks of one step as every stage's process saw them.
+    """The ticks of one step as measured by every stage's process.
 
     Args:
         times_ST: Start and end of each tick on each stage, seconds from the start of the step; a

@@ -26,7 +26,7 @@ _MOST_ACTIONS = 1 << 15  # of forwards: a table takes some seconds to make
 
 @dataclasses.dataclass(frozen=True, order=True, slots=True)
 class Action:
-    """One thing that a stage does in a tick.
+    """The work of a stage in a tick.
 
     Attributes:
         kind: The kind: `forward`, `backward`, or `weight`. In a schedule that has `weight`,
@@ -46,7 +46,7 @@ class Action:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Who does what in which tick.
+    """The action of each stage in each tick.
 
     Attributes:
         name: The name of the kind of schedule.
@@ -77,7 +77,7 @@ class Schedule:
 
     @property
     def has_weight(self) -> bool:
-        """Whether weight gradients are actions of their own."""
+        """Whether weight gradients are separate actions."""
         return any(op is not None and op.kind == WEIGHT for tick in self.table_TS for op in tick)
 
     @property
@@ -104,7 +104,7 @@ class Schedule:
 def needs(
     op: Action, stage: int, num_stages: int, num_chunks: int = 1
 ) -> tuple[int, Action] | None:
-    """The stage and operation that an operation waits for, besides its own row's order."""
+    """The stage and operation that an operation waits for, besides the order of its row."""
     part = op.chunk * num_stages + stage
     if op.kind == WEIGHT:
         return stage, Action(BACKWARD, op.microbatch, op.chunk)
@@ -214,14 +214,14 @@ def from_rows(
     *,
     fill_with_weights: bool = False,
 ) -> Schedule:
-    """The table in which every operation takes one tick and starts as early as it can.
+    """The table in which every operation takes one tick and starts as early as possible.
 
     Args:
-        rows: What each stage does, in order.
+        rows: The operations of each stage, in order.
         num_chunks: Chunks of the model on each stage.
-        fill_with_weights: Whether each backward of the rows leaves a weight gradient, which goes
-            where the next operation of the row cannot run yet, or would make the stage keep more
-            microbatches than there are stages.
+        fill_with_weights: Whether each backward leaves a weight gradient. It runs when the next
+            operation of the row cannot, or would make the stage keep more microbatches than there
+            are stages.
 
     Raises:
         PlanError: If the rows wait for one another in a circle, naming the first operations.
@@ -310,7 +310,7 @@ def schedule_from_table(
     name: str = "own",
     stash_limits_S: Sequence[int] | None = None,
 ) -> Schedule:
-    """Read a schedule of your own.
+    """Read a schedule that you wrote.
 
     Args:
         table_TS: What each stage does in each tick: `F2` the forward of microbatch 2, `B2` its
@@ -362,7 +362,7 @@ def schedule_from_table(
     num_microbatches = max((op.microbatch + 1 for op in every), default=0)
     num_chunks = max((op.chunk + 1 for op in every), default=0)
     if num_microbatches * num_chunks > 16 * len(table):
-        # A stage does one operation in a tick. What is missing is told one by one, if it is little.
+        # A stage does one operation in a tick. Missing operations are listed only if they are few.
         raise PlanError(
             f"schedule {name} cannot run: it names {num_microbatches:,} microbatches of "
             f"{num_chunks:,} chunks, of which each stage does a forward and a backward, in "
@@ -382,10 +382,10 @@ def schedule_from_table(
 def validate(schedule: Schedule, stash_limits_S: Sequence[int] | None = None) -> None:
     """Check that a schedule can run: the laws that every pipeline keeps.
 
-    Every stage does every operation of every microbatch and chunk once. What an operation waits
-    for lies at least one tick before it, for a result is sent at the end of its tick: forwards go
-    down the parts, backwards up, a backward follows its own forward, a weight gradient its
-    backward. Where limits are given, no stage keeps more activations.
+    Every stage does every operation of every microbatch and chunk once. Its inputs are computed at
+    least one tick before, because a result is sent at the end of its tick: forwards go down the
+    parts, backwards up, a backward follows its forward, a weight gradient its backward. No stage
+    keeps more activations than its limit.
 
     Args:
         stash_limits_S: The most chunk activations that each stage may keep, as `peak_stash`

@@ -1,8 +1,8 @@
 """The gradient of a chain of segments as a sequence of programs, with its seconds and bytes.
 
-Each segment has a program for its forward and one for its backward. Everything that is called
-recomputation, checkpointing or offload of activations is a choice of what a forward leaves behind
-and of which forwards run again.
+Each segment has a program for its forward and one for its backward. Recomputation, checkpointing
+and offload of activations are choices of the residuals that a forward leaves, and of the forwards
+that run again.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from ..core.files import listed, shown
 from .schedules import BACKWARD, FORWARD
 
 OFFLOAD, FETCH = "offload", "fetch"
-#: The residuals of a plan's chain: the fewest bytes; and those of the last segment, its input.
+#: The residuals of a plan's chain: the fewest bytes; for the last segment its input.
 CUT, INPUT = "cut", "input"
 
 _LETTERS = {"F": FORWARD, "B": BACKWARD, "O": OFFLOAD, "I": FETCH}
@@ -25,14 +25,13 @@ _TEXT = re.compile(r"([FBOI])([0-9]{1,7})(\+?)(?::([\w.-]+))?")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SegmentOperation:
-    """One program, or one copy of what a segment keeps to or from host memory.
+    """One program, or one copy of a segment's input or residuals to or from host memory.
 
-    A forward frees its segment's input unless it keeps it or its residuals need it; its outputs
-    become the next segment's input, or are dropped where that one's residuals are there already or
-    its backward has run. A backward
-    frees residuals, input and the gradient of the outputs. Offloading takes the segment's input, or
-    residuals together with an input that is kept, and frees the device's copy; the host's stays
-    until the segment's backward.
+    A forward frees its segment's input unless it keeps it or its residuals need it. Its outputs
+    become the next segment's input, or are dropped if that segment has residuals or has run its
+    backward. A backward frees residuals, input and the gradient of the outputs. Offloading takes
+    the segment's input, or residuals together with a kept input, and frees the device's copy; the
+    host's copy stays until the segment's backward.
 
     Attributes:
         kind: The kind: `forward`, `backward`, `offload` or `fetch`.
@@ -56,11 +55,11 @@ class SegmentOperation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SegmentSequence:
-    """What runs for one microbatch's gradient.
+    """The operations of one microbatch's gradient.
 
     Attributes:
         num_segments: The length of the chain.
-        operations: What runs, in its order. Whether it can is `replay_sequence`'s to say.
+        operations: In their order; `replay_sequence` checks that they can run.
     """
 
     num_segments: int
@@ -78,7 +77,7 @@ class SegmentSequence:
 
     @property
     def num_forwards(self) -> tuple[int, ...]:
-        """How often each segment's forward runs; a backward that includes one is not counted."""
+        """How often each segment's forward runs, without forwards inside backwards."""
         runs = [op.segment for op in self.operations if op.kind == FORWARD]
         return tuple(map(runs.count, range(self.num_segments)))
 
@@ -97,19 +96,19 @@ def sequence_from_texts(num_segments: int, texts: Sequence[str]) -> SegmentSeque
     """
     operations, faults = [], []
     for place, text in enumerate(texts):
-        found = _TEXT.fullmatch(text) if isinstance(text, str) else None
-        kind = _LETTERS[found[1]] if found else ""
-        if found is None or int(found[2]) >= num_segments:
+        match = _TEXT.fullmatch(text) if isinstance(text, str) else None
+        kind = _LETTERS[match[1]] if match else ""
+        if match is None or int(match[2]) >= num_segments:
             faults.append(
                 f"operation {place}: {shown(text)} is none of a chain of {num_segments} segments, "
                 'counted from 0; write "F2", "F2+", "F2:dots", "B2:dots", "O2" or "I2"'
             )
-        elif found[3] and kind != FORWARD:
+        elif match[3] and kind != FORWARD:
             faults.append(
                 f"operation {place}: {shown(text)}: a {kind} keeps no input; only a forward has '+'"
             )
         else:
-            operations.append(SegmentOperation(kind, int(found[2]), found[4] or "", bool(found[3])))
+            operations.append(SegmentOperation(kind, int(match[2]), match[4] or "", bool(match[3])))
     if faults:
         raise PlanError(f"the sequence of segments cannot be read:{listed(faults)}")
     return SegmentSequence(num_segments=num_segments, operations=tuple(operations))
@@ -117,7 +116,7 @@ def sequence_from_texts(num_segments: int, texts: Sequence[str]) -> SegmentSeque
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Residuals:
-    """One choice of what a segment's forward leaves for its backward.
+    """One choice of the residuals of a segment.
 
     Attributes:
         name: The name of the choice, such as `all`, `cut`, `dots` or `input`.
@@ -146,16 +145,16 @@ class Residuals:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SegmentCost:
-    """What the programs of one segment take for one microbatch.
+    """Seconds and bytes of one segment's programs for one microbatch.
 
-    What lies on the device throughout (parameters, the batch, sums) is not counted.
+    Arrays that stay on the device (parameters, the batch, sums) are not counted.
 
     Attributes:
         input_bytes: The bytes of its inputs, which are the outputs of the segment before.
         input_gradient_bytes: The bytes of the gradients of those inputs that are floating.
         forward_seconds: The seconds of the forward that leaves nothing.
         forward_temporary_bytes: The bytes of that forward beyond its inputs and outputs.
-        residuals: The choices of what its backward starts from.
+        residuals: The choices of residuals for its backward.
         parameter_gradient_bytes: The bytes that its backward leaves until the end of the
             microbatch.
     """
@@ -176,8 +175,8 @@ class SequenceReplay:
     Attributes:
         seconds: The seconds of all forwards and backwards; copies to a host run beside them.
         bytes_O: The bytes on the device during each of its operations.
-        offloaded_O: The bytes that each of them takes to host memory.
-        fetched_O: The bytes that each of them brings back.
+        offloaded_O: The bytes that each operation takes to host memory.
+        fetched_O: The bytes that each operation brings back.
         host_bytes: The most bytes in host memory.
     """
 
@@ -195,9 +194,9 @@ class SequenceReplay:
 
     @property
     def copying_peak_bytes(self) -> int:
-        """The same if what goes to host memory is there until the operation behind has run."""
+        """The same if offloaded bytes stay on the device until the next operation has run."""
         going = (0, *self.offloaded_O[:-1])
-        return max(own + late for own, late in zip(self.bytes_O, going, strict=True))
+        return max(now + late for now, late in zip(self.bytes_O, going, strict=True))
 
     @property
     def moved_bytes(self) -> int:
@@ -206,23 +205,23 @@ class SequenceReplay:
 
     @property
     def peak_operation(self) -> SegmentOperation:
-        """The first operation that needs them."""
+        """The first operation at the peak."""
         return self.sequence.operations[self.bytes_O.index(self.peak_bytes)]
 
 
 def replay_sequence(sequence: SegmentSequence, costs: Sequence[SegmentCost]) -> SequenceReplay:
-    """Run a sequence on paper.
+    """Simulate a sequence.
 
     Args:
-        costs: What each segment of the chain takes.
+        costs: The cost of each segment of the chain.
 
     Returns:
-        Its seconds and bytes. The gradients of the last segment's outputs are constants and take
-        none, nor do these outputs: a loss and metrics.
+        Its seconds and bytes. The last segment's outputs, a loss and metrics, and their gradients,
+        which are constants, count as zero bytes.
 
     Raises:
-        PlanError: With all that the first operation which cannot run lacks, or every backward that
-            is missing.
+        PlanError: With all faults of the first operation that cannot run, or every missing
+            backward.
     """
     check_costs(costs)
     if sequence.num_segments != len(costs):
@@ -258,19 +257,19 @@ def replay_sequence(sequence: SegmentSequence, costs: Sequence[SegmentCost]) -> 
 def runs_by_segment(
     sequence: SegmentSequence,
 ) -> list[tuple[int, tuple[SegmentOperation, ...]]]:
-    """The operations in their order, those of one segment that follow each other together."""
+    """The operations in their order, grouped by consecutive operations of one segment."""
     runs = itertools.groupby(sequence.operations, key=lambda op: op.segment)
-    return [(segment, tuple(own)) for segment, own in runs]
+    return [(segment, tuple(operations)) for segment, operations in runs]
 
 
 @dataclasses.dataclass(frozen=True)
 class RunBytes:
-    """What lies on a device beside its microbatches' values, in one of `runs_by_segment`.
+    """Bytes on a device beside its microbatches' values, in one of `runs_by_segment`.
 
     Attributes:
-        gathering: The bytes while the segment's parameters are made whole.
-        running: The bytes while its programs run.
-        reducing: The bytes while its sums are added up over all copies of the model.
+        gathering: During the all-gather of the segment's parameters.
+        running: While its programs run.
+        reducing: During the reduction of its gradients over replicas.
     """
 
     gathering: int
@@ -278,27 +277,27 @@ class RunBytes:
     reducing: int
 
 
-def while_running(sequence: SegmentSequence, own_bytes: Sequence[int]) -> list[RunBytes]:
-    """Of bytes that are there while a segment runs, whichever the microbatch: run by run."""
-    return [RunBytes(0, own_bytes[segment], 0) for segment, _ in runs_by_segment(sequence)]
+def while_running(sequence: SegmentSequence, bytes_of_segment: Sequence[int]) -> list[RunBytes]:
+    """`RunBytes` of bytes that are present only while a segment runs."""
+    return [RunBytes(0, bytes_of_segment[segment], 0) for segment, _ in runs_by_segment(sequence)]
 
 
 def layered_peak_bytes(
     sequence: SegmentSequence, costs: Sequence[SegmentCost], num: int, beside: Sequence[RunBytes]
 ) -> int:
-    """The most bytes where a device runs each of `runs_by_segment` for several microbatches.
+    """The most bytes if a device runs each of `runs_by_segment` for several microbatches.
 
-    While one runs, what is offloaded of the one before is still going, and what is fetched for the
-    one behind is coming.
+    While one microbatch runs, the one before is still being offloaded, and the next is being
+    fetched.
 
     Args:
-        sequence: What runs for a microbatch.
-        costs: What each segment of the chain takes.
+        sequence: The operations of a microbatch.
+        costs: The cost of each segment of the chain.
         num: Microbatches, at least one.
-        beside: What lies on the device beside their values, run by run.
+        beside: Bytes beside their values, run by run.
     """
     memory, peak = _Memory(costs), 0
-    for (_, operations), own in zip(runs_by_segment(sequence), beside, strict=True):
+    for (_, operations), extra in zip(runs_by_segment(sequence), beside, strict=True):
         before, during, moving = memory.device_bytes, 0, 0
         for op in operations:
             there = memory.device_bytes
@@ -306,15 +305,15 @@ def layered_peak_bytes(
             if op.kind in (OFFLOAD, FETCH) and num > 1:
                 moving = max(moving, abs(memory.device_bytes - there))
         during, after = during + moving, memory.device_bytes
-        # Of the first microbatch all others wait, of the last all others are done.
+        # During the first microbatch all others wait; during the last all others are done.
         others = (num - 1) * max(before, after)
-        phases = own.gathering + num * before, own.running + during + others
-        peak = max(peak, *phases, own.reducing + num * after)
+        phases = extra.gathering + num * before, extra.running + during + others
+        peak = max(peak, *phases, extra.reducing + num * after)
     return peak
 
 
 def check_costs(costs: Sequence[SegmentCost]) -> None:
-    """Refuse costs that cannot be.
+    """Refuse invalid costs.
 
     Raises:
         PlanError: With every fault.
@@ -348,7 +347,7 @@ def _faults(value: SegmentCost | Residuals) -> Iterator[str]:
 
 
 class _Memory:
-    """What lies on the device, and on the host, between two operations."""
+    """The inputs and residuals on the device and on the host between two operations."""
 
     def __init__(self, costs: Sequence[SegmentCost]) -> None:
         self._costs = costs
@@ -365,7 +364,7 @@ class _Memory:
         return inputs + sum(r.num_bytes for r in self._host_residuals.values())
 
     def faults(self, op: SegmentOperation) -> Iterator[str]:
-        """What the operation lacks."""
+        """The faults of an operation: what it needs and does not have."""
         if op.segment >= len(self._costs):
             yield f"the chain has {len(self._costs)} segments, counted from 0; remove it"
             return
@@ -425,8 +424,8 @@ class _Memory:
             return self.device_bytes, 0.0
         if op.kind == BACKWARD:
             assert choice is not None
-            for held in (self._inputs, self._host):
-                held.discard(i)
+            for inputs in (self._inputs, self._host):
+                inputs.discard(i)
             for kept in (self._residuals, self._host_residuals):
                 kept.pop(i, None)
             self.top = i - 1

@@ -51,7 +51,7 @@ def from_perfetto(text: str) -> tuple[Timeline, tuple[str, ...]]:
     table, _ = parse_json(text, lambda words: PlanError(f"{_NO_TIMELINE} it {words}"))
     try:
         records = table["traceEvents"]
-        # Of each stage two tracks, its own and that of its sends.
+        # Each stage has two tracks: its operations and its sends.
         names = {
             r["tid"] // 2: str(r["args"]["name"])
             for r in records
