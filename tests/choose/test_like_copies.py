@@ -71,7 +71,7 @@ def mixed(rng, sizes=((4, 2), (2, 2))):
         for kind, scale in (("A", 1.0), ("B", 1.7))
     }
     known = Profile(model="m", layers=asked.layers, sizes={}, times=times)
-    kinds = _propose._kinds(described, 1)
+    kinds = _propose._groups_by_kind(described, 1)
     chain = _propose._chain(asked, KEY, described, kinds, known, [])
     return described, chain, list(kinds.values())
 

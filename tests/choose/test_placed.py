@@ -231,7 +231,7 @@ def test_no_plan_on_any_places_is_faster_than_its_bound():
             )
         except _errors.PlanError:
             continue
-        kinds = _propose._kinds(described, 1)
+        kinds = _propose._groups_by_kind(described, 1)
         key = _propose.Alternative(1, 1, recompute=False)
         chain = _propose._chain(work, key, described, kinds, times, [])
         best = best_placed(chain, list(kinds.values()), described)

@@ -122,7 +122,7 @@ def test_a_plan_says_what_the_copies_cost():
     assert hxla.Plan.from_json(plan.to_json()) == plan
     assert "5 forwards run again, what waits goes to the host" in plan.explain()
     unknown = planned(plain(**away("boundaries")), cluster=described())
-    assert "the mesh file does not say how fast" in " ".join(unknown.reasons)
+    assert "the mesh file does not give the rate" in " ".join(unknown.reasons)
 
 
 def test_a_stash_on_the_host_fits_where_one_on_the_device_does_not():

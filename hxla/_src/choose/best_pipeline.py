@@ -21,21 +21,20 @@ def best_pipeline(chain: Chain, *, num_stages: int | None = None) -> Staging:
     Plan space: any number of stages, any cut of the chain into them, any order of kinds, devices
     may stay idle. The time to minimise is `fill + (m - 1) * period + update` (`fill_and_period`).
 
-    *Inner problem.* With limits on the period and on the update the least fill is found by a
-    dynamic programme from the last stage to the first: its state is (devices used per kind, first
-    layer, kind of the first stage, kind of the stage before it). The devices used say how many
-    stages follow, so the microbatches in flight, hence the memory, are known in the state, and the
-    two kinds say what crosses the boundary, so a stage's whole period is known when it is added;
-    the fill is a sum over stages. Every plan is a path and every path a plan, so the result is
-    exact.
+    *Inner problem.* The least fill, with limits on the period and on the update, by a dynamic
+    programme from the last stage to the first. Its state is (devices used per kind, first layer,
+    kind of the first stage, kind of the stage before it). The devices used give the number of
+    stages that follow, hence the microbatches in flight and the memory. The two kinds give the
+    transfer over the boundary, so a stage's whole period is known when it is added. The fill is a
+    sum over stages. Every plan is a path and every path a plan, so the result is exact.
 
-    *Outer problem.* Let W be the least period of any plan (binary search over the periods that
-    occur) and F the least fill with no limit on the period. A plan that beats the best one known
-    has a period of at most `(best - F) / (m - 1)`. From that limit downwards: solve, record the
-    plan, set the limit just below the plan's own period. No plan in between is missed: it would
-    have a shorter fill within the same limit. Stop where the fill plus `(m - 1) * W` is no better
-    than the best. The update is enumerated in the same way outside of that: a plan that beats the
-    best one must have a shorter update than the plan that is fastest but for the update.
+    *Outer problem.* Let W be the least period of any plan (binary search over all periods) and F
+    the least fill with no limit on the period. A plan that beats the best one has a period of at
+    most `(best - F) / (m - 1)`. From that limit downwards: solve, record the plan, set the limit
+    just below the plan's period. No plan in between is missed: it would have a shorter fill within
+    the same limit. Stop when the fill plus `(m - 1) * W` is no better than the best. The update is
+    enumerated in the same way in an outer loop: a better plan must have a shorter update than the
+    plan that is fastest without its update.
 
     Args:
         num_stages: Of the plan; None: any number.

@@ -101,7 +101,7 @@ def narrowed(box: Bands, place: int, part: tuple[int, int]) -> list[tuple[int, i
     return new
 
 
-def like_seconds(
+def homogeneous_seconds(
     t: Tables, cuts: Sequence[int], groups: Sequence[int], least_copies: int, num_microbatches: int
 ) -> float:
     """The least time of replicas with the same kinds, for every number that devices allow.
@@ -211,7 +211,7 @@ class Branching:
 
     Args:
         seconds: The longest time of any later question.
-        known: What the bound knows of plans faster than that.
+        known: Possible periods of plans faster than that.
         prices: The first prices of a device of each kind.
         check: Called often; may raise.
         is_rough: Whether plans are not partitioned by their largest stage.
@@ -328,7 +328,7 @@ class Branching:
                 floor = min(floor, float(x.seconds_with(worth, fills, prices)[-1]))
         return part.tail + floor * (1 - 1e-9)
 
-    def _raised(self, node: BranchNode, low: float, high: float) -> float:
+    def _bisect_floor(self, node: BranchNode, low: float, high: float) -> float:
         """A greater time below which no plan exists, between two times; `low` is known."""
         tail = self._tail_at(node)
         for _ in range(_MAX_HALVES):
@@ -360,7 +360,7 @@ class Branching:
         if before == -math.inf:
             floor = seconds if is_refuted else self._floor(part, upper, prices)
             if self._is_rough:
-                floor = self._raised(node, floor, seconds)
+                floor = self._bisect_floor(node, floor, seconds)
             self._floors[self._parts.index(part)] = floor
         if is_refuted:
             return []
@@ -378,7 +378,9 @@ class Branching:
             if low >= seconds:
                 return []
             low = bound.least_seconds(stages, low, seconds)
-            self.least = min(self.least, self._raised(node, low, seconds) if part.grid else low)
+            self.least = min(
+                self.least, self._bisect_floor(node, low, seconds) if part.grid else low
+            )
             return [tuple(low for low, _ in reversed(box))]
         if not shares:
             self.least = 0.0
@@ -392,7 +394,7 @@ class Branching:
         tried = list(dict.fromkeys([*(column.cuts for _, column in shares[:2]), middle]))
         tried = [x for x in tried if all(a < b for a, b in itertools.pairwise(x))]
         if not pinned:
-            at = self._disputed(node, shares)
+            at = self._most_disputed(node, shares)
             for mode in (*range(len(self._available)), MIXED):
                 modes = (*node.modes[:at], mode, *node.modes[at + 1 :])
                 kept = None if node.is_free else spans
@@ -410,7 +412,7 @@ class Branching:
             self._push(most, dataclasses.replace(node, box=new, prices=prices, spans=spans))
         return tried
 
-    def _disputed(self, node: BranchNode, shares: Sequence[tuple[float, Column]]) -> int:
+    def _most_disputed(self, node: BranchNode, shares: Sequence[tuple[float, Column]]) -> int:
         """The free position about whose kind the columns disagree most."""
         kinds = range(len(self._available))
 
@@ -464,7 +466,7 @@ class Branching:
         if not node.part.grid or min(node.modes) < 0:
             return 0.0
         bound = node.part.bound
-        return like_seconds(bound.t, *cut_of(node), bound.num_copies, self._num_microbatches)
+        return homogeneous_seconds(bound.t, *cut_of(node), bound.num_copies, self._num_microbatches)
 
     def _enough_for_cards(self, node: BranchNode, left: float) -> bool:
         """Whether all microbatches of a node of a single cut might pass the cards in a time."""

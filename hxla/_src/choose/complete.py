@@ -63,7 +63,7 @@ def complete(
         profile: Times of the model on each kind of device alone, for the sizes of a split.
 
     Raises:
-        AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
+        AnnotationError: If a parameter cannot be sharded by its annotation or rule.
         PlanError: If the plan cannot run, with every fault.
     """
     precision = graph.precision if isinstance(graph.precision, Precision) else Precision()

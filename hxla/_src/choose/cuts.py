@@ -202,7 +202,7 @@ def best_replicas(
         if sum(value[c] * y for c, y in chosen.items()) < num_microbatches:
             return False
         sorts = [(p.kinds(int(at[c]), c), int(p.most[at[c]]), y) for c, y in sorted(chosen.items())]
-        dealt = _deal(t, p.cuts, sorts, num_microbatches)
+        dealt = _deal_microbatches(t, p.cuts, sorts, num_microbatches)
         best = dealt if best is None else min(best, dealt, key=lambda plan: plan.step_seconds)
         return True
 
@@ -210,7 +210,7 @@ def best_replicas(
     return best
 
 
-def _deal(
+def _deal_microbatches(
     t: Tables,
     cuts: tuple[int, ...],
     sorts: list[tuple[tuple[int, ...], int, int]],

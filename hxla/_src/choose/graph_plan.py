@@ -41,7 +41,7 @@ def make_plan(
         mesh: The mesh axes and sizes, such as `{"data": 4, "tensor": 2}`, or for one axis the ratio
             in which its devices share the work, `{"tensor": (2, 1)}`; None: the model's annotations
             say how devices are used.
-        rules: The rule set, or the name or file of one, that says what the inner axes cut.
+        rules: The rule set, or the name or file of one, that decides what the inner axes shard.
         stages: The number of stages of a pipeline, or the share of the work of each.
         batch_size: The examples of a global batch; None: one microbatch for each replica.
         reduction: The form of the sums of gradients, `exact` or `float`.
@@ -54,7 +54,7 @@ def make_plan(
         ConfigError: If arguments contradict each other.
         MeshError: If a mesh file cannot be read.
         PlanError: If the devices do not fit the annotations, or nothing explains an axis.
-        AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
+        AnnotationError: If a parameter cannot be sharded by its annotation or rule.
 
     Example:
         >>> import hxla, jax

@@ -138,7 +138,7 @@ class _Arrangement:
     block: int
 
 
-def like_copies(
+def homogeneous_plans(
     t: Tables, num_microbatches: int, most_stages: int, check: Callable[[], None]
 ) -> list[Staging]:
     """The best plans by number of replicas, order of kinds and block in nodes, likely best first.

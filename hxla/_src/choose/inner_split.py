@@ -1,4 +1,4 @@
-"""What the axes inside a replica shard, how large each device's shard is, and whether it can run.
+"""The sharding inside a replica: dimensions, sizes of shards, and a check that it can run.
 
 Shards are even by default: then XLA partitions the program. They are uneven if a ratio is stated,
 if sizes do not divide over the devices, or if the devices of a replica are known to differ in
@@ -32,7 +32,7 @@ from .structures import ReplicaGroups
 
 States = Sequence[int | None]
 
-_REMEDY = "leave it out of the split, or let the parts be alike"
+_REMEDY = "leave it out of the split, or use even parts"
 
 
 def check_parts(graph: Graph, axis: AxisAssignment, linked: LinkedDims) -> None:
@@ -57,16 +57,16 @@ def check_parts(graph: Graph, axis: AxisAssignment, linked: LinkedDims) -> None:
         units = [linked.groups[g].num_units for g in groups if g is not None]
         if len(units) != 1:
             raise PlanError(
-                f"{_where(op)} joins dimensions that are cut at different places: {_REMEDY}"
+                f"{_location(op)} joins dimensions that are cut at different places: {_REMEDY}"
             )
         if not any(dim is not None for dim in results) and op.name not in (*SUMS, *EXTREMES):
             raise PlanError(
-                f"{_where(op)}: partial results are not completed over unlike parts: {_REMEDY}"
+                f"{_location(op)}: partial results are not completed over unlike parts: {_REMEDY}"
             )
         try:
-            _try(op, states, results, units[0])
+            _trace_unit(op, states, results, units[0])
         except PlanError as error:
-            raise PlanError(f"{_where(op)}: {error}") from None
+            raise PlanError(f"{_location(op)}: {error}") from None
 
 
 def _cut_ops(ops: Sequence[Op], axis: AxisAssignment) -> Iterator[Op]:
@@ -87,7 +87,7 @@ def _states(op: Op, axis: AxisAssignment) -> tuple[tuple[int | None, ...], tuple
     return states, tuple(axis.made.get(v) for v in op.outputs)
 
 
-def _try(op: Op, states: States, results: States, num_units: int) -> None:
+def _trace_unit(op: Op, states: States, results: States, num_units: int) -> None:
     """Trace an equation on the shapes of one unit."""
 
     def run(start: Any, *operands: Any) -> Any:
@@ -120,7 +120,7 @@ def _try(op: Op, states: States, results: States, num_units: int) -> None:
     jax.eval_shape(jax.grad(run, argnums=places), start, *shapes)
 
 
-def _where(op: Op) -> str:
+def _location(op: Op) -> str:
     module = "/".join(p for p in op.stack.split("/") if not p.startswith("hxla."))
     return f"{op.name} in {module or 'the loss'} ({op.source})"
 
@@ -163,29 +163,29 @@ def inner_split(
         profile: Times of the model on each kind of device alone; None: times by device figures.
 
     Raises:
-        AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
+        AnnotationError: If a parameter cannot be sharded by its annotation or rule.
         PlanError: If a stated ratio cannot be met.
     """
     num_params = len(graph.param_names)
-    why_not = _why_alike(structure)
+    why_not = _why_even(structure)
     if len(set(structure.shares)) > 1 or (len(structure.shares) > 1 and why_not):
         if why_not:
             raise PlanError(
                 f"shares {_ratio(structure.shares)}: {why_not}. Leave the shares out, or the rest"
             )
-        return _unlike(
+        return _uneven_split(
             graph, structure, structure.shares, f"as {structure.shares_are}", stated=True
         )
     is_free = not why_not and not structure.shares
     places = places_of(graph, structure.replicas, cluster, profile) if is_free else ()
-    said: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     if places:
         try:
-            uneven = _by_speed(graph, structure, places, state_factor)
+            uneven = _split_by_speed(graph, structure, places, state_factor)
             if uneven is not None:
                 return uneven
         except (AnnotationError, PlanError) as error:
-            said = (f"parts are alike on devices of unlike speed: {_first_line(error)}",)
+            notes = (f"parts are alike on devices of unlike speed: {_first_line(error)}",)
     num = structure.inner[0][1]
     try:
         sharded, reasons = _sharded(graph, structure, unlike=False)
@@ -193,21 +193,23 @@ def inner_split(
         if why_not:
             raise
         try:
-            return _unlike(graph, structure, (1,) * num, "for sizes do not divide", error=error)
+            return _uneven_split(
+                graph, structure, (1,) * num, "for sizes do not divide", error=error
+            )
         except (AnnotationError, PlanError):
             raise error from None
     if not why_not and _cuts_heads(graph, num):
         try:
-            other = _unlike(graph, structure, (1,) * num, "for heads do not divide")
+            other = _uneven_split(graph, structure, (1,) * num, "for heads do not divide")
         except (AnnotationError, PlanError):
             pass
         else:
             if _sent_bytes(other.sharded) < 0.95 * _sent_bytes(sharded):
                 return other
-    return InnerSplit(sharded=sharded, sizes=((),) * num_params, reasons=(*reasons, *said))
+    return InnerSplit(sharded=sharded, sizes=((),) * num_params, reasons=(*reasons, *notes))
 
 
-def _why_alike(structure: ReplicaGroups) -> str:
+def _why_even(structure: ReplicaGroups) -> str:
     if structure.pipeline is not None:
         return "parts of unlike sizes inside a pipeline's stages are not lowered"
     if len(structure.inner) != 1:
@@ -221,21 +223,21 @@ def _sharded(
 ) -> tuple[Sharded, tuple[str, ...]]:
     dims: Sequence[Mapping[str, int]] | None = None
     warnings: tuple[str, ...] = ()
-    said: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     if structure.rules is not None:
         resolved = resolve_rules(graph, structure.rules, structure.inner, unlike=unlike)
         dims, warnings = resolved.dims, resolved.report()
         if not any(dims):
             over = ", ".join(f"{name}={size}" for name, size in structure.inner)
-            said = (
+            notes = (
                 f"rules {structure.rules.name!r} cut nothing of this model over {over}: every "
                 "device of a replica holds all parameters and computes the same",
             )
     roles = structure.roles
-    return shard_graph(graph, structure.inner, roles, dims, warnings, unlike=unlike), said
+    return shard_graph(graph, structure.inner, roles, dims, warnings, unlike=unlike), notes
 
 
-def _unlike(
+def _uneven_split(
     graph: Graph,
     structure: ReplicaGroups,
     shares: Sequence[int],
@@ -249,7 +251,7 @@ def _unlike(
     [(axis, num)] = structure.inner
     if len(shares) != num:
         raise PlanError(f"shares {_ratio(shares)}: {len(shares)} for the {num} devices of {axis!r}")
-    sharded, said = cut or _sharded(graph, structure, unlike=True)
+    sharded, notes = cut or _sharded(graph, structure, unlike=True)
     linked = LinkedDims(graph, sharded.axes[axis])
     check_parts(graph, sharded.axes[axis], linked)
     sizes: list[list[tuple[int, ...]]] = [[()] * len(shape) for shape in graph.param_shapes]
@@ -281,11 +283,11 @@ def _unlike(
         sharded=sharded,
         shares=tuple(shares),
         sizes=tuple(tuple(dims) if any(dims) else () for dims in sizes),
-        reasons=(*said, *lines, *size_lines),
+        reasons=(*notes, *lines, *size_lines),
     )
 
 
-def _by_speed(
+def _split_by_speed(
     graph: Graph, structure: ReplicaGroups, places: Sequence[Place], state_factor: float
 ) -> InnerSplit | None:
     """Shards by the devices' speeds and memory; None if the devices are equal."""
@@ -304,9 +306,9 @@ def _by_speed(
     )
     how = "measured" if places[0].measured_seconds is not None else "estimated"
     why = f"by the speeds of the devices ({how}; of their time {repeated} is for what each repeats)"
-    split = _unlike(graph, structure, shares, why, cut=cut)
+    split = _uneven_split(graph, structure, shares, why, cut=cut)
     return dataclasses.replace(
-        split, reasons=(*split.reasons, _who_waits(graph, split, devices, structure.inner[0][0]))
+        split, reasons=(*split.reasons, _waiting_line(graph, split, devices, structure.inner[0][0]))
     )
 
 
@@ -353,7 +355,7 @@ def state_factor(graph: Graph, optimizer_bytes: float, sums: SumsForm) -> float:
     return 2 + optimizer_bytes / max(whole, 1) + sums.num_parts
 
 
-def _who_waits(graph: Graph, made: InnerSplit, devices: Sequence[SplitDevice], axis: str) -> str:
+def _waiting_line(graph: Graph, made: InnerSplit, devices: Sequence[SplitDevice], axis: str) -> str:
     """The slowest device, and how long the others wait for it, with sizes in whole units."""
     cut = [0.0] * len(devices)
     for v, specs, sizes in zip(

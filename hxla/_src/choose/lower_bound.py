@@ -131,7 +131,7 @@ class Bound:
         self.num_copies = 2  # the fewest replicas of a plan with several
         self._least_tail = 0.0  # of several replicas
         self._known_tails: dict[int, tuple[Array, list[float]]] = {}
-        self._fastest = self._shares_of_work()
+        self._fastest = self._device_rates()
         self._classes: tuple[tuple[object, ...], Alive | None, list[Class]] | None = None
         layers = np.arange(t.num_layers)
         update = t.update[:, layers, layers + 1].min(axis=0)
@@ -304,11 +304,11 @@ class Bound:
         """Pipelines by microbatches in flight: depth, most microbatches, intervals of periods."""
         key = num_stages, seconds, id(known), ratio, most_intervals
         if self._classes is None or self._classes[0] != key:
-            classes = self._made_classes(num_stages, seconds, known, ratio, most_intervals)
+            classes = self._make_classes(num_stages, seconds, known, ratio, most_intervals)
             self._classes = key, known, classes
         return self._classes[2]
 
-    def _made_classes(
+    def _make_classes(
         self,
         num_stages: int,
         seconds: float,
@@ -418,7 +418,7 @@ class Bound:
             self._known_tails[copies] = tail, [float(rest[0]) for rest, _ in by_stages]
         return self._known_tails[copies]
 
-    def _shares_of_work(self) -> Array:
+    def _device_rates(self) -> Array:
         """[D] The most microbatches per second of the fastest d devices, cumulated.
 
         The work of a layer is its seconds on the fastest kind. So no device does more work in a

@@ -108,7 +108,7 @@ def _check_dtypes(precision: Precision, cluster: Cluster) -> None:
 
 
 def _is_annotated(work: Workload) -> bool:
-    """Whether annotations or settings say how devices share the model."""
+    """Whether annotations or settings decide how devices share the model."""
     tasks = work.graph.task_graphs
     annotated = any(t.strategy == "split" or t.device_count for t in tasks)
     return annotated or work.settings.auto.num_stages is not None

@@ -176,7 +176,7 @@ def _in_layout(
         raise PlanError(
             f"memory.zero={candidate.zero}: one replica has nobody to share with, leave it out"
         )
-    placement, said = (
+    placement, notes = (
         _sharded(work, plan, cluster, layout) if candidate.zero else (plan.placement, [])
     )
     if candidate.recompute is None and memory.segments is not None:
@@ -185,7 +185,7 @@ def _in_layout(
         )
     if faults := _host_faults(layout, step.devices):
         raise PlanError(faults[0])
-    said += _moves_in_words(work, plan, cluster, step.devices, layout)
+    notes += _moves_in_words(work, plan, cluster, step.devices, layout)
     replicas, chain = plan.replicas, None
     if candidate.recompute is not None:
         points, segments = segments_of(work)
@@ -199,7 +199,7 @@ def _in_layout(
     if plan.pipeline is not None and candidate.zero > 1:
         if any(replica.start_seconds for replica in replicas):
             why = "replicas fill their slots together: none begins later, and cards are shared"
-            said.append(f"memory.zero={candidate.zero}: {why}")
+            notes.append(f"memory.zero={candidate.zero}: {why}")
         replicas = tuple(x.model_copy(update={"start_seconds": 0.0}) for x in replicas)
     return plan.replaced(
         chain=chain,
@@ -212,7 +212,7 @@ def _in_layout(
             }
         ),
         replicas=replicas,
-        reasons=(*plan.reasons, *said),
+        reasons=(*plan.reasons, *notes),
     )
 
 
@@ -248,15 +248,15 @@ def _sharded(
             "optimizer": candidate.optimizer,
         }
     )
-    said = _shares_in_words(owned, whole, names, layout)
+    notes = _shares_in_words(owned, whole, names, layout)
     if candidate.shard_groups > 1:
-        said.append(
+        notes.append(
             f"the replicas are {candidate.shard_groups} groups of {members}: each group shards the "
             "whole state"
         )
     if work.settings.optimizer.num_apply_groups > 1:
-        said.append("optimizer.num_apply_groups: not used, a replica updates only its shard")
-    return placement, said
+        notes.append("optimizer.num_apply_groups: not used, a replica updates only its shard")
+    return placement, notes
 
 
 def _shares_in_words(
@@ -265,19 +265,19 @@ def _shares_in_words(
     stage = layout.candidate.zero
     ratio = ":".join(map(str, layout.shares)) if layout.shares else "even shares"
     what = ("", ", the sums of gradients", ", the sums of gradients and the parameters")[stage - 1]
-    said = [
+    notes = [
         f"ZeRO stage {stage}: each replica has its share of the optimizer's state{what}, {ratio}"
     ]
     domains = owned.update.domain_of[: owned.num_params]
     if len(names) > 1 and len(set(domains)) == 1 and whole:
-        said.append(
+        notes.append(
             "the optimizer ties all parameters together, as one that branches over all of them "
             "does, so one replica owns all of its state"
         )
     elif whole:
         shown = ", ".join(whole[:4]) + (f" and {len(whole) - 4} more" if len(whole) > 4 else "")
-        said.append(f"the optimizer treats these as a whole, each has one owner: {shown}")
-    return said
+        notes.append(f"the optimizer treats these as a whole, each has one owner: {shown}")
+    return notes
 
 
 #: Per key of `MemoryLayout.moved`: its name, what hides its transfers, the remedy.
@@ -334,7 +334,7 @@ def _moves_in_words(
         place = "in host memory" if tier == "host" else "on the disk"
         what, hidden, _ = _WORDS[name]
         most = max(layout.on_host.get(name) or (n // 2 for n in moved))
-        said = (
+        line = (
             f"offload: at most {num_bytes(most)} of {what} of a replica are {place}; a step moves"
         )
         rates = [device.bytes_per_second(tier) for device in devices]
@@ -345,14 +345,14 @@ def _moves_in_words(
         ]
         if not times:
             yield (
-                f"{said} {num_bytes(max(moved))} there and back; what that takes is not known: the "
-                "mesh file does not say how fast"
+                f"{line} {num_bytes(max(moved))} there and back; the time is not known, as the "
+                "mesh file does not give the rate"
             )
             continue
         seconds, n, rate, i = max(times)
         left = _rate_left(work, plan, cluster, i, seconds) if name == "optimizer" else ""
         yield (
-            f"{said} {num_bytes(n)} there and back at {rate / 1e9:.3g} GB/s, {seconds:.3g} s, "
+            f"{line} {num_bytes(n)} there and back at {rate / 1e9:.3g} GB/s, {seconds:.3g} s, "
             f"{hidden}{left}"
         )
 
@@ -377,7 +377,7 @@ def _with_bytes(
     """The plan with the bytes of its layout, and of the runners-up."""
     ranks = [tightest(cluster, replica) for replica in plan.replicas]
     sizes = [cluster.devices[rank].memory_bytes for rank in ranks]
-    said: list[str] = []
+    notes: list[str] = []
     known = [
         (needed.activations, size - needed.total + needed.activations)
         for needed, size in zip(best.held, sizes, strict=True)
@@ -387,7 +387,7 @@ def _with_bytes(
     if best.candidate.recompute == "auto" or (is_layered and known):
         kept, left = max(known, key=lambda pair: pair[0] - pair[1])
         whose = "its microbatches keep" if is_layered else "a microbatch keeps"
-        said.append(
+        notes.append(
             f"recomputation: {whose} {kept / 2**20:,.1f} MiB of the {left / 2**20:,.1f} MiB that "
             "are left (estimated before compilation)"
         )
@@ -415,7 +415,7 @@ def _with_bytes(
     return plan.replaced(
         prediction=prediction.model_copy(update={"devices": devices}),
         runners_up=(*plan.runners_up, *runners_up),
-        reasons=(*plan.reasons, *said),
+        reasons=(*plan.reasons, *notes),
     )
 
 

@@ -135,7 +135,7 @@ def asked_candidates(work: Workload, plan: Plan, cluster: Cluster) -> list[Candi
     if not is_estimated(plan):
         return _program_candidates(work, plan, stages, groups[0])
     stages = _at_least(stages, 2, "waves", memory.waves)
-    stages = _at_least(stages, 3, "offload.parameters", _elsewhere(offload.parameters))
+    stages = _at_least(stages, 3, "offload.parameters", _if_offloaded(offload.parameters))
     if plan.axes and offload.optimizer == "disk":
         raise PlanError(_no_disk(plan))
     _check_chain(work, plan)
@@ -144,7 +144,7 @@ def asked_candidates(work: Workload, plan: Plan, cluster: Cluster) -> list[Candi
             "memory.recompute is 'auto', but no device is described with its memory: give it in "
             "the mesh file, or set 'none' or 'boundaries'"
         )
-    return _candidates(work, plan, cluster, stages, groups, _asked(offload))
+    return _candidates(work, plan, cluster, stages, groups, _asked_tiers(offload))
 
 
 def candidates_on_hosts(work: Workload, plan: Plan, cluster: Cluster) -> list[Candidate]:
@@ -181,12 +181,12 @@ def candidates_on_hosts(work: Workload, plan: Plan, cluster: Cluster) -> list[Ca
     for num in range(1, len(free) + 1):
         for names in itertools.combinations(free, num):
             on_host: dict[str, Any] = dict.fromkeys(names, "host")
-            places = dataclasses.replace(_asked(offload), **on_host)
+            places = dataclasses.replace(_asked_tiers(offload), **on_host)
             candidates += _candidates(work, plan, cluster, stages, groups, places)
     return candidates
 
 
-def _asked(offload: OffloadConfig) -> Candidate:
+def _asked_tiers(offload: OffloadConfig) -> Candidate:
     """The tiers in the settings; `device` where they name none."""
     return Candidate(
         optimizer=offload.optimizer or "device",
@@ -195,7 +195,7 @@ def _asked(offload: OffloadConfig) -> Candidate:
     )
 
 
-def _elsewhere(tier: str | None) -> str | None:
+def _if_offloaded(tier: str | None) -> str | None:
     return None if tier == "device" else tier
 
 
@@ -274,14 +274,14 @@ def _program_candidates(
     if offload.optimizer == "disk":
         raise PlanError(_no_disk(plan))
     for name in ("stash", "parameters"):
-        if _elsewhere(place := getattr(offload, name)):
+        if _if_offloaded(place := getattr(offload, name)):
             raise PlanError(
                 f"memory.offload.{name}={place!r}: {_cut_in_words(plan)}, and it is segments whose "
                 f"{name} wait elsewhere: leave it out"
             )
     is_open = plan.pipeline is not None and memory.zero is None and _cut_may_share(plan)
     return [
-        dataclasses.replace(_asked(offload), zero=zero, shard_groups=groups)
+        dataclasses.replace(_asked_tiers(offload), zero=zero, shard_groups=groups)
         for zero in (ZERO_STAGES[least:] if is_open else (least,))
     ]
 
@@ -316,7 +316,7 @@ def _at_least(stages: tuple[int, ...], least: int, setting: str, value: object) 
 
 def _check_chain(work: Workload, plan: Plan) -> None:
     """Refuse a stash on the host if a microbatch cannot be a chain of segments."""
-    if not _elsewhere(work.settings.memory.offload.stash) or _could_be_chain(work, plan):
+    if not _if_offloaded(work.settings.memory.offload.stash) or _could_be_chain(work, plan):
         return
     why = (
         "each microbatch's own gradient is clipped (communication.clip)"
@@ -432,7 +432,7 @@ def groups_of_nodes(plan: Plan, cluster: Cluster) -> int:
     """The number of nodes, where the replicas of each node are a group.
 
     Raises:
-        PlanError: If the replicas of the nodes are no such groups; the message says why.
+        PlanError: If the replicas of the nodes are no such groups, with the reason.
 
     References:
         Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data parallel", VLDB 2023,

@@ -29,7 +29,7 @@ from .workload import Workload
 
 
 def segments_of(work: Workload) -> tuple[tuple[int, ...], tuple[Segment, ...]]:
-    """Where a microbatch is cut, as `memory.segments` says, and the segments between."""
+    """Cut points of a microbatch by `memory.segments`, and the segments between."""
     opened = graph_of(work.graph)
     asked = work.settings.memory.segments
     if isinstance(asked, list):

@@ -225,12 +225,12 @@ def price(candidate: Candidate, step: StepMemory) -> MemoryLayout:
     if not step.is_estimated:
         return _unestimated(candidate, step)
     if candidate.zero < 2:
-        return _one_after_another(candidate, step)
+        return _sequential(candidate, step)
     if candidate.recompute == "none":
-        return _layered(candidate, step, step.waves or 1)
+        return _layerwise(candidate, step, step.waves or 1)
     most, layouts = max(device.num_microbatches for device in step.devices), []
     for waves in range(1, max(most, 1) + 1) if step.waves is None else [step.waves]:
-        layouts.append(_layered(candidate, step, waves))
+        layouts.append(_layerwise(candidate, step, waves))
         if layouts[-1].fits:
             return layouts[-1]
     return min(layouts, key=lambda layout: layout.lack_bytes)
@@ -241,7 +241,7 @@ def upper_bound(candidate: Candidate, step: StepMemory) -> MemoryLayout:
 
     A backward reads some of the values of its forward, and makes as many again.
     """
-    layout = _one_after_another(candidate, step, 2 * step.model.values)
+    layout = _sequential(candidate, step, 2 * step.model.values)
     return dataclasses.replace(layout, held=())
 
 
@@ -261,9 +261,7 @@ def _unestimated(candidate: Candidate, step: StepMemory) -> MemoryLayout:
     )
 
 
-def _one_after_another(
-    candidate: Candidate, step: StepMemory, peak: int | None = None
-) -> MemoryLayout:
+def _sequential(candidate: Candidate, step: StepMemory, peak: int | None = None) -> MemoryLayout:
     """Each microbatch from forward to backward, before the next."""
     model, gradients = step.model, step.model.trained
     replay: SequenceReplay | None = None
@@ -287,10 +285,10 @@ def _one_after_another(
     return _layout(candidate, step, [need] * len(step.devices), replay)
 
 
-def _layered(candidate: Candidate, step: StepMemory, waves: int) -> MemoryLayout:
+def _layerwise(candidate: Candidate, step: StepMemory, waves: int) -> MemoryLayout:
     """Segment by segment, each for all microbatches of a wave."""
     model, chain, is_sharded = step.model, step.chain, candidate.zero > 2
-    replay = _as_asked(step, candidate.recompute, candidate.stash, layered=True)
+    replay = _fixed_sequence(step, candidate.recompute, candidate.stash, layered=True)
     largest = max(chain.parameter_bytes)
     segment_bytes = [n * (model.num_sums + is_sharded) for n in chain.parameter_bytes]
     beside = while_running(replay.sequence, segment_bytes)
@@ -473,17 +471,17 @@ def _granules(
             memory_bytes=device.memory_bytes,
             fixed_bytes=need,
         )
-        for same in _same_parts(candidate, step, needs)
+        for same in _devices_by_shard(candidate, step, needs)
         for device, need in [_fullest(same)]
     ]
     _, shared = _state(candidate, step.model, waves)
     try:
         return best_sizes(total, devices, shard_bytes=shared / total)
     except PlanError:
-        return _levelled(candidate, step, needs, shared)
+        return _level_granules(candidate, step, needs, shared)
 
 
-def _levelled(
+def _level_granules(
     candidate: Candidate, step: StepMemory, needs: Sequence[float], shared: float
 ) -> tuple[int, ...]:
     """The granules that leave the fullest device the most room."""
@@ -492,7 +490,7 @@ def _levelled(
     granules = [1] * num
     fullest_last = [
         (-(d.room - n - shared / total), 1, i)
-        for i, (d, n) in enumerate(map(_fullest, _same_parts(candidate, step, needs)))
+        for i, (d, n) in enumerate(map(_fullest, _devices_by_shard(candidate, step, needs)))
     ]
     heapq.heapify(fullest_last)
     for _ in range(total - num):
@@ -502,7 +500,7 @@ def _levelled(
     return tuple(granules)
 
 
-def _same_parts(
+def _devices_by_shard(
     candidate: Candidate, step: StepMemory, needs: Sequence[float]
 ) -> list[list[tuple[ReplicaDevice, float]]]:
     """For each member of a group, the devices with the same shard, and their needs."""
@@ -518,11 +516,11 @@ def _fullest(devices: Sequence[tuple[ReplicaDevice, float]]) -> tuple[ReplicaDev
     return min(devices, key=lambda pair: pair[0].room - pair[1])
 
 
-def _most_left(candidate: Candidate, step: StepMemory) -> float:
+def _most_room(candidate: Candidate, step: StepMemory) -> float:
     """The most bytes that every device can have left beside the state."""
     whole, shared = _state(candidate, step.model)
     if step.shares == "auto" and shared:
-        granules = _levelled(candidate, step, [whole] * len(step.devices), shared)
+        granules = _level_granules(candidate, step, [whole] * len(step.devices), shared)
     elif shared:
         granules = _granules(candidate, step, ())
     else:
@@ -533,7 +531,7 @@ def _most_left(candidate: Candidate, step: StepMemory) -> float:
     )
 
 
-def _as_asked(
+def _fixed_sequence(
     step: StepMemory, recompute: Recompute | None, stash: HostTier, *, layered: bool = False
 ) -> SequenceReplay:
     """The sequence that keeps the residuals of all segments, or their boundaries only."""
@@ -549,10 +547,10 @@ def _replay(candidate: Candidate, step: StepMemory) -> SequenceReplay:
     """The sequence of a microbatch from forward to backward; with `auto` the fastest that fits."""
     recompute, stash, costs = candidate.recompute, candidate.stash, step.chain.costs
     if recompute != "auto":
-        return _as_asked(step, recompute, stash)
-    limit = _most_left(candidate, step)
+        return _fixed_sequence(step, recompute, stash)
+    limit = _most_room(candidate, step)
     if stash == "host":
-        keeps, least = (_as_asked(step, word, stash) for word in ("none", "boundaries"))
+        keeps, least = (_fixed_sequence(step, word, stash) for word in ("none", "boundaries"))
         both = keeps.copying_peak_bytes, least.copying_peak_bytes
         return keeps if both[0] <= max(limit, both[1]) else least
     if step.chain.kept.peak_bytes <= limit:

@@ -73,7 +73,7 @@ def fractional_packing(
         solved = scipy.optimize.linprog(-value / scale, A_ub=rows, b_ub=right, method="highs-ds")
         solution = solved.x, -solved.ineqlin.marginals
     counts, prices = solution[0], scale * np.maximum(solution[1], 0.0)
-    # Any prices bound the maximum; so do these, however exactly they were found.
+    # Any prices bound the maximum; so do these, however exact the solver was.
     excess = float(np.max(value - rows.T @ prices))
     upper = float(right @ prices) + most * max(0.0, excess)
     return counts, prices[:-1], upper
@@ -87,7 +87,7 @@ def _simplex(value: Array, rows: Array, right: Array) -> tuple[Array, Array] | N
     Args:
         value: [C] At most 1.
         rows: [R, C]
-        right: [R] None of it negative.
+        right: [R] Not negative.
     """
     num = len(right)
     every = np.hstack([rows, np.eye(num)])

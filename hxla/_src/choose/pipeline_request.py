@@ -157,7 +157,7 @@ def _too_few(graph: Graph, names: Sequence[str], request: PipelineRequest) -> Pl
     if len(names) == 1 and scans:
         remedy = "stack its layers' parameters for the scan, or write its layers as a Python loop"
     elif len(names) < 2 * request.num_chunks:
-        remedy = "train replicas of it, without stages"
+        remedy = "train replicas without stages"
     return PlanError(
         f"the loss has {len(names)} parts that can be told apart{why}, {', '.join(names)}: too few "
         f"for {request.num_parts} stages; {remedy}"

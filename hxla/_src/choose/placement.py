@@ -124,10 +124,10 @@ def _taken(
             for stage in range(len(kinds[0]))
         ]
         for slots in [list(itertools.chain(*stages))] if way.whole else stages:
-            yield slots, list(_next_of(free, len(slots)))
+            yield slots, list(_take_groups(free, len(slots)))
 
 
-def _next_of(free: Mapping[int, list[Ranks]], num: int) -> Iterator[Ranks]:
+def _take_groups(free: Mapping[int, list[Ranks]], num: int) -> Iterator[Ranks]:
     """The next `num` groups, from one node if any has room."""
     with_room = [groups for groups in free.values() if len(groups) >= num]
     for groups in with_room[:1] or list(free.values()):
@@ -469,7 +469,7 @@ def improved(
     """
 
     def dealt(cuts: tuple[int, ...]) -> PlacedStaging | None:
-        return _dealt(chain, t, cuts, best, cluster, reduce_factor)
+        return _with_cuts(chain, t, cuts, best, cluster, reduce_factor)
 
     best = start
     num_left = _TRANSFERS // _num_transfers(start)
@@ -501,7 +501,7 @@ def _neighbours(cuts: tuple[int, ...], num_layers: int) -> Iterator[tuple[int, .
                     yield new
 
 
-def _dealt(
+def _with_cuts(
     chain: Chain,
     t: Tables,
     cuts: tuple[int, ...],
@@ -511,7 +511,10 @@ def _dealt(
 ) -> PlacedStaging | None:
     """A plan's devices with another cut, and the best counts for it; None: it does not fit."""
     kinds = [r.groups for r in known.staging.replicas for _ in range(r.count)]
-    limits = {row: _most(t, cuts, row, chain.num_microbatches) for row in dict.fromkeys(kinds)}
+    limits = {
+        row: _most_microbatches(t, cuts, row, chain.num_microbatches)
+        for row in dict.fromkeys(kinds)
+    }
     if sum(limits[row] for row in kinds) < chain.num_microbatches:
         return None
     alone = [ReplicaSort(groups=row, count=1, num_microbatches=1) for row in kinds]
@@ -555,7 +558,9 @@ def _dealt(
     )
 
 
-def _most(t: Tables, cuts: Sequence[int], kinds: Sequence[int], num_microbatches: int) -> int:
+def _most_microbatches(
+    t: Tables, cuts: Sequence[int], kinds: Sequence[int], num_microbatches: int
+) -> int:
     """The most microbatches of a replica that fit its memory (0: none)."""
     num, ends = len(cuts), (*cuts[1:], t.num_layers)
     stages = tuple(np.array(x) for x in (kinds, cuts, ends))

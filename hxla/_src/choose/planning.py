@@ -43,7 +43,7 @@ class PlanRequest:
     """What the user asks of a plan.
 
     Attributes:
-        microbatch_size: Examples of a microbatch; None: as `default_sizes` says.
+        microbatch_size: Examples of a microbatch; None: by `default_sizes`.
         mesh: A mesh of devices, or its axes and their sizes; None: as annotated.
         rules: Decide what the inner axes of the mesh shard.
         stages: The number of pipeline stages, or each stage's share of the work.
@@ -173,7 +173,7 @@ def plan_for(
     Raises:
         ConfigError: If the request contradicts itself or cannot be met.
         PlanError: If the devices do not fit.
-        AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
+        AnnotationError: If a parameter cannot be sharded by its annotation or rule.
     """
     batch_size, size = jobs.batch_size, size_asked(jobs, request)
     is_measured = size is None and request.microbatch_size == "measured"
@@ -182,7 +182,7 @@ def plan_for(
     structure = _structure(jobs, request, cluster, graph, measure)
     num, pipeline = len(structure.replicas), structure.pipeline
     fractions: tuple[float, ...] = ()
-    counts, reasons = _counts_asked(structure, request.counts, measure)
+    counts, reasons = _possible_counts(structure, request.counts, measure)
     if pipeline is not None:
         size, notes = _pipeline_size(jobs, pipeline, size, num, is_measured=is_measured)
         reasons += notes
@@ -191,7 +191,7 @@ def plan_for(
         if pipeline.needs_even_counts and counts == "measured":
             counts = "even"
         if request.mesh is None:
-            structure, fractions = _cut(
+            structure, fractions = _timed_stages(
                 jobs.at(size), structure, sums, request, cluster, measure, profile
             )
     else:
@@ -213,7 +213,7 @@ def plan_for(
             optimizer_bytes=work.optimizer_bytes,
             counts=asked_counts(counts, batch_size // size, num),
             prediction=Prediction(stage_fractions=fractions) if fractions else None,
-            reasons=(*reasons, *_what_is_trained(work.model), *notes),
+            reasons=(*reasons, *_trained_reasons(work.model), *notes),
             profile=profile,
         )
         plan = with_sums_and_memory(work, plan, cluster, measure)
@@ -239,11 +239,11 @@ def plan_for(
             reasons.append(f"microbatch_size={size}, as it was before")
         return with_measured_split(make(size, reasons))
     if not is_measured and timed is None:
-        return with_measured_split(_by_default(batch_size, num, make, reasons))
+        return with_measured_split(_default_plan(batch_size, num, make, reasons))
     sizes = candidate_sizes(batch_size, num)
     if timed is not None:
         sizes = tuple(sorted({setting.microbatch_size for setting in timed.times}))
-    plan, notes = _fastest(batch_size, sizes, lambda size: make(size, ()), timed, measure)
+    plan, notes = _fastest_size(batch_size, sizes, lambda size: make(size, ()), timed, measure)
     plan = with_measured_split(plan)
     return plan.replaced(reasons=(*plan.reasons, *reasons, *notes))
 
@@ -278,7 +278,7 @@ def _unused_profile(structure: ReplicaGroups, profile: Profile | None) -> list[s
     return ["the profile is of a model on one device: not used"]
 
 
-def _counts_asked(
+def _possible_counts(
     structure: ReplicaGroups, counts: Counts, measure: Measure | None
 ) -> tuple[Counts, list[str]]:
     """The counts asked for, but even where times show a place in a queue, not a speed."""
@@ -312,7 +312,7 @@ def _pipeline_size(
     return size, [reason]
 
 
-def _fastest(
+def _fastest_size(
     batch_size: int,
     sizes: Sequence[int],
     make: Callable[[int], Plan],
@@ -359,7 +359,7 @@ def _fastest(
     return plans[winner], reasons
 
 
-def _by_default(
+def _default_plan(
     batch_size: int,
     num_replicas: int,
     make: Callable[[int, Sequence[str]], Plan],
@@ -375,13 +375,13 @@ def _by_default(
     why = "whatever the devices"
     if sizes[0] != usual:
         why = f"as {usual} would make too few microbatches for {num_replicas}"
-    said, fault = list(reasons), None
+    notes, fault = list(reasons), None
     for size in sizes:
         try:
-            return make(size, (*said, f"microbatch_size={size} by default, {why}"))
+            return make(size, (*notes, f"microbatch_size={size} by default, {why}"))
         except PlanError as error:
             fault = fault or error
-            said.append(f"microbatch_size={size} left out: {error}")
+            notes.append(f"microbatch_size={size} left out: {error}")
     assert fault is not None  # there is one size at least
     raise fault
 
@@ -408,7 +408,7 @@ def _pinned_shares(structure: ReplicaGroups, before: Pinned) -> tuple[int, ...]:
     return shares if [size for _, size in structure.inner] == [len(shares)] else ()
 
 
-def _cut(
+def _timed_stages(
     work: Workload,
     structure: ReplicaGroups,
     sums: SumsForm,
@@ -506,7 +506,7 @@ def _check_clip(settings: Config) -> None:
         )
 
 
-def _what_is_trained(model: Functional) -> tuple[str, ...]:
+def _trained_reasons(model: Functional) -> tuple[str, ...]:
     if not model.frozen:
         return ()
     num, every = sum(model.is_trained), len(model.is_trained)
@@ -522,7 +522,7 @@ def _with_sparse(
         return sums, ()
     if structure.axes:
         return sums, ("sparse_embeddings: whole, for the devices of a replica share them",)
-    num, sparse_rows, said = len(structure.replicas), [], []
+    num, sparse_rows, notes = len(structure.replicas), [], []
     graph, is_trained = work.graph, work.model.is_trained
     for p, most in rows_touched(graph, work.batch_size // work.microbatch_size).items():
         if not is_trained[p]:
@@ -531,11 +531,11 @@ def _with_sparse(
         # An all-gather of rows, against a reduce-scatter of shards and an all-gather of floats.
         if num * most * sums.num_parts < height * (sums.num_parts + 1):
             sparse_rows.append(SparseRows(name=name, most_rows=most))
-            said.append(f"sparse_embeddings: at most {most} of {height} rows of {name}")
+            notes.append(f"sparse_embeddings: at most {most} of {height} rows of {name}")
         else:
-            said.append(
+            notes.append(
                 f"sparse_embeddings: {name} whole, {most} rows from each of {num} would be more "
                 f"than its {height}"
             )
     none = "sparse_embeddings: no parameter is only looked up by rows"
-    return sums.model_copy(update={"sparse": tuple(sparse_rows)}), tuple(said) or (none,)
+    return sums.model_copy(update={"sparse": tuple(sparse_rows)}), tuple(notes) or (none,)

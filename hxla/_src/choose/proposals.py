@@ -97,7 +97,7 @@ def staging_cost(chain: Chain, staging: Staging, traffic: Traffic | None = None)
             least_reduced, reductions(t, staging.cuts, staging.replicas), strict=True
         )
     ]
-    # No replica waits for the update of another, so each counts its own update only.
+    # No replica waits for the update of another, so each counts its update only.
     step = max(
         max(done, busiest) + reduction + float(t.update[s])
         for timeline, spans in zip(timelines, stages, strict=True)
@@ -222,7 +222,7 @@ def propose(
     chains: dict[Alternative, Chain] = {}
     places_of: dict[Alternative, list[list[Ranks]]] = {}
     for size, tensor in sorted(work.sizes):
-        kinds = _kinds(cluster, tensor)
+        kinds = _groups_by_kind(cluster, tensor)
         if not kinds:
             reasons.append(f"tensor {tensor}: no node has so many devices of one kind")
             continue
@@ -253,7 +253,9 @@ def propose(
     )
     budget = {"time_budget_seconds": time_budget_seconds, "most_seconds": most_seconds}
     result = search(chains, **budget, can_run=can_run, place=placement.place)
-    ranked = [f for f in result.ranked if not all_devices or _uses_all(f, chains[f.alternative])]
+    ranked = [
+        f for f in result.ranked if not all_devices or _uses_all_devices(f, chains[f.alternative])
+    ]
     if not ranked:
         raise PlanError(
             "no plan in which all devices take part was found; the best is "
@@ -269,12 +271,14 @@ def propose(
     chosen, placed, cost = _fastest_by_replay(ranked, result.bound_seconds, placement, chains)
     best = dataclasses.replace(chosen, staging=placed.staging)
     staging, chain = best.staging, chains[best.alternative]
-    reasons += _about_cards(chain, placed)
-    replicas, counts, devices = _placed(work, best, cost, placed.copies, cluster, profile, reasons)
+    reasons += _card_reasons(chain, placed)
+    replicas, counts, devices = _device_predictions(
+        work, best, cost, placed.copies, cluster, profile, reasons
+    )
     idle = sorted(set(range(len(cluster.devices))) - {d.rank for d in devices})
     if idle:
         reasons.append(f"devices {idle} have no part: with them the step would not be shorter")
-    reasons += _about_sums(work, cluster, staging, replicas)
+    reasons += _reduction_reasons(work, cluster, staging, replicas)
     if result.exhausted:
         reasons.append("the search ran out of time: the bound holds, a longer search may find more")
     reasons += [f"{which}: {why}" for which, why in result.infeasible.items()]
@@ -336,7 +340,7 @@ def _fastest_by_replay(
     return best
 
 
-def _about_cards(chain: Chain, placed: PlacedStaging) -> list[str]:
+def _card_reasons(chain: Chain, placed: PlacedStaging) -> list[str]:
     """What shared network cards cost a plan."""
     alone = step_seconds(chain, placed.staging.cuts, placed.staging.replicas)
     if placed.step_seconds <= alone * (1 + 1e-9):
@@ -354,7 +358,7 @@ def _about_cards(chain: Chain, placed: PlacedStaging) -> list[str]:
     return lines
 
 
-def _about_sums(
+def _reduction_reasons(
     work: ChainWork, cluster: Cluster, staging: Staging, replicas: Sequence[Ranks]
 ) -> list[str]:
     """The best algorithm for the largest all-reduce, by the slowest link's figures."""
@@ -375,12 +379,12 @@ def _about_sums(
     ]
 
 
-def _uses_all(plan: RankedPlan, chain: Chain) -> bool:
+def _uses_all_devices(plan: RankedPlan, chain: Chain) -> bool:
     used = sum(replica.count * len(replica.groups) for replica in plan.staging.replicas)
     return used == sum(group.num_devices for group in chain.groups)
 
 
-def _placed(
+def _device_predictions(
     work: ChainWork,
     best: RankedPlan,
     cost: StepCost,
@@ -420,7 +424,7 @@ def _runner_up(plan: RankedPlan) -> RunnerUp:
     return RunnerUp(description=words, step_seconds=plan.staging.step_seconds)
 
 
-def _kinds(cluster: Cluster, tensor: int) -> dict[str, list[Ranks]]:
+def _groups_by_kind(cluster: Cluster, tensor: int) -> dict[str, list[Ranks]]:
     """Groups of devices of one node, of one kind and with the same memory."""
     by_kind: dict[tuple[str, int | None], dict[int, list[int]]] = {}
     for rank, device in enumerate(cluster.devices):

@@ -22,7 +22,7 @@ chains rarely gains by them.
 References:
     Beaumont, Eyraud-Dubois, Hermann, Joly and Shilova, "Optimal checkpointing for heterogeneous
     chains: how to train deep neural networks with limited memory", 2019, section 4 (there the loss
-    is a segment of its own at the end; here the last segment holds it).
+    is a separate segment at the end; here it is in the last segment).
     Zhao, Le Hellard, Eyraud-Dubois, Gusak and Beaumont, "Rockmate", ICML 2023, section 3.3 (several
     choices of residuals per segment).
 """

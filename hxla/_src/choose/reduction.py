@@ -42,16 +42,16 @@ def with_sums_over(work: Workload, plan: Plan) -> Plan:
             "inside a replica: leave out mesh, rules, stages and splits, or "
             + ("use devices of one sort" if unlike else "set communication.over to 'device'")
         )
-    said = ("sums over the host: devices take part in no collective",)
+    notes = ("sums over the host: devices take part in no collective",)
     if unlike:
-        said = (
+        notes = (
             f"sums over the host, for {in_words(kinds)} share no library for collectives. Each "
             "kind rounds its microbatches in its own way, so bits depend on who runs which, and "
             "the numerics with them; what is updated is updated on one device and handed to all, "
             "so the state of all replicas is equal to the bit",
         )
     sums = plan.sums.model_copy(update={"over": "host"})
-    return plan.replaced(sums=sums, reasons=(*plan.reasons, *said))
+    return plan.replaced(sums=sums, reasons=(*plan.reasons, *notes))
 
 
 #: The largest error of an element of the mean gradient with `communication.limbs = "auto"`, over

@@ -74,7 +74,7 @@ class Relaxation:
         coarse: tuple[Array, Array] | None,
         most: int,
     ) -> tuple[Array, Array]:
-        """The same for periods in some coarser interval; wider intervals if there are too many."""
+        """As `periods`, inside coarser intervals; wider intervals if there are too many."""
         values = self._values[self._values >= low * (1 - 1e-12)]
         if coarse is not None:
             begun = np.searchsorted(np.sort(coarse[0]), values * (1 + 1e-12), side="right")
@@ -476,7 +476,7 @@ class Priced:
         return rests
 
     def within(self, start: int, end: int) -> "Priced":
-        """The same for some of the intervals: from, up to."""
+        """This programme for some of the intervals: from, up to."""
         if (start, end) == (0, len(self.first)):
             return self
         other = copy.copy(self)

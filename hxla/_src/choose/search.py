@@ -24,7 +24,7 @@ from .cuts import (
     fractional_seconds,
     pure_periods,
 )
-from .homogeneous_replicas import like_copies
+from .homogeneous_replicas import homogeneous_plans
 from .lower_bound import FINE, Alive, Bound, most_stages
 from .packing import fractional_packing
 from .relaxation import subsets
@@ -305,7 +305,7 @@ class _Search:
         return min(*self._bounds.values(), self.fastest)
 
     def why_not(self) -> str:
-        """Why no plan was found."""
+        """Why there is no plan."""
         if not self.can_run:
             return "no number of stages with which it can be run"
         return explain_infeasible(self.chain)
@@ -319,7 +319,7 @@ class _Search:
         for i, num in enumerate(self._order):
             if i < num_tried or not self.plans:
                 self._first_plan(num)
-        alike = like_copies(self._t, self._num, self.bound.max_stages, self._check)
+        alike = homogeneous_plans(self._t, self._num, self.bound.max_stages, self._check)
         for plan in alike[:_ALIKE]:
             self._keep(plan)
         stages = [] if self.plans else roomiest_pipeline(self.chain)

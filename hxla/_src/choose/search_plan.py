@@ -81,7 +81,7 @@ def search_plan(
             return seconds
         return least_seconds(jobs.at(plan.microbatch_size), plan, cluster, seconds)
 
-    def search(sizes: Sequence[int], num_segments: int, said: Sequence[str] = ()) -> PlanResult:
+    def search(sizes: Sequence[int], num_segments: int, notes: Sequence[str] = ()) -> PlanResult:
         tensors = _tensors(options.tensors, cluster)
         work, uncut = chain_work(jobs, sizes, tensors, num_segments, sums)
         if profile is not None:
@@ -100,7 +100,7 @@ def search_plan(
                 time_budget_seconds=options.seconds,
                 most_seconds=options.most_seconds,
             )
-            plan = _completed(jobs, cluster, proposal, num_segments, sums, (*said, *uncut))
+            plan = _completed(jobs, cluster, proposal, num_segments, sums, (*notes, *uncut))
             whole = PlanResult(plan=in_form(plan), timelines=timelines)
         except PlanError as error:  # nothing fits, or the settings refuse the plan
             refused = error
@@ -108,7 +108,7 @@ def search_plan(
             work,
             cluster,
             profile,
-            lambda proposal: _completed(jobs, cluster, proposal, num_segments, sums, said),
+            lambda proposal: _completed(jobs, cluster, proposal, num_segments, sums, notes),
             in_form,
             least,
             faster_than=_step_seconds(whole),
@@ -120,7 +120,7 @@ def search_plan(
                 assert refused is not None
                 raise refused
             return whole
-        return PlanResult(plan=_beside(shared, whole))
+        return PlanResult(plan=_with_runner_up(shared, whole))
 
     if tried or size is not None:
         return search(sizes, num_segments)
@@ -131,8 +131,8 @@ def search_plan(
         if (finer, segments) == (sizes, num_segments):
             raise
         larger = ", ".join(map(str, sizes))
-        said = f"nothing fits of sizes {larger} in {num_segments} segments: finer ones were tried"
-        return search(finer, segments, (said,))
+        notes = f"nothing fits of sizes {larger} in {num_segments} segments: finer ones were tried"
+        return search(finer, segments, (notes,))
 
 
 def auto_plan(
@@ -212,7 +212,7 @@ def chain_work(
     chains: dict[tuple[int, int], tuple[LayerSize, ...]] = {}
     sent: dict[tuple[int, int], tuple[float, ...]] = {}
     names: tuple[str, ...] = ()
-    said: dict[str, None] = {}
+    notes: dict[str, None] = {}
     solved: dict[int, Sharded] = {}
     for size in sorted(sizes, reverse=True):  # the largest sends most, so its sharding comes first
         work = jobs.at(size)
@@ -224,7 +224,7 @@ def chain_work(
             try:
                 cut = shard_graph(graph, *split_over(graph, tensor), like=solved.get(tensor))
             except (AnnotationError, PlanError) as error:
-                said[f"tensor {tensor}: not tried: {str(error).splitlines()[0]}"] = None
+                notes[f"tensor {tensor}: not tried: {str(error).splitlines()[0]}"] = None
                 continue
             solved.setdefault(tensor, cut)
             chains[size, tensor] = layer_sizes(opened, chain, cut.over(opened), kept=kept)
@@ -243,7 +243,7 @@ def chain_work(
         state_factor=2 + sums.num_parts + first.optimizer_bytes / max(1, param_bytes),
         reduce_factor=sums.travel_factor,
     )
-    return chain_of_sizes, tuple(said)
+    return chain_of_sizes, tuple(notes)
 
 
 def _completed(
@@ -252,7 +252,7 @@ def _completed(
     proposal: Proposal,
     num_segments: int,
     sums: SumsForm,
-    said: Sequence[str],
+    notes: Sequence[str],
 ) -> Plan:
     alternative, num_stages = proposal.alternative, len(proposal.cuts)
     work = jobs.at(alternative.microbatch_size)
@@ -282,7 +282,7 @@ def _completed(
         starts=proposal.starts,
         prediction=proposal.prediction,
         runners_up=proposal.runners_up,
-        reasons=(*proposal.reasons, *said),
+        reasons=(*proposal.reasons, *notes),
     )
 
 
@@ -291,14 +291,14 @@ def _step_seconds(result: PlanResult | None) -> float:
     return math.inf if known is None else known.step_seconds
 
 
-def _beside(shared: ShardedReplicas, whole: PlanResult | None) -> Plan:
+def _with_runner_up(shared: ShardedReplicas, whole: PlanResult | None) -> Plan:
     """Replicas that shard their state, with the best plan of whole state as a runner-up."""
     plan, known = shared.plan, shared.plan.prediction
     assert known is not None
     bound = shared.bound_seconds
     others: tuple[RunnerUp, ...] = ()
     if whole is None:
-        said = "no plan with whole state fits, or can be as settings ask"
+        notes = "no plan with whole state fits, or can be as settings ask"
     else:
         before = whole.plan.prediction
         assert before is not None
@@ -306,9 +306,9 @@ def _beside(shared: ShardedReplicas, whole: PlanResult | None) -> Plan:
         words = f"microbatches of {whole.plan.microbatch_size}, {whole.plan.mesh_in_words}"
         best = RunnerUp(description=words, step_seconds=before.step_seconds)
         others = (best, *whole.plan.runners_up)
-        said = f"with whole state the best plan takes {before.step_seconds:.4g} s"
+        notes = f"with whole state the best plan takes {before.step_seconds:.4g} s"
     return plan.replaced(
         prediction=known.model_copy(update={"bound_seconds": bound}),
         runners_up=(*others, *plan.runners_up),
-        reasons=(f"replicas of one device each: {said}", *plan.reasons),
+        reasons=(f"replicas of one device each: {notes}", *plan.reasons),
     )

@@ -21,9 +21,9 @@ from .split_sizes import SplitDevice
 _PASSES = 3.0  # forward, and a backward of twice its products
 _SUMMED_BYTES = 24.0  # of a float32 gradient read, and two int32 limbs read and written
 _ALIKE = 1.05  # ratio of seconds up to which devices count as equal
-# Of one core of an Intel Xeon, rounded: not measured one by one, but set so that the shares of time
-# that devices repeat come near to those of benchmarks/uneven_split.py there. Products, element-wise
-# work, all-reduces over Gloo. Only their ratios matter; a profile's times take their place.
+# Rates of one core of an Intel Xeon, rounded: products, element-wise work, all-reduces over Gloo.
+# They are fitted so that the repeated parts of device times come near those of
+# benchmarks/uneven_split.py there. Only their ratios matter; a profile's times take their place.
 _CORE_FLOPS_PER_SECOND = 8e10
 _CORE_BYTES_PER_SECOND = 5e9
 _CORE_SENT_BYTES_PER_SECOND = 3e8
@@ -147,7 +147,7 @@ def _work(graph: Graph, sharded: Sharded) -> tuple[tuple[float, float], tuple[fl
     totals = {True: [0.0, 0.0], False: [0.0, 0.0]}
     for op in leaves(graph.ops):
         is_cut = bool(op.outputs) and axis.factors.get(op.outputs[0]) is not None
-        flops, moved = _of(op, graph)
+        flops, moved = _op_work(op, graph)
         totals[is_cut][0] += flops
         totals[is_cut][1] += moved
     for v in graph.param_values:
@@ -156,7 +156,7 @@ def _work(graph: Graph, sharded: Sharded) -> tuple[tuple[float, float], tuple[fl
     return (cut[0], cut[1]), (whole[0], whole[1])
 
 
-def _of(op: Op, graph: Graph) -> tuple[float, float]:
+def _op_work(op: Op, graph: Graph) -> tuple[float, float]:
     passes = _PASSES * op.times
     if op.name in ("dot_general", "conv_general_dilated"):
         return passes * op.flops, 0.0

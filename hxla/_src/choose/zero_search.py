@@ -211,7 +211,7 @@ def least_seconds(work: Workload, plan: Plan, cluster: Cluster, seconds: float) 
         return seconds  # the factor is not known
     rates = sum(device.host_bytes_per_second or math.inf for device in cluster.devices)
     least = math.inf
-    for layout in _roomiest(work, plan, cluster):
+    for layout in _roomiest_layouts(work, plan, cluster):
         if not layout.fits:
             continue
         factor = 1 + max(layout.extra_seconds, 0.0) / flops
@@ -228,7 +228,7 @@ def _even_share(plan: Plan, cluster: Cluster) -> int:
     return math.ceil(plan.num_microbatches / len(cluster.devices))
 
 
-def _roomiest(work: Workload, plan: Plan, cluster: Cluster) -> Iterator[MemoryLayout]:
+def _roomiest_layouts(work: Workload, plan: Plan, cluster: Cluster) -> Iterator[MemoryLayout]:
     """The layouts of the roomiest replicas, one program first."""
     sizes = [device.memory_bytes for device in cluster.devices]
     most = None if None in sizes else max(size for size in sizes if size is not None)
