@@ -133,7 +133,7 @@ def staging_cost(chain: Chain, staging: Staging, traffic: Traffic | None = None)
 
 
 _NUM_RUNNERS_UP = 7
-_NEAR, _NUM_REPLAYED = 1.02, 8  # of the plans to replay: times the best or the bound
+_NEAR, _NUM_REPLAYED = 1.02, 8  # replayed: plans within this ratio of the best, at most so many
 _BUSY = 0.4  # of a step: busier cards take longer than the formula says
 
 

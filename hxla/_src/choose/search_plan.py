@@ -131,8 +131,8 @@ def search_plan(
         if (finer, segments) == (sizes, num_segments):
             raise
         larger = ", ".join(map(str, sizes))
-        notes = f"nothing fits of sizes {larger} in {num_segments} segments: finer ones were tried"
-        return search(finer, segments, (notes,))
+        why = f"nothing fits of sizes {larger} in {num_segments} segments: finer ones were tried"
+        return search(finer, segments, (why,))
 
 
 def auto_plan(
@@ -215,11 +215,11 @@ def chain_work(
     notes: dict[str, None] = {}
     solved: dict[int, Sharded] = {}
     for size in sorted(sizes, reverse=True):  # the largest sends most, so its sharding comes first
-        work = jobs.at(size)
-        graph, opened = work.graph, graph_of(work.graph)
+        workload = jobs.at(size)
+        graph, opened = workload.graph, graph_of(workload.graph)
         chain = segments(opened, num_segments)
         names = names or tuple(s.name for s in chain)
-        kept = kept_bytes(opened, chain, work.model.trained_places)
+        kept = kept_bytes(opened, chain, workload.model.trained_places)
         for tensor in tensors:
             try:
                 cut = shard_graph(graph, *split_over(graph, tensor), like=solved.get(tensor))
@@ -233,7 +233,7 @@ def chain_work(
             sent[size, tensor] = tuple(bytes_sent * s.flops / total for s in chain)
     first = jobs.at(sizes[0])
     param_bytes = tree_bytes(first.model.params)
-    chain_of_sizes = ChainWork(
+    work = ChainWork(
         layers=names,
         sizes=chains,
         sent_bytes=sent,
@@ -243,7 +243,7 @@ def chain_work(
         state_factor=2 + sums.num_parts + first.optimizer_bytes / max(1, param_bytes),
         reduce_factor=sums.travel_factor,
     )
-    return chain_of_sizes, tuple(notes)
+    return work, tuple(notes)
 
 
 def _completed(
@@ -298,7 +298,7 @@ def _with_runner_up(shared: ShardedReplicas, whole: PlanResult | None) -> Plan:
     bound = shared.bound_seconds
     others: tuple[RunnerUp, ...] = ()
     if whole is None:
-        notes = "no plan with whole state fits, or can be as settings ask"
+        note = "no plan with whole state fits, or can be as settings ask"
     else:
         before = whole.plan.prediction
         assert before is not None
@@ -306,9 +306,9 @@ def _with_runner_up(shared: ShardedReplicas, whole: PlanResult | None) -> Plan:
         words = f"microbatches of {whole.plan.microbatch_size}, {whole.plan.mesh_in_words}"
         best = RunnerUp(description=words, step_seconds=before.step_seconds)
         others = (best, *whole.plan.runners_up)
-        notes = f"with whole state the best plan takes {before.step_seconds:.4g} s"
+        note = f"with whole state the best plan takes {before.step_seconds:.4g} s"
     return plan.replaced(
         prediction=known.model_copy(update={"bound_seconds": bound}),
         runners_up=(*others, *plan.runners_up),
-        reasons=(f"replicas of one device each: {notes}", *plan.reasons),
+        reasons=(f"replicas of one device each: {note}", *plan.reasons),
     )
