@@ -220,6 +220,18 @@ def lowered(
     return lower(JobContext(job).training(size, 0), job.graph(size), plan, cards(num, card))
 
 
+#: Names of programs in the tests, and those that are not looked at.
+_SHORT = {
+    "a microbatch": "microbatch",
+    "the stages' slots": "fill",
+    "the ticks": "ticks",
+    "the stages' sums": "finish",
+    "empty sums": "empty",
+    "the update": "update",
+}
+_UNSEEN = ("empty buffers", "a sum in the update")
+
+
 def compiled(programs: Programs) -> dict[str, Any]:
     """The programs of the first replica and of the sums, by name; all are compiled and adopted."""
     made: list[Any] = []
@@ -230,11 +242,10 @@ def compiled(programs: Programs) -> dict[str, Any]:
         return found
 
     programs.compile(over)
-    sums = [f"sum {k}" for k in range(len(programs.reducer.buckets))]
-    own = ["fill", "ticks", "finish"] if programs.pipelines else ["microbatch"]
-    [*terms, _] = programs._updates.each[0].names
-    found = dict(zip([*own, "empty", *terms, "update", *sums], made, strict=False))
-    return {name: program for name, program in found.items() if name not in terms}
+    names = [*programs.runners[0].names, *programs._updates.each[0].names]
+    names += [f"sum {k}" for k in range(len(programs.reducer.buckets))]
+    found = dict(zip(names, made, strict=False))
+    return {_SHORT.get(name, name): p for name, p in found.items() if name not in _UNSEEN}
 
 
 def evaluation(programs: Programs) -> Any:
