@@ -132,5 +132,5 @@ def test_nodes_are_groups_where_gathers_between_them_take_long():
     assert placed(10**6).placement.zero == 0
     plan = placed(84_000)
     assert (plan.placement.zero, plan.placement.shard_groups) == (3, 2)
-    assert "the copies are 2 groups of 4" in plan.explain()
+    assert "the replicas are 2 groups of 4" in plan.explain()
     assert placed(72_000).placement.shard_groups == 1

@@ -102,7 +102,7 @@ def test_devices_without_a_common_library_meet_over_the_host():
     [reason] = [r for r in plan.reasons if r.startswith("sums over the host")]
     assert "NVIDIA L4 (NCCL) and cpu@0.5 (Gloo) share no library" in reason
     assert "bits depend on who runs which" in reason
-    assert "alike to the bit" in reason
+    assert "equal to the bit" in reason
     assert "exact sums over the host" in plan.explain()
     assert in_words(kinds) in reason
     # Who computes what decides bits there: counts and shares are of the numerics.
@@ -140,7 +140,7 @@ REFUSED = {
     ),
     "a split": (
         lambda: planned(("cpu",) * 4, over("host"), mesh={"data": 2, "tensor": 2}, rules="decoder"),
-        "the axes tensor need collectives inside a copy: .* set communication.over to 'device'",
+        "the axes tensor need collectives inside a replica: .* set communication.over to 'device'",
     ),
     "shared parameters": (
         lambda: planned(("cpu",) * 2, over("host", zero=3)),

@@ -230,7 +230,7 @@ def graph_of_heads():
         ({"data": (2, 1), "tensor": 2}, "which cuts no parameters"),
         ({"tensor": (2, 1), "expert": (2, 1)}, "one axis may have them"),
         ({"stage": 2, "tensor": (2, 1)}, "inside a pipeline's stages"),
-        ({"fsdp": 2, "tensor": (2, 1)}, "copies with one axis"),
+        ({"fsdp": 2, "tensor": (2, 1)}, "replicas with one axis"),
         ({"tensor": (2, -1)}, "must be at least 1"),
         ({"tensor": ("2", "1")}, "no whole number"),
         ({"stage": (2, 1)}, "which cuts no parameters"),

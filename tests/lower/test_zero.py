@@ -258,7 +258,7 @@ def test_wrong_settings_are_refused():
         planned(job(optax.adam(1e-2), memory={"zero": 1}), 1)
     with pytest.raises(hxla.PlanError, match=r"memory.shares needs memory.zero"):
         planned(job(optax.adam(1e-2), memory={"shares": [1, 2]}), 2)
-    with pytest.raises(hxla.PlanError, match=r"memory.waves: copies .* by stage, which run all"):
+    with pytest.raises(hxla.PlanError, match=r"memory.waves: replicas .* by stage, which run all"):
         planned(job(optax.adam(1e-2), memory={"zero": 2, "waves": 2}), 4, mesh=None, stages=2)
     with pytest.raises(hxla.ConfigError, match=r"memory.zero"):
         planned(job(optax.adam(1e-2), memory={"zero": 7}), 2)
