@@ -23,20 +23,28 @@ from .counts import best_counts, bound_seconds, even_counts, finish_seconds
 Counts = Literal["measured", "even"] | Sequence[int]
 
 
+def share_one_process(replica_size: int, devices: Devices) -> bool:
+    """Whether replicas of several devices share the CPU cores of this process.
+
+    They run one after another, so a time shows the place in the queue, not the speed.
+
+    Args:
+        replica_size: Devices of a replica.
+        devices: By rank.
+    """
+    local = [device for device in devices if device is not None and is_here(device)]
+    return len(local) > replica_size and local[0].platform == "cpu"
+
+
 def counts_can_move(plan: Plan, devices: Devices) -> bool:
     """Whether the counts of a plan can follow measured times.
-
-    Some schedules are made for their counts. Replicas that share the cores of one process run one
-    after another, so a time shows the place in the queue, not the speed.
 
     Args:
         devices: By rank.
     """
     if plan.pipeline is not None and plan.pipeline.needs_even_counts:
         return False
-    local = [device for device in devices if device is not None and is_here(device)]
-    is_shared = len(local) > len(plan.replicas[0].devices) and local[0].platform == "cpu"
-    return not (plan.inner_axes and is_shared)
+    return not (plan.inner_axes and share_one_process(len(plan.replicas[0].devices), devices))
 
 
 def own_ids(counts: Sequence[int], reducer: Reducer) -> list[range]:

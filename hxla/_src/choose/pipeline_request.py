@@ -15,6 +15,7 @@ from ..graph.scans import uncut_scans
 from ..graph.segments import cut_points, segments_at, task_points
 from ..jax.jaxpr import scan_counts
 from ..plan.parts import PlannedPipeline, PlannedSegment
+from ..schedule.schedules import needs_even_counts
 
 _FINE = 4  # segments that each part is chosen from
 _MOST_SEGMENTS = 32
@@ -64,7 +65,7 @@ class PipelineRequest:
     @property
     def needs_even_counts(self) -> bool:
         """Whether the schedule needs the same number of microbatches on every pipeline."""
-        return self.schedule == "interleaved" or not isinstance(self.schedule, str)
+        return needs_even_counts(self.schedule)
 
     def unit(self, num_microbatches: int) -> int:
         """The divisor of a pipeline's microbatches.

@@ -16,7 +16,7 @@ from ..core.whole_numbers import as_whole_number, check_whole_numbers
 from ..graph.graph import Graph, rows_touched
 from ..graph.parts import graph_of
 from ..graph.segments import segments
-from ..jax.devices import is_here, share_cores
+from ..jax.devices import share_cores
 from ..launch.member import Pinned, pinned
 from ..model.functional import Functional, tree_bytes
 from ..plan.axis_assignment import Axes, shard_graph
@@ -29,7 +29,7 @@ from .complete import complete
 from .counts import best_counts
 from .layer_times import Alternative, layer_times
 from .measure import Measure
-from .microbatch_counts import Counts, asked_counts, predicted
+from .microbatch_counts import Counts, asked_counts, predicted, share_one_process
 from .microbatch_sizes import best_size, candidate_sizes, default_sizes
 from .pipeline_request import PipelineRequest, asked, check_even, microbatch_size
 from .reduction import with_sums_and_memory
@@ -281,10 +281,10 @@ def _unused_profile(structure: ReplicaGroups, profile: Profile | None) -> list[s
 def _possible_counts(
     structure: ReplicaGroups, counts: Counts, measure: Measure | None
 ) -> tuple[Counts, list[str]]:
-    """The counts asked for, but even where times show a place in a queue, not a speed."""
-    local = [d for d in measure.devices if is_here(d)] if measure is not None else []
-    several = structure.axes and len(local) > len(structure.replicas[0])
-    if counts == "measured" and several and local[0].platform == "cpu":
+    """The counts asked for, but even where replicas share the cores of one process."""
+    if counts != "measured" or not structure.axes or measure is None:
+        return counts, []
+    if share_one_process(len(structure.replicas[0]), measure.devices):
         return "even", ["even counts: the replicas share the cores of one process"]
     return counts, []
 

@@ -427,8 +427,7 @@ class Pipeline:
     def memory_bytes(self, _sums_bytes: int) -> int:
         """Bytes that one device needs beside the state and `kept_bytes` while a step runs.
 
-        Args:
-            sums_bytes: Not used: the last programs make the sums.
+        The last programs make the sums, so their bytes are counted here.
         """
         each = range(len(self.groups))
         slots, acc = sum(map(self.slots_bytes, each)), sum(map(self.sums_bytes, each))

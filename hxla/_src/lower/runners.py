@@ -77,8 +77,7 @@ def pipeline_spec(
         entries,
     )
     every = tuple(range(len(slots.slots)))
-    table = planned.schedule
-    is_even = table == "interleaved" or not isinstance(table, str)
+    table, is_even = planned.schedule, planned.needs_even_counts
     return PipelineSpec(
         graph=ordered,
         tensors=tensors,

@@ -8,6 +8,7 @@ import pydantic
 from ..core.files import shown
 from ..core.versions import hxla_version, jax_versions, processor
 from ..jax.settings import bit_settings
+from ..schedule.schedules import needs_even_counts
 from .layout import PlanValue
 
 #: What a mesh axis shards of a TaskGraph: the batch, the parameters, or what rules say.
@@ -178,7 +179,7 @@ class PlannedPipeline(PlanValue):
     @property
     def needs_even_counts(self) -> bool:
         """Whether the schedule only exists for some microbatch counts."""
-        return self.schedule == "interleaved" or not isinstance(self.schedule, str)
+        return needs_even_counts(self.schedule)
 
     @property
     def recompute(self) -> bool:

@@ -304,6 +304,11 @@ def make_schedule(
 _ONE_CHUNK = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zero_bubble_h1}
 
 
+def needs_even_counts(schedule: object) -> bool:
+    """Whether a schedule, a name or a table, needs equal microbatch counts on all pipelines."""
+    return schedule == "interleaved" or not isinstance(schedule, str)
+
+
 def schedule_from_table(
     table_TS: Sequence[Sequence[str]],
     *,
