@@ -1,7 +1,7 @@
 """Pages of the site that are made of files outside of this folder: MkDocs calls these functions.
 
 Rules, the contributing guide and the changelog stay where readers of the repository look for them.
-The reference is one page with every public name in the order of `api.md`, and each example is a
+The reference is one page with every public name in the order of `reference/public-names.md`, and each example is a
 page of its source, what it printed and its pictures.
 """
 
@@ -79,7 +79,9 @@ def _links(text: str, page: str, folder: str = "docs") -> str:
 
 
 def _reference() -> str:
-    names = re.findall(r"^\| `hxla\.(\w+)`", (ROOT / "docs/api.md").read_text(), re.M)
+    names = re.findall(
+        r"^\| `hxla\.(\w+)`", (ROOT / "docs/reference/public-names.md").read_text(), re.M
+    )
     return "\n\n".join(["# Reference", *(f"::: hxla.{name}" for name in names)]) + (
         "\n\n::: hxla.testing\n"
     )

@@ -404,7 +404,9 @@ def test_shipped_files_are_read_by_people():
 
 
 def test_the_documented_file_is_one(load):
-    (example,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/clusters.md").read_text(), re.S)
+    (example,) = re.findall(
+        r"```toml\n(.*?)```", (ROOT / "docs/how-to/mesh-files.md").read_text(), re.S
+    )
     cluster = load(example)
     assert len(cluster.devices) == 17
     assert cluster.link(0, 8).seconds(1 << 16) == pytest.approx(65536 / 2e9)

@@ -14,8 +14,8 @@ from ..profile.profile import LayerSize, Profile, Setting
 
 _BACKWARD = 2.0  # a layer's backward is two products for each of its forward's
 # The part of the data sheet's rate that large products reach: on one V100 in the profiles of Sailor
-# (SOSP 2025), GPT-Neo-2.7, whose matrices fill all waves. See docs/prediction.md for the choice of
-# such figures.
+# (SOSP 2025), GPT-Neo-2.7, whose matrices fill all waves. docs/concepts/prediction.md says why
+# such figures were chosen.
 _SHARE_OF_DATA_SHEET = 0.9
 # Seconds of each kernel in a chain of short ones on a V100: NVIDIA, "Getting Started with
 # CUDA Graphs", 2019.

@@ -17,7 +17,7 @@ TENSOR_AXIS = "tensor"
 #: Mesh axis over the stages of a pipeline.
 STAGE_AXIS = "stage"
 
-#: Exit codes of a training process, documented in docs/running.md.
+#: Exit codes of a training process, documented in docs/how-to/launching.md.
 EXIT_PREEMPTED = 75  # SIGTERM arrived, a checkpoint was written: run again to resume
 EXIT_WATCHDOG = 76  # a process died or hung: the watchdog ended the job
 EXIT_INTERRUPTED = 130  # Ctrl-C, as shells have it: 128 and the number of SIGINT

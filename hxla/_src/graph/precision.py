@@ -1,6 +1,7 @@
 """The dtype of an equation under a precision policy, and which values stay in float32.
 
-The lists follow PyTorch's autocast where it has an operation; `docs/precision.md` compares both.
+The lists follow PyTorch's autocast where it has an operation; `docs/how-to/mixed-precision.md`
+compares both.
 An operation of no list computes in its traced dtypes.
 """
 

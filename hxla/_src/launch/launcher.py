@@ -91,7 +91,7 @@ def run(
 
     Returns:
         0 if all returned 0, else the exit code of the process that failed first (128 plus the
-        signal's number if it was killed), or of the user's signal: see docs/running.md.
+        signal's number if it was killed), or of the user's signal: see docs/how-to/launching.md.
 
     Raises:
         LaunchError: As `describe`.
