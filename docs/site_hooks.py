@@ -1,8 +1,8 @@
 """Pages of the site that are made of files outside of this folder: MkDocs calls these functions.
 
 Rules, the contributing guide and the changelog stay where readers of the repository look for them.
-The reference is one page with every public name in the order of `reference/public-names.md`, and each example is a
-page of its source, what it printed and its pictures.
+The reference is one page with every public name in the order of `reference/public-names.md`, and
+each example is a page of its source, what it printed and its pictures.
 """
 
 import ast
