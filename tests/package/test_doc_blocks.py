@@ -152,6 +152,8 @@ def shell(command):
 def read(text):
     kind = next(k for k in FILES if f"[{k}]" in text or f"[{k}." in text)
     before, reader = FILES[kind]
+    if re.match(r"(# .*\n)?name = ", text):
+        before = ""
     named = re.match(r"# (\S+\.toml)\n", text)
     name = named[1] if named else "read.toml"
     pathlib.Path(name).write_text(before + text)
