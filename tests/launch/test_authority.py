@@ -28,7 +28,6 @@ from support.inside.launch import (
     Release,
     Save,
     Saved,
-    SharesAsked,
     Stop,
     Tell,
     Vanished,
@@ -246,18 +245,13 @@ def test_below_minp_the_state_is_saved_before_its_device_is_released():
     assert kinds(run(Saved, step=5)) == [Release]
 
 
-def test_asking_back_and_new_shares_are_planned_changes():
+def test_asking_back_is_a_planned_change():
     run = training(3)
     [prepare] = run(AskedBack, "gpu1", notice_seconds=100.0)
     assert isinstance(prepare, Prepare)
     assert prepare.generation.members == ("gpu0", "gpu2")
     assert kinds(run(Offered, "gpu1")) == [Discard]  # it may stay after all
     assert run.phase == "running"
-    [prepare] = run(SharesAsked, generation=run.known.generation.number, shares=(4, 2, 2))
-    assert prepare.generation.shares == (4, 2, 2)
-    wrong = training(3)
-    assert wrong(SharesAsked, generation=wrong.known.generation.number, shares=(4, 2)) == ()
-    assert wrong(SharesAsked, generation=0, shares=(4, 2, 2)) == ()
 
 
 def test_a_device_that_takes_another_place_is_prepared_for_while_both_are_there():

@@ -381,7 +381,6 @@ class World:
             "freeze": 1,
             "cut off": 0.3,
             "reach again": 0.3,
-            "shares": 1,
         }
         kind = self.random.choices([*kinds], [*kinds.values()])[0]
         process = self.random.choice(self.processes) if self.processes else None
@@ -406,13 +405,6 @@ class World:
                 p.is_unreachable = p.is_unreachable or p.device == device
         elif kind == "reach again" and self.cut_off:
             self.reach_again(self.random.choice(sorted(self.cut_off)))
-        elif kind == "shares" and self.known.generation.members:
-            num = len(self.known.generation.members)
-            shares = [0] * num
-            for _ in range(self.rules.num_microbatches):
-                shares[self.random.randrange(num)] += 1
-            number = self.known.generation.number
-            self.hear(m.SharesAsked(at_seconds=self.at, generation=number, shares=tuple(shares)))
 
     def offer(self):
         """A device is here."""

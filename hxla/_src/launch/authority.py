@@ -37,7 +37,6 @@ from .membership import (
     Release,
     Save,
     Saved,
-    SharesAsked,
     Stop,
     Tell,
     ToDo,
@@ -116,17 +115,6 @@ def _vanished(known: Membership, event: Vanished) -> _Done:
         words = f"{event.device} is gone, from whose state generation {number} starts"
         return _then((known, (Tell(words=words),)), lambda k: _collecting(k, at))
     return _reconsidered(known, at)
-
-
-def _shares_asked(known: Membership, event: SharesAsked) -> _Done:
-    right = len(event.shares) == len(known.generation.members) and all(
-        share >= 0 for share in event.shares
-    )
-    if event.generation != known.generation.number or not right:
-        return known, ()
-    if sum(event.shares) != known.rules.num_microbatches or event.shares == known.generation.shares:
-        return known, ()
-    return _reconsidered(dataclasses.replace(known, shares=event.shares), event.at_seconds)
 
 
 def _heard(known: Membership, event: MemberEvent) -> _Done:
@@ -348,16 +336,14 @@ def _late_never(known: Membership, _at: float) -> _Done:
 
 
 def _reconsidered(known: Membership, at: float) -> _Done:
-    """Prepare another generation if members or shares should change."""
+    """Prepare another generation if members should change."""
     if known.phase == "waiting":
         return _formed(known, at)
     if known.phase not in _TRAINS:
         return known, ()  # decided when the next generation is formed
     members = chosen(known)
     now, coming = known.generation, known.coming
-    shares = known.shares if members == now.members else ()
-    is_same = members == now.members and (not shares or shares == now.shares)
-    if coming is not None and (members, shares) == (coming.members, coming.shares):
+    if coming is not None and members == coming.members:
         return known, ()
     done: tuple[ToDo, ...] = ()
     if coming is not None:
@@ -365,17 +351,15 @@ def _reconsidered(known: Membership, at: float) -> _Done:
         known = dataclasses.replace(
             known, phase="running", coming=None, ready=frozenset(), until_seconds=math.inf
         )
-    if is_same:
+    if members == now.members:
         return known, done
     if len(members) < known.rules.min_devices:
         return _then((known, done), lambda k: _stopped(k, at))
-    return _then((known, done), lambda k: _preparing(k, members, shares, at))
+    return _then((known, done), lambda k: _preparing(k, members, at))
 
 
-def _preparing(
-    known: Membership, members: tuple[str, ...], shares: tuple[int, ...], at: float
-) -> _Done:
-    known, coming = _numbered(known, members, shares)
+def _preparing(known: Membership, members: tuple[str, ...], at: float) -> _Done:
+    known, coming = _numbered(known, members)
     until = at + known.rules.prepare_seconds
     for device, gone in known.leaving:
         if device in known.generation.members:
@@ -386,16 +370,13 @@ def _preparing(
     return known, (Prepare(generation=coming),)
 
 
-def _numbered(
-    known: Membership, members: tuple[str, ...], shares: tuple[int, ...]
-) -> tuple[Membership, Generation]:
+def _numbered(known: Membership, members: tuple[str, ...]) -> tuple[Membership, Generation]:
     number, ports = known.num_generations + 1, known.rules.ports
     generation = Generation(
         number=number,
         members=members,
         port=ports[(ports.index(known.generation.port) + 1) % len(ports)],
         first_step=known.ledger.end,
-        shares=shares,
     )
     return dataclasses.replace(known, num_generations=number), generation
 
@@ -437,15 +418,13 @@ def _formed(known: Membership, at: float) -> _Done:
         known = dataclasses.replace(known, phase="waiting", coming=None, until_seconds=math.inf)
         return _then((known, tuple(done)), _released)
     if coming is None:
-        shares = known.shares if members == known.generation.members else ()
-        known, coming = _numbered(known, members, shares)
+        known, coming = _numbered(known, members)
     generation = dataclasses.replace(coming, first_step=step)
     known = dataclasses.replace(
         known,
         phase="forming",
         generation=generation,
         coming=None,
-        shares=(),
         sources=known.needed,
         alive=frozenset(members),
         ready=frozenset(),
@@ -478,7 +457,6 @@ _HANDLERS: dict[type[Happened], Callable[[Membership, Any], _Done]] = {
     Offered: _offered,
     AskedBack: _asked_back,
     Vanished: _vanished,
-    SharesAsked: _shares_asked,
     Prepared: _prepared,
     Joined: _joined,
     Completed: _completed,

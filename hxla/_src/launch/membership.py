@@ -34,14 +34,12 @@ class Generation:
         members: The devices, in the order of their ranks.
         port: The port of its coordinator, not that of the generation before.
         first_step: The number of steps done when it starts.
-        shares: The requested microbatch counts of members; empty without a request.
     """
 
     number: int
     members: tuple[str, ...]
     port: int
     first_step: int
-    shares: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,7 +137,6 @@ class Membership:
         coming: The generation that is prepared beside it.
         devices: The devices that may be used, in the order of their offers.
         leaving: Devices that were asked back, each with its deadline.
-        shares: The microbatch counts of members that were last requested.
         alive: The members of `generation` whose process has not ended.
         ready: The members that are prepared, or have joined.
         heard: Members and the times of their last messages.
@@ -160,7 +157,6 @@ class Membership:
     coming: Generation | None = None
     devices: tuple[str, ...] = ()
     leaving: tuple[tuple[str, float], ...] = ()
-    shares: tuple[int, ...] = ()
     alive: frozenset[str] = frozenset()
     ready: frozenset[str] = frozenset()
     heard: tuple[tuple[str, float], ...] = ()
@@ -264,14 +260,6 @@ class Vanished(Happened):
     """A device is gone, with its process and kept states."""
 
     device: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SharesAsked(Happened):
-    """A request for the microbatch counts of a generation's members."""
-
-    generation: int
-    shares: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

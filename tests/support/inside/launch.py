@@ -48,7 +48,6 @@ from hxla._src.launch.membership import (
     Release,
     Save,
     Saved,
-    SharesAsked,
     Stop,
     Tell,
     Vanished,
