@@ -404,7 +404,7 @@ def test_shipped_files_are_read_by_people():
 
 
 def test_the_documented_file_is_one(load):
-    (example,) = re.findall(
+    *_, example = re.findall(
         r"```toml\n(.*?)```", (ROOT / "docs/how-to/mesh-files.md").read_text(), re.S
     )
     cluster = load(example)

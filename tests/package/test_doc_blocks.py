@@ -2,10 +2,13 @@
 
 A page's Python blocks run in their order and share their names. `<!-- run ... -->` is a block that
 readers do not see, of Python or of commands after a `$`; `<!-- not run: why -->` stands above one
-that is not run.
+that is not run. A `diff` is a whole script before and after: both run, each in a folder of its own,
+and the one before only where its imports are installed.
 """
 
+import ast
 import contextlib
+import importlib.util
 import io
 import os
 import pathlib
@@ -69,7 +72,7 @@ def fences(text):
 
 def test_every_block_is_run_or_says_why_it_is_not():
     # text: what a program says
-    known = {"python", "console", "bash", "toml", "hidden", "why", "text"}
+    known = {"python", "console", "bash", "diff", "toml", "hidden", "why", "text"}
     for page, text in PAGES.items():
         assert not [(kind, code) for kind, code in blocks(page) if kind not in known], page
         shown = [kind for kind, _ in blocks(page) if kind != "hidden"]
@@ -101,6 +104,29 @@ def test_the_blocks_of_a_page_run_in_their_order(page, tmp_path, monkeypatch):
                 shell(command)
         elif kind == "toml":
             read(code)
+        elif kind == "diff":
+            for side, sign in (("before", "-"), ("after", "+")):
+                with working_in(tmp_path / f"{side}{i}"), contextlib.redirect_stdout(io.StringIO()):
+                    run_side(code, sign, f"<{side}, block {i} of {page}>")
+
+
+@contextlib.contextmanager
+def working_in(folder):
+    folder.mkdir()
+    with contextlib.chdir(folder):
+        yield
+
+
+def run_side(diff, sign, name):
+    """Run one side of a script that changes."""
+    lines = [line for line in diff.splitlines() if line[:1] in (sign, " ", "")]
+    script = "\n".join(line[1:] for line in lines)
+    code = compile(script, name, "exec")
+    nodes = ast.walk(ast.parse(script))
+    modules = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
+    modules |= {n.module for n in ast.walk(ast.parse(script)) if isinstance(n, ast.ImportFrom)}
+    if all(importlib.util.find_spec(module.partition(".")[0]) for module in modules):
+        exec(code, {"__name__": "__main__"})
 
 
 def commands(code):
@@ -127,6 +153,8 @@ def shell(command):
 def read(text):
     kind = next(k for k in FILES if f"[{k}]" in text or f"[{k}." in text)
     before, reader = FILES[kind]
+    if re.match(r"(# .*\n)?name = ", text):
+        before = ""
     named = re.match(r"# (\S+\.toml)\n", text)
     name = named[1] if named else "read.toml"
     pathlib.Path(name).write_text(before + text)
