@@ -79,8 +79,8 @@ elastic: $(STAMP)
 
 # Into site/, warnings as errors. Once the environment is made nothing is fetched, nor by a reader.
 docs: $(DOCS)/.installed
-	$(DOCS)/bin/python -m mkdocs build --strict --quiet
-	@echo "open site/index.html"
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --quiet
+	@echo "Open site/index.html in a browser; the search works there too."
 
 $(DOCS)/.installed: docs/requirements.txt
 	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)

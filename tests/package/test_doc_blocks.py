@@ -71,7 +71,8 @@ def fences(text):
 
 
 def test_every_block_is_run_or_says_why_it_is_not():
-    known = {"python", "diff", "console", "toml", "hidden", "why", "text"}  # text: a program's
+    # text: what a program says
+    known = {"python", "console", "bash", "diff", "toml", "hidden", "why", "text"}
     for page, text in PAGES.items():
         assert not [(kind, code) for kind, code in blocks(page) if kind not in known], page
         shown = [kind for kind, _ in blocks(page) if kind != "hidden"]
@@ -98,7 +99,7 @@ def test_the_blocks_of_a_page_run_in_their_order(page, tmp_path, monkeypatch):
         elif kind in ("python", "hidden") and not code.startswith("$ "):
             with contextlib.redirect_stdout(io.StringIO()):
                 exec(compile(code, f"<block {i} of {page}>", "exec"), namespace)
-        elif kind in ("console", "hidden"):
+        elif kind in ("console", "bash", "hidden"):
             for command in commands(code):
                 shell(command)
         elif kind == "toml":

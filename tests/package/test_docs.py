@@ -13,6 +13,7 @@ import pytest
 import hxla
 from hxla import testing
 from support.doc_pages import PAGES, ROOT, run
+from support.sentences import mean_words, sentences
 
 
 def public_objects():
@@ -197,3 +198,40 @@ def test_links_between_pages_lead_somewhere():
             if not path.exists() or (anchor and anchor not in slugs):
                 lost.append((page, f"{target}#{anchor}"))
     assert not lost
+
+
+#: What a newcomer reads, and those of it whose sentences are still too long: take out what is mended.
+READ_FIRST = [
+    page
+    for page in PAGES
+    if page in ("README.md", "docs/index.md")
+    or page.startswith(("docs/tutorials/", "docs/how-to/"))
+]
+STILL_LONG: set[str] = set()
+WORDS = 25
+
+
+def test_sentences_of_a_newcomers_pages_have_at_most_25_words_in_the_mean():
+    long = {page: mean for page in READ_FIRST if (mean := mean_words(PAGES[page])) > WORDS}
+    assert long.keys() == STILL_LONG, long
+
+
+def test_words_are_counted_in_prose_alone():
+    page = """# A heading is not counted
+
+Two words. It counts `hxla run --mesh x` once, with [a link](where/it/leads.md) as text:
+
+- an item
+- another, on
+  two lines
+
+| a | table |
+|---|---|
+
+<!-- not run: why -->
+
+```python
+code = "is not counted."
+```
+"""
+    assert [len(words) for words in sentences(page)] == [2, 10, 2, 4]

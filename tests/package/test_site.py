@@ -50,8 +50,17 @@ def test_the_site_builds_without_warnings_and_fetches_nothing(tmp_path):
     assert ran.returncode == 0, ran.stderr
     assert "WARNING" not in ran.stderr
     pages = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.html")}
-    assert {"index.html", "reference.html", "examples/01_mixed_cluster.html"} <= pages.keys()
+    assert {"index.html", "examples/01_mixed_cluster.html", "examples/gpt.html"} <= pages.keys()
     for page, text in pages.items():
         fetched = re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"(?:https?:)?//", text)
         assert not fetched, page
-    assert "hxla.train" in pages["reference.html"]
+    entries = re.findall(r'<h2 id="hxla\.(\w+)"', pages["reference/training.html"])
+    assert entries[:4] == ["train", "Job", "Session", "Result"]
+    rows = re.findall(r"<td><a .*?</td>|<td>.*?</td>", pages["reference/public-names.html"])
+    linked = re.findall(
+        r'<td[^>]*><a [^>]*href="([\w-]+\.html)#hxla\.(\w+)"', pages["reference/public-names.html"]
+    )
+    assert {name for _, name in linked} == set(hxla.__all__)
+    for page, name in linked:
+        assert f'id="hxla.{name}"' in pages[f"reference/{page}"]
+    assert hits(tmp_path / "index.html", "hxla.train")[0] == "reference/training.html"
