@@ -346,5 +346,5 @@ def _runs(command, wanted):
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
     for text in wanted:
-        assert text in ran.stdout
-    return ran.stdout
+        assert text in ran.stderr + ran.stdout
+    return ran.stderr + ran.stdout

@@ -65,7 +65,7 @@ def test_a_run_that_begins_anew_keeps_the_lines_of_the_one_before_under_another_
         assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     assert (tmp_path / "metrics.1.jsonl").read_text() == texts[0]
     assert (tmp_path / "metrics.2.jsonl").read_text() == texts[1]
-    assert f"an earlier run are now in {tmp_path / 'metrics.2.jsonl'}" in capsys.readouterr().out
+    assert f"an earlier run are now in {tmp_path / 'metrics.2.jsonl'}" in capsys.readouterr().err
 
 
 def test_a_torn_last_line_is_cut_off_by_the_next_run(run, tmp_path):

@@ -50,16 +50,16 @@ def read_metrics(path: str | os.PathLike[str]) -> History:
         if isinstance(record, StepRecord):
             if steps and record.step <= next(reversed(steps)):
                 _forget(steps, record.step)
-                _forget(rebalances, record.step)
+                _forget(rebalances, record.step - 1)
                 # An evaluation at step k is of parameters with k updates, so it still holds.
-                _forget(evaluations, record.step + 1)
+                _forget(evaluations, record.step)
             steps[record.step] = record
         elif isinstance(record, EvalRecord):
             evaluations[record.step] = record
         else:
             rebalances[record.step] = record
     for step, record in steps.items():
-        if (evaluation := evaluations.get(step + 1)) is not None:
+        if (evaluation := evaluations.get(step)) is not None:
             steps[step] = dataclasses.replace(record, evaluation=evaluation)
     num_devices = max((len(r.counts) for r in steps.values()), default=0)
     return History(

@@ -13,6 +13,7 @@ from ..cluster.mesh_file import load_cluster
 from ..core.catalogue import find
 from ..core.errors import LaunchError
 from .channel import WAITS_VARIABLE
+from .output import LIVE_VARIABLE, terminal_columns
 
 #: The environment of a rank's process, without its place in the generation, from the rank, the
 #: device, its place on its host and the path of the mesh file.
@@ -126,7 +127,7 @@ def process_environment(
         env[LOCAL_CLIENTS_VARIABLE] = "1"
     env |= {
         "HXLA_LAUNCHER_PID": str(os.getpid()),
-        "HXLA_LIVE": "1",
+        LIVE_VARIABLE: str(terminal_columns()),
         "PYTHONUNBUFFERED": "1",
     }
     flags = env.get("XLA_FLAGS", "")

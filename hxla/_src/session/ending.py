@@ -149,9 +149,9 @@ class Ending:
         try:
             save()
         except Exception as failure:
-            self._recorder.log(f"the state after {step} steps could not be saved: {failure}")
+            self._recorder.warn(f"the state after {step} steps could not be saved: {failure}")
         else:
-            self._recorder.log(f"an error ends the session: its state is saved as step {step}")
+            self._recorder.warn(f"an error ends the session: its state is saved as step {step}")
 
     def report(self, history: History, plan: Plan, step: int) -> None:
         """Print a summary and write the report, once for a step."""

@@ -5,7 +5,7 @@ import functools
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -108,6 +108,10 @@ class Job(JobArguments):
         >>> losses[0] > losses[-1]
         True
     """
+
+    def __repr__(self) -> str:
+        model, loss = _name_of(self.model), _name_of(self.loss)
+        return f"Job(model={model}, loss={loss}, batch_size={self.batch_size})"
 
     @functools.cached_property
     def _context(self) -> JobContext:
@@ -227,6 +231,8 @@ class Job(JobArguments):
         checkpoint_dir: str | os.PathLike[str] | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         tensorboard: bool = False,
+        quiet: bool = False,
+        log_every: int | None = None,
     ) -> Session:
         """Open a session: compile the plan's programs, place the state, and warm up.
 
@@ -242,6 +248,11 @@ class Job(JobArguments):
             checkpoint_dir: The folder for checkpoints. If it holds one, training resumes from it.
             run_dir: The folder for `metrics.jsonl` and `report.html`; None writes nothing.
             tensorboard: Whether to write TensorBoard events to `run_dir` too.
+            quiet: Whether to show warnings only. What is shown goes to the logger `hxla`: to the
+                program's handlers if it has configured logging for level INFO, else to standard
+                error.
+            log_every: The number of steps between progress lines. By default a terminal has a live
+                line, and elsewhere a line comes every ten seconds.
 
         Returns:
             The session, a context manager.
@@ -261,7 +272,7 @@ class Job(JobArguments):
         check_settings()
         if steps is not None and epochs is not None:
             raise ConfigError(f"give either steps or epochs, not steps={steps} and epochs={epochs}")
-        check_whole_numbers(1, steps=steps, epochs=epochs)
+        check_whole_numbers(1, steps=steps, epochs=epochs, log_every=log_every)
         job = self._context
         capture.offer(job, PlanRequest())
         check_joined()
@@ -283,8 +294,15 @@ class Job(JobArguments):
             checkpoint_dir=_folder(checkpoint_dir, "checkpoint_dir"),
             run_dir=_folder(run_dir, "run_dir"),
             tensorboard=tensorboard,
+            quiet=quiet,
+            log_every=as_whole_number(log_every),
         )
         return Session(job, chosen, devices, options)
+
+
+def _name_of(value: Any) -> str:
+    """The name of a function or class, or of the class of an object."""
+    return str(getattr(value, "__name__", type(value).__name__))
 
 
 def _folder(path: str | os.PathLike[str] | None, name: str) -> pathlib.Path | None:

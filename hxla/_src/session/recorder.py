@@ -1,19 +1,19 @@
 """The records of a session: shown on the terminal, written to files, and kept."""
 
 import dataclasses
-import os
 import pathlib
 from collections.abc import Mapping
 
 import jax
 
 from ..core.errors import ConfigError
-from ..core.format import shares
+from ..core.format import gain, number, shares
 from ..plan.plan import Plan
 from ..report.history import EvalRecord, History, Rebalance, StepRecord, scalars
 from ..report.metrics_file import MetricsWriter
 from ..report.progress import Progress
 from ..report.run_tables import terminal_report
+from ..report.terminal import LOGGER
 from .step import Outcome
 from .values import SessionOptions
 
@@ -29,11 +29,12 @@ def step_record(
     """The record of a step.
 
     Args:
+        step: Number of updates before it.
         seconds: Since the end of the step before.
     """
     busy = zip(outcome.busy_seconds, outcome.update_seconds, strict=True)
     return StepRecord(
-        step=step,
+        step=step + 1,
         loss=outcome.loss,
         metrics=outcome.metrics,
         seconds=seconds,
@@ -51,11 +52,13 @@ def recorder_of(plan: Plan, options: SessionOptions, start: int) -> "Recorder":
     """The recorder of a session that begins at step `start`."""
     return Recorder(
         plan.replica_names,
-        start_step=start,
+        is_resumed=start > 0,
         last_step=options.steps,
         run_dir=options.run_dir,
         tensorboard=options.tensorboard,
         is_main=jax.process_index() == 0 and not options.is_trial,
+        quiet=options.quiet,
+        log_every=options.log_every,
     )
 
 
@@ -66,43 +69,53 @@ class Recorder:
         last_step: Last step of the run; None if not known.
         run_dir: Folder for `metrics.jsonl` and `report.html`; None writes nothing.
         is_main: Whether this process shows and writes records.
+        quiet: Whether only warnings are shown.
+        log_every: Number of steps between lines, see `Progress`.
     """
 
     def __init__(
         self,
         names: tuple[str, ...],
         *,
-        start_step: int,
+        is_resumed: bool,
         last_step: int | None,
         run_dir: pathlib.Path | None,
         tensorboard: bool,
         is_main: bool,
+        quiet: bool,
+        log_every: int | None,
     ):
         self._names, self._run_dir = names, run_dir
         self._steps: list[StepRecord] = []
         self._evaluations: list[EvalRecord] = []
         self._rebalances: list[Rebalance] = []
-        self._is_main = is_main
+        self._is_main, self._is_shown = is_main, is_main and not quiet
         self.num_compilations = 0
         self._metrics = None
         if run_dir is not None and is_main:
-            self._metrics = MetricsWriter(run_dir, tensorboard=tensorboard, goes_on=start_step > 0)
-        self._null_stream = None if is_main else open(os.devnull, "w")  # noqa: SIM115
-        self._progress = Progress(last_step, names, start_step=start_step, stream=self._null_stream)
+            self._metrics = MetricsWriter(run_dir, tensorboard=tensorboard, goes_on=is_resumed)
+        self._progress = None
+        if self._is_shown:
+            self._progress = Progress(last_step, names, log_every=log_every)
         if self._metrics is not None and self._metrics.earlier is not None:
             self.log(f"the metrics of an earlier run are now in {self._metrics.earlier}")
 
     def close(self) -> None:
         """Release the terminal and the files."""
-        self._progress.close()
-        if self._null_stream is not None:
-            self._null_stream.close()
+        if self._progress is not None:
+            self._progress.close()
         if self._metrics is not None:
             self._metrics.close()
 
     def log(self, text: str) -> None:
-        """Show a line on the terminal."""
-        self._progress.log(text)
+        """Show lines."""
+        if self._is_shown:
+            LOGGER.info("%s", text)
+
+    def warn(self, text: str) -> None:
+        """Show lines, even if the session is quiet."""
+        if self._is_main:
+            LOGGER.warning("%s", text)
 
     def _write(self, record: StepRecord | EvalRecord | Rebalance) -> None:
         if self._metrics is not None:
@@ -111,7 +124,8 @@ class Recorder:
     def step(self, record: StepRecord) -> None:
         """Record a step."""
         self._steps.append(record)
-        self._progress.update(record)
+        if self._progress is not None:
+            self._progress.update(record)
         self._write(record)
 
     def rebalanced(self, change: Rebalance) -> None:
@@ -119,28 +133,24 @@ class Recorder:
         self._rebalances.append(change)
         self.log(
             f"step {change.step}: counts {shares(change.before)} -> {shares(change.after)}, "
-            f"{change.reason}; expected gain {change.expected_gain:.0%}"
+            f"{change.reason}; expected gain {gain(change.expected_gain)}"
         )
         self._write(change)
 
-    def settled(self, step: int, change: Rebalance) -> None:
+    def settled(self, change: Rebalance) -> None:
         """Record the achieved gain of a rebalance."""
         for i, earlier in enumerate(self._rebalances):
             if earlier.step == change.step:
                 self._rebalances[i] = change
-        self.log(
-            f"step {step}: counts {shares(change.after)} gained {change.achieved_gain:.0%} "
-            f"(expected {change.expected_gain:.0%})"
-        )
         self._write(change)
 
     def evaluated(self, record: EvalRecord) -> None:
         """Record an evaluation."""
         self._evaluations.append(record)
-        if self._steps and self._steps[-1].step + 1 == record.step:
+        if self._steps and self._steps[-1].step == record.step:
             self._steps[-1] = dataclasses.replace(self._steps[-1], evaluation=record)
         values = {"loss": record.loss, **scalars(record.metrics)}
-        numbers = "  ".join(f"{k} {v:.4f}" for k, v in values.items())
+        numbers = "  ".join(f"{k} {number(v)}" for k, v in values.items())
         self.log(f"step {record.step}: evaluation  {numbers}")
         self._write(record)
 
@@ -161,10 +171,11 @@ class Recorder:
 
     def report(self, history: History, plan: Plan, pictures: Mapping[str, pathlib.Path]) -> None:
         """Print a summary and write the report, unless no step ran."""
-        self._progress.close()
+        if self._progress is not None:
+            self._progress.close()
         if not self._is_main or not history.steps:
             return
-        print(terminal_report(history))
+        self.log(terminal_report(history))
         if self._run_dir is not None:
             from ..report.page import write
             from ..report.run_page import html_report
@@ -173,4 +184,4 @@ class Recorder:
             notes = {"Plan": plan.explain()}
             page = html_report(history, title=self._run_dir.name, notes=notes, pictures=pictures)
             write(path, page, ConfigError)
-            print(f"report: {path}")
+            self.log(f"  report: {path}")

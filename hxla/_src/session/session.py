@@ -111,7 +111,7 @@ class Session:
             start = options.first_step if source is None else source.first_step
             resumed = None if source is None else source.step
             inputs = job.as_inputs(batch := job.first_batch(start, plan.microbatch_size))
-            job.agree("data", lambda: facts_of_data(batch, f"data of step {start}: "))
+            job.agree("data", lambda: facts_of_data(batch, f"data of step {start + 1}: "))
             weights = job.opened_weights(plan.microbatch_size) if resumed is None else None
             self._programs = job.programs(plan, devices, waiting.tell, keep=options.is_trial)
             self._reducer = self._programs.reducer
@@ -184,7 +184,12 @@ class Session:
         for words in (*(self._member.notes() if self._member else ()), *source.notes):
             self._recorder.log(words)
         guarantee = determinism(self._programs.graph, self.plan)
-        self._recorder.log(f"{self.plan.explain()}\n  {guarantee}")
+        self._recorder.log(f"{self.plan.explain()}\n  {guarantee.summary}")
+
+    def __repr__(self) -> str:
+        end = "" if self.num_steps is None else f" of {self.num_steps}"
+        closed = ", closed" if self._is_closed else ""
+        return f"Session(step {self.step_number}{end}, {self.plan!r}{closed})"
 
     def __enter__(self) -> "Session":
         return self
@@ -303,7 +308,7 @@ class Session:
         with self._updating(outcome):
             if outcome.nonfinite:
                 stops = self._job.nonfinite == "stop" and not self._options.is_trial
-                self._recorder.log(left_out(step, outcome, self._stepper, stops=stops))
+                self._recorder.warn(left_out(step, outcome, self._stepper, stops=stops))
             else:
                 with self._ending.halfway():
                     self._stepper.update(outcome)
@@ -344,10 +349,10 @@ class Session:
         elif self.balancer.counts != self.plan.counts:  # a parked device is tried for one step
             self.plan = self._predicted(self.plan.with_counts(self.balancer.counts))
         if advice := self.split_watch.stepped():
-            self._recorder.log(f"step {step}: {advice}")
+            self._recorder.log(f"step {self.step_number}: {advice}")
         settled = self.balancer.stepped(record.seconds)
         if settled is not None:
-            self._recorder.settled(step, settled)
+            self._recorder.settled(settled)
         return record
 
     def _rebalance(self, change: Rebalance) -> None:

@@ -15,6 +15,7 @@ from ..data.data import is_iterator
 from ..plan.plan import Plan
 from ..plan.rules import RuleSet
 from ..report.history import StepRecord
+from ..report.terminal import quietly
 from .job import PLAN_VARIABLE, Job
 from .session import Session
 from .values import Result
@@ -42,6 +43,8 @@ def train(
     run_dir: str | os.PathLike[str] | None = None,
     tensorboard: bool = False,
     callbacks: Sequence[Callback] = (),
+    quiet: bool = False,
+    log_every: int | None = None,
 ) -> Result:
     """Train a Flax model on all devices of the job, to the same bits for every placement of work.
 
@@ -87,6 +90,8 @@ def train(
             `session.state`; `session.gather` gathers whole arrays of it, and `session.replace`
             replaces arrays. A callback returns True, False or None. True from any process ends
             training after the next step.
+        quiet: Whether to show warnings only, see `Job.open`.
+        log_every: The number of steps between progress lines, see `Job.open`.
 
     Returns:
         The trained model and state, the history, the plan of the last step, and the SHA-256 of
@@ -137,7 +142,8 @@ def train(
         "stages": stages,
         "reduction": reduction,
     }
-    chosen, balance = _plan(job, plan, counts, requested, checkpoint_dir)
+    with quietly(quiet):
+        chosen, balance = _plan(job, plan, counts, requested, checkpoint_dir)
     with job.open(
         chosen,
         steps=steps,
@@ -147,12 +153,14 @@ def train(
         checkpoint_dir=checkpoint_dir,
         run_dir=run_dir,
         tensorboard=tensorboard,
+        quiet=quiet,
+        log_every=log_every,
     ) as session:
         session.agree({**every, "eval_data": "none" if eval_data is None else "given"})
         if eval_data is not None and session.step_number == session.num_steps:  # no steps are left
             session.evaluate(eval_data)
         for record in session:
-            done = record.step + 1
+            done = record.step
             is_due = done == session.num_steps or (eval_every and done % eval_every == 0)
             if eval_data is not None and is_due:
                 evaluation = session.evaluate(eval_data)

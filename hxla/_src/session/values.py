@@ -15,6 +15,7 @@ from ..core.types import PyTree
 from ..plan.plan import Plan
 from ..report.history import History
 from ..report.progress import Waiting
+from ..report.run_tables import html_summary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,13 @@ class Result:
     plan: Plan
     sha256: str
 
+    def __repr__(self) -> str:
+        loss = f"loss={self.history.steps[-1].loss:.4g}, " if self.history.steps else ""
+        return f"Result(step={self.step}, {loss}sha256='{self.sha256[:16]}...')"
+
+    def _repr_html_(self) -> str:
+        return html_summary(self.history)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SessionOptions:
@@ -52,6 +60,8 @@ class SessionOptions:
         checkpoint_dir: Folder for checkpoints. If it holds one, training resumes from it.
         run_dir: Folder for records and the report, or None.
         tensorboard: Whether to write TensorBoard events to `run_dir` too.
+        quiet: Whether only warnings are shown.
+        log_every: Number of steps between lines; None if these come by time.
         first_step: The first step of a session without a checkpoint.
         is_trial: Whether its steps are not reported.
     """
@@ -61,6 +71,8 @@ class SessionOptions:
     checkpoint_dir: pathlib.Path | None = None
     run_dir: pathlib.Path | None = None
     tensorboard: bool = False
+    quiet: bool = False
+    log_every: int | None = None
     first_step: int = 0
     is_trial: bool = False
 
@@ -77,7 +89,7 @@ class SessionOptions:
     def waiting(self, plan: Plan) -> Waiting:
         """Progress lines of the session's opening, on rank 0."""
         what = f"trying microbatches of {plan.microbatch_size}" if self.is_trial else "opening"
-        return Waiting(what, is_main=jax.process_index() == 0)
+        return Waiting(what, is_main=jax.process_index() == 0 and not self.quiet)
 
 
 def plans_to_table(plans: Mapping[int, Plan]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from hxla._src.launch import throttle as _throttle
 from hxla._src.launch.authority import advance, begin, chosen
 from hxla._src.launch.channel import (
     MEMORY_VARIABLE,
+    STEP_PHASES,
     Order,
     Report,
     Standing,
