@@ -86,12 +86,15 @@ def line(record: StepRecord, num_steps: int | None, names: tuple[str, ...], seco
     amount, unit = record.num_examples, "examples"
     if record.num_tokens:
         amount, unit = record.num_tokens, "tokens"
-    parts = [
-        f"step {record.step}" + (f"/{num_steps}" if num_steps is not None else ""),
-        f"loss {number(record.loss)}",
-        *(f"{k} {number(v)}" for k, v in list(scalars(record.metrics).items())[:_SHOWN_METRICS]),
-        f"{si(amount / seconds)} {unit}/s",
-    ]
+    parts = [f"step {record.step}" + (f"/{num_steps}" if num_steps is not None else "")]
+    if record.epoch is not None:
+        parts.append(f"epoch {record.epoch:.2f}")
+    parts.append(f"loss {number(record.loss)}")
+    metrics = list(scalars(record.metrics).items())
+    parts += [f"{name} {number(value)}" for name, value in metrics[:_SHOWN_METRICS]]
+    if record.learning_rate is not None:
+        parts.append(f"lr {record.learning_rate:.3g}")
+    parts.append(f"{si(amount / seconds)} {unit}/s")
     if num_steps is not None:
         parts.append(f"left {clock(seconds * (num_steps - record.step))}")
     total = sum(record.counts)

@@ -22,6 +22,7 @@ def step_record(
     step: int,
     outcome: Outcome,
     plan: Plan,
+    applied: Mapping[str, float | None],
     *,
     seconds: float,
     tokens: int,
@@ -30,6 +31,7 @@ def step_record(
 
     Args:
         step: Number of updates before it.
+        applied: Epoch, learning rate and gradient norm, by the record's names.
         seconds: Since the end of the step before.
     """
     busy = zip(outcome.busy_seconds, outcome.update_seconds, strict=True)
@@ -45,6 +47,7 @@ def step_record(
         redone=outcome.redone,
         skipped=bool(outcome.nonfinite),
         loss_scale=outcome.loss_scale,
+        **applied,
     )
 
 
@@ -52,7 +55,7 @@ def recorder_of(plan: Plan, options: SessionOptions, start: int) -> "Recorder":
     """The recorder of a session that begins at step `start`."""
     return Recorder(
         plan.replica_names,
-        is_resumed=start > 0,
+        start_step=start,
         last_step=options.steps,
         run_dir=options.run_dir,
         tensorboard=options.tensorboard,
@@ -66,6 +69,7 @@ class Recorder:
     """Keeps all records of a session.
 
     Args:
+        start_step: Number of updates before the session.
         last_step: Last step of the run; None if not known.
         run_dir: Folder for `metrics.jsonl` and `report.html`; None writes nothing.
         is_main: Whether this process shows and writes records.
@@ -77,7 +81,7 @@ class Recorder:
         self,
         names: tuple[str, ...],
         *,
-        is_resumed: bool,
+        start_step: int,
         last_step: int | None,
         run_dir: pathlib.Path | None,
         tensorboard: bool,
@@ -93,7 +97,7 @@ class Recorder:
         self.num_compilations = 0
         self._metrics = None
         if run_dir is not None and is_main:
-            self._metrics = MetricsWriter(run_dir, tensorboard=tensorboard, goes_on=is_resumed)
+            self._metrics = MetricsWriter(run_dir, tensorboard=tensorboard, first_step=start_step)
         self._progress = None
         if self._is_shown:
             self._progress = Progress(last_step, names, log_every=log_every)

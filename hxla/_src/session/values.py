@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +16,8 @@ from ..plan.plan import Plan
 from ..report.history import History
 from ..report.progress import Waiting
 from ..report.run_tables import html_summary
+from ..weights.save_weights import weights_of
+from .periods import Every
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,11 @@ class Result:
     def _repr_html_(self) -> str:
         return html_summary(self.history)
 
+    @property
+    def weights(self) -> PyTree:
+        """Parameters and other variables, such as BatchNorm's statistics, for `save_weights`."""
+        return weights_of(self.state)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SessionOptions:
@@ -58,6 +65,8 @@ class SessionOptions:
         steps: Total number of updates; None if there is no end.
         balance: When microbatch counts move; None if they stay.
         checkpoint_dir: Folder for checkpoints. If it holds one, training resumes from it.
+        checkpoint_every: When checkpoints are written; None: at the end only.
+        learning_rate: What records show as the learning rate; None: what the optimizer's state has.
         run_dir: Folder for records and the report, or None.
         tensorboard: Whether to write TensorBoard events to `run_dir` too.
         quiet: Whether only warnings are shown.
@@ -69,6 +78,8 @@ class SessionOptions:
     steps: int | None = None
     balance: BalanceConfig | None = None
     checkpoint_dir: pathlib.Path | None = None
+    checkpoint_every: Every | None = None
+    learning_rate: float | Callable[[int], Any] | None = None
     run_dir: pathlib.Path | None = None
     tensorboard: bool = False
     quiet: bool = False
@@ -82,6 +93,7 @@ class SessionOptions:
             "steps": str(self.steps),
             "counts follow the devices": str(self.balance is not None),
             "checkpoint_dir": str(self.checkpoint_dir),
+            "checkpoint_every": str(self.checkpoint_every),
             "run_dir": "none" if self.run_dir is None else "given",
             "first step": str(self.first_step),
         }
