@@ -1,9 +1,9 @@
 """Where hxla says what it does: the logger `hxla`, and one live line on a terminal.
 
-Records go to the program's handlers if it has configured logging for them: handlers of this
-logger, or of the root logger at level INFO. (A root at level WARNING means nothing: absl makes
-one.) If not, they go to standard error, where a terminal also has a live line below them. The
-launcher of several processes paints the live line of rank 0 on its terminal.
+Records go to standard error, where a terminal also has a live line below them. The launcher of
+several processes paints the live line of rank 0 on its terminal. In a program that has configured
+logging at level INFO they go to the handlers of its root logger instead. (A root at level WARNING
+means nothing: absl makes one.)
 """
 
 import contextlib
@@ -41,18 +41,17 @@ class Terminal(logging.Handler):
     @property
     def can_paint(self) -> bool:
         """Whether somebody sees a live line."""
-        is_asked = LOGGER.isEnabledFor(logging.INFO)
-        return bool(_columns()) and is_asked and not _root_listens() and not _has_handlers()
+        return bool(_columns()) and LOGGER.isEnabledFor(logging.INFO) and not _root_listens()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, or hand it to the root logger's handlers."""
-        if _root_listens():
-            logging.root.callHandlers(record)
-        elif not _has_handlers():
-            try:
+        try:
+            if not _root_listens():
                 self._write(self.format(record))
-            except Exception:
-                self.handleError(record)
+            elif not LOGGER.propagate:
+                logging.root.callHandlers(record)
+        except Exception:
+            self.handleError(record)
 
     def _write(self, text: str) -> None:
         if self._live is not None:
@@ -120,10 +119,6 @@ def quietly(quiet: bool) -> Iterator[None]:
         yield
     finally:
         LOGGER.setLevel(before)
-
-
-def _has_handlers() -> bool:
-    return LOGGER.propagate or any(handler is not TERMINAL for handler in LOGGER.handlers)
 
 
 def _root_listens() -> bool:

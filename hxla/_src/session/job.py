@@ -272,9 +272,9 @@ class Job(JobArguments):
                 state does not have it: a number, or the optax schedule of the optimizer, which is
                 called with the number of steps done. It changes nothing in training. The learning
                 rate of `optax.inject_hyperparams` is shown without it.
-            quiet: Whether to show warnings only. What is shown goes to the logger `hxla`: to the
-                program's handlers if it has configured logging for level INFO, else to standard
-                error.
+            quiet: Whether to show warnings only. What is shown goes through the logger `hxla` to
+                standard error, or to the root logger's handlers if the program has configured
+                logging at level INFO.
             log_every: The number of steps between progress lines. By default a terminal has a live
                 line, and elsewhere a line comes every ten seconds.
 

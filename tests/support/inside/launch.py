@@ -54,7 +54,7 @@ from hxla._src.launch.membership import (
     Tell,
     Vanished,
 )
-from hxla._src.launch.output import Logs, Streams
+from hxla._src.launch.output import SAID, Forwarder, Logs, Output, Streams
 from hxla._src.launch.ranks import RanksStart, Seat
 from hxla._src.launch.ray_cluster import connect
 from hxla._src.launch.ray_host import RayHost

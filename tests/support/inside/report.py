@@ -13,4 +13,4 @@ from hxla._src.report.lanes import (
     write_picture,
 )
 from hxla._src.report.metrics_file import FILE_NAME, MetricsWriter
-from hxla._src.report.progress import Waiting, line
+from hxla._src.report.progress import Progress, Waiting, line
