@@ -53,10 +53,10 @@ def suggests_arguments(
 def _remedy(word: str, known: list[str], elsewhere: Mapping[str, str]) -> str:
     if word in elsewhere:
         return f"it belongs to {elsewhere[word]}"
-    near = difflib.get_close_matches(word, known, 1, cutoff=0.6) or [k for k in known if k in word]
-    if near:
-        return f"did you mean {near[0]}?"
-    near = difflib.get_close_matches(word, elsewhere, 1, cutoff=0.75)
-    if near:
-        return f"did you mean {near[0]} of {elsewhere[near[0]]}?"
-    return f"the arguments are {', '.join(known)}"
+    near = difflib.get_close_matches(word, [*known, *elsewhere], 1)
+    near = near or [name for name in known if name in word]
+    if not near:
+        return f"the arguments are {', '.join(known)}"
+    return f"did you mean {near[0]}" + (
+        f" of {elsewhere[near[0]]}?" if near[0] in elsewhere else "?"
+    )

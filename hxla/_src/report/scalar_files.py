@@ -119,7 +119,7 @@ class TensorBoard:
         first_step: Updates before this run: TensorBoard hides later events of earlier runs.
 
     Raises:
-        ConfigError: If the package `tensorboardX` is not installed, or the folder cannot be written.
+        ConfigError: If the package `tensorboardX` is missing, or the folder cannot be written.
     """
 
     earlier = None  # events of earlier runs are hidden, not renamed

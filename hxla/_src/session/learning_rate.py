@@ -1,7 +1,10 @@
-"""The learning rate of a step, for its record: computed from scalars that are ready, in no program
-that trains."""
+"""The learning rate of a step, for its record.
 
-from collections.abc import Callable, Sequence
+It is computed before the update, from scalars that the last update has left, and by a program of
+its own. So it costs no wait, and no program that trains is another one for it.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import jax

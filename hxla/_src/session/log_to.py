@@ -108,7 +108,7 @@ class LogTo(Callback):
             if self._file.earlier is not None:
                 session.log(f"the metrics of an earlier run are now in {self._file.earlier}")
 
-    def on_step(self, record: StepRecord, session: Session) -> None:
+    def on_step(self, record: StepRecord, session: Session) -> None:  # noqa: ARG002
         """Write a step and its evaluation."""
         if self._file is not None:
             numbers = named_scalars(record)

@@ -192,6 +192,8 @@ def train(
                 evaluation = session.evaluate(eval_data)
                 record = dataclasses.replace(record, evaluation=evaluation)
             called.stepped(record, session)
+        if session.checkpoint_dir is not None:
+            session.save()
         called.ended(session)
         return session.result()
 

@@ -141,8 +141,8 @@ def save_weights(
     Args:
         path: A name that ends in `.safetensors` makes one such file; any other name makes a folder
             that `orbax.checkpoint.StandardCheckpointer` restores.
-        tree: The arrays: `session.weights`, `result.weights`, an NNX model, Linen's variables, or any
-            other tree. Of `session.state` the same is written as of `session.weights`: the
+        tree: The arrays: `session.weights`, `result.weights`, an NNX model, Linen's variables, or
+            any other tree. Of `session.state` the same is written as of `session.weights`: the
             parameters and the other variables, such as BatchNorm's statistics.
             `session.state.params` lacks the latter, which is a warning. Random streams of NNX
             models are left out.
