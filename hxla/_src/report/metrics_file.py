@@ -3,7 +3,8 @@
 The file is strict JSON, which has no NaN: a number that is not finite is null, and the line's
 `nonfinite` lists its path. Lines are only appended, one `write` each, so that a kill costs at most
 the last line; a resumed run removes such a torn line. A new run begins a new file, and the file of
-the earlier run gets another name.
+the earlier run gets another name. A start or resume is a line too; a resume after k steps voids the
+lines of later steps above it.
 """
 
 import contextlib
@@ -14,14 +15,17 @@ import math
 import mmap
 import os
 import pathlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeAlias
 
 from ..core.errors import ConfigError
-from .history import EvalRecord, Rebalance, StepRecord, scalars
+from .history import EvalRecord, History, Rebalance, StepRecord, scalars
+from .run_start import RunStart
 
 FILE_NAME = "metrics.jsonl"
-_KINDS = {StepRecord: "step", EvalRecord: "eval", Rebalance: "rebalance"}
+Record: TypeAlias = RunStart | StepRecord | EvalRecord | Rebalance
+_CLASSES = {"run": RunStart, "step": StepRecord, "eval": EvalRecord, "rebalance": Rebalance}
+_KINDS = {record_class: kind for kind, record_class in _CLASSES.items()}
 
 
 class MetricsWriter:
@@ -33,6 +37,7 @@ class MetricsWriter:
         goes_on: Whether this run continues the earlier one of this folder.
 
     Attributes:
+        path: The file.
         earlier: The new path of another run's file; None if there was none.
 
     Raises:
@@ -45,24 +50,24 @@ class MetricsWriter:
     ) -> None:
         # Before the file: a run that is refused leaves nothing behind.
         make_events = _event_writer() if tensorboard else None
-        self._path = pathlib.Path(folder) / FILE_NAME
+        self.path = pathlib.Path(folder) / FILE_NAME
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self.earlier = None if goes_on else _set_aside(self._path)
-            _mend(self._path)
-            self._file = self._path.open("ab", buffering=0)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.earlier = None if goes_on else _set_aside(self.path)
+            _mend(self.path)
+            self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise ConfigError(
-                f"metrics cannot be written to {self._path.parent}: {error.strerror or error} "
-                f"({error.filename or self._path}). Give a folder that this user may write to"
+                f"metrics cannot be written to {self.path.parent}: {error.strerror or error} "
+                f"({error.filename or self.path}). Give a folder that this user may write to"
             ) from error
         try:
-            self._events = make_events(str(self._path.parent)) if make_events else None
+            self._events = make_events(str(self.path.parent)) if make_events else None
         except BaseException:
             self._file.close()
             raise
 
-    def write(self, record: StepRecord | EvalRecord | Rebalance) -> None:
+    def write(self, record: Record) -> None:
         """Append a record; a change of counts again once its achieved gain is known.
 
         Raises:
@@ -71,7 +76,7 @@ class MetricsWriter:
         fields = dataclasses.asdict(record)
         fields.pop("evaluation", None)  # has a separate line
         self._line({"kind": _KINDS[type(record)], **fields})
-        if self._events is not None and not isinstance(record, Rebalance):
+        if self._events is not None and isinstance(record, StepRecord | EvalRecord):
             for tag, value in _scalars(record).items():
                 self._events.add_scalar(tag, value, global_step=record.step)
 
@@ -94,9 +99,68 @@ class MetricsWriter:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
             raise ConfigError(
-                f"{self._path} can no longer be written: {error.strerror or error}. "
+                f"{self.path} can no longer be written: {error.strerror or error}. "
                 "Make room and resume from the last checkpoint"
             ) from error
+
+
+def read_metrics(path: pathlib.Path) -> tuple[History, tuple[RunStart, ...]]:
+    """The records of a metrics file, without steps that a resume made again.
+
+    Returns:
+        The history, whose devices have no names, and the start and each resume of the run. Numbers
+        that were not finite are NaN.
+
+    Raises:
+        ConfigError: The file cannot be read, or a line is malformed.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    starts: list[RunStart] = []
+    by_step: dict[type, dict[int, Any]] = {StepRecord: {}, EvalRecord: {}, Rebalance: {}}
+    for i, line in enumerate(lines, start=1):
+        try:
+            record = _parse(json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{path}, line {i} is no metrics record ({error}): {line[:80]!r}. "
+                "Remove the line to read the rest"
+            ) from error
+        if isinstance(record, RunStart):
+            starts.append(record)
+            for kind, records in by_step.items():
+                # An evaluation after k updates still holds for a run that resumes after k.
+                first_lost = record.step + (kind is EvalRecord)
+                by_step[kind] = {k: r for k, r in records.items() if k < first_lost}
+        else:
+            by_step[type(record)][record.step] = record
+    evaluations = by_step[EvalRecord]
+    steps = [
+        dataclasses.replace(record, evaluation=evaluations.get(step + 1))
+        for step, record in by_step[StepRecord].items()
+    ]
+    history = History(
+        device_names=(),
+        steps=tuple(steps),
+        evaluations=tuple(evaluations.values()),
+        rebalances=tuple(by_step[Rebalance].values()),
+    )
+    return history, tuple(starts)
+
+
+def _parse(fields: dict[str, Any]) -> Record:
+    record_class, nonfinite = _CLASSES[fields.pop("kind")], set(fields.pop("nonfinite", ()))
+    return record_class(**{k: _restored(v, k, nonfinite) for k, v in fields.items()})
+
+
+def _restored(value: Any, path: str, nonfinite: Collection[str]) -> Any:
+    if isinstance(value, dict):
+        return {k: _restored(v, f"{path}.{k}", nonfinite) for k, v in value.items()}
+    if isinstance(value, list):
+        return tuple(_restored(v, f"{path}[{i}]", nonfinite) for i, v in enumerate(value))
+    return math.nan if value is None and path in nonfinite else value
 
 
 def _strict(value: Any, path: str, nonfinite: list[str]) -> Any:

@@ -169,7 +169,8 @@ class Session:
             self.plan = self._predicted(self.plan).replaced(reasons=(*plan.reasons, *notes))
             self.split_watch = SplitWatch(self._programs, self._cluster, job)
             self._plans[start] = self.plan
-            self._recorder = recorder_of(self.plan, options, start)
+            bits = determinism(self._programs.graph, self.plan)
+            self._recorder = recorder_of(self.plan, options, start, job, bits)
             self._stack.callback(self._recorder.close)
             self._feed = Feed(job, batch, options.steps)
             self._stack.callback(self._feed.close)
@@ -183,8 +184,7 @@ class Session:
             opening.pop_all()
         for words in (*(self._member.notes() if self._member else ()), *source.notes):
             self._recorder.log(words)
-        guarantee = determinism(self._programs.graph, self.plan)
-        self._recorder.log(f"{self.plan.explain()}\n  {guarantee}")
+        self._recorder.log(f"{self.plan.explain()}\n  {bits}")
 
     def __enter__(self) -> "Session":
         return self
@@ -348,6 +348,9 @@ class Session:
         settled = self.balancer.stepped(record.seconds)
         if settled is not None:
             self._recorder.settled(step, settled)
+        if self._recorder.is_page_due:
+            self._ending.show(self.history, self.plan)
+            self._began = time.perf_counter()
         return record
 
     def _rebalance(self, change: Rebalance) -> None:
