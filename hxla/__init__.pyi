@@ -24,7 +24,10 @@ from ._src.weights.weights import Weights as Weights
 from ._src.weights.name_map import load_names as load_names
 from ._src.weights.name_map import NameMap as NameMap, TensorName as TensorName
 from ._src.weights.save_weights import load_weights as load_weights, save_weights as save_weights
-from ._src.session.train import train as train, Callback as Callback
+from ._src.session.train import train as train
+from ._src.session.callbacks import Callback as Callback
+from ._src.session.monitors import keep_best as keep_best, stop_early as stop_early
+from ._src.session.log_to import log_to as log_to
 from ._src.session.job import Job as Job
 from ._src.choose.microbatch_counts import Counts as Counts
 from ._src.graph.trace import trace as trace

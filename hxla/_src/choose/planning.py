@@ -509,9 +509,11 @@ def _check_clip(settings: Config) -> None:
 def _trained_reasons(model: Functional) -> tuple[str, ...]:
     if not model.frozen:
         return ()
-    num, every = sum(model.is_trained), len(model.is_trained)
+    num, every = (sum(x.size for x in jax.tree.leaves(t)) for t in (model.trained, model.params))
     trained, whole = (num_bytes(tree_bytes(tree)) for tree in (model.trained, model.params))
-    return (f"trained: {num} of {every} parameters, {trained} of {whole}; the others are frozen",)
+    return (
+        f"trained: {num:,} of {every:,} parameters, {trained} of {whole}; the others are frozen",
+    )
 
 
 def _with_sparse(

@@ -202,6 +202,11 @@ class Programs:
         self.evaluation = Evaluation(model, training.seed, plan.microbatch_size, forward)
         self.over_batch = OverBatchPasses(training, plan, self.reducer.host, local[0], forward)
 
+    @property
+    def gradient_norm(self) -> float | None:
+        """The global norm of the last update's gradient, if the update computes it."""
+        return self._updates.gradient_norm
+
     def _make_updates(self, spec: UpdateSpec, aux: Sequence[P]) -> Updates:
         """The updates of the local replicas."""
         training, plan, is_spec = self.training, self.plan, lambda s: isinstance(s, P)

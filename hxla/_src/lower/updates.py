@@ -26,6 +26,7 @@ from ..plan.parts import Tier
 from .compile import extra_bytes, update_options
 from .exact_norms import lowered_sums, sum_programs, summed
 from .gather import gathered_dtype
+from .gradient_norm import norm_of, squares_of_gradient
 from .offload import (
     DEVICE,
     HOST,
@@ -491,6 +492,9 @@ class WrittenUpdate:
 class Updates:
     """Runs the updates of all local replicas.
 
+    Attributes:
+        gradient_norm: The global norm of the last gradient, if the update computes it.
+
     Args:
         ownership: The units of each replica; None: each runs the optimizer's one program.
         each: The update of each local replica.
@@ -504,6 +508,8 @@ class Updates:
     ):
         self._reducer, self._ownership, self.each = reducer, ownership, each
         self._replica_updates = [update for update in each if isinstance(update, ReplicaUpdate)]
+        self._squares = () if ownership is None else squares_of_gradient(ownership)
+        self.gradient_norm: float | None = None
 
     @property
     def text(self) -> str:
@@ -521,6 +527,7 @@ class Updates:
         """
         if self._ownership is not None:
             sums = self._summed(self._ownership, local)
+            self.gradient_norm = norm_of(sums, self._squares)
             local = [
                 (*arrays, update.placed(inputs, sums))
                 for update, (*arrays, inputs) in zip(self._replica_updates, local, strict=True)

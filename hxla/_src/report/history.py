@@ -33,6 +33,13 @@ class StepRecord:
         skipped: Whether the update was skipped because a gradient was not finite.
         loss_scale: The factor on the mean loss of a microbatch for its gradient; None: the loss was
             not scaled.
+        epoch: The passes over the data after the step, such as 1.5; None: the length of the data is
+            unknown, or the batch was passed to `Session.step`.
+        learning_rate: The learning rate of the step's update: that of `optax.inject_hyperparams` in
+            the optimizer, or of `logged_learning_rate`; None: neither is there, or the update was
+            skipped.
+        gradient_norm: The global norm of the mean gradient, before clipping; None: the optimizer
+            does not compute it. An optimizer with `optax.clip_by_global_norm` does.
         evaluation: The evaluation after the step; None: there was none.
     """
 
@@ -47,6 +54,9 @@ class StepRecord:
     redone: int = 0
     skipped: bool = False
     loss_scale: float | None = None
+    epoch: float | None = None
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
     evaluation: "EvalRecord | None" = None
 
     @property

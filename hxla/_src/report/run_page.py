@@ -1,5 +1,6 @@
 """The report of a run as one self-contained HTML page."""
 
+import dataclasses
 import datetime
 import html
 from collections.abc import Iterator, Mapping, Sequence
@@ -124,7 +125,8 @@ def _figures(
         detail += f"; evaluation {number(latest.loss)} after step {latest.step}"
     yield "loss" if is_running else "final loss", number(last.loss), detail
     planned = f"of {start.num_steps}, " if start.num_steps not in (None, done) else ""
-    yield "steps", str(done), f"{planned}{plural(last.num_examples, 'example')} each"
+    epochs = "" if last.epoch is None else f"; {last.epoch:.3g} epochs"
+    yield "steps", str(done), f"{planned}{plural(last.num_examples, 'example')} each{epochs}"
     training = sum(record.seconds for record in history.steps)
     evaluating = sum(record.seconds for record in history.evaluations)
     detail = f"{clock(evaluating)} of it for evaluations" if evaluating >= 0.5 else ""
@@ -167,7 +169,7 @@ def _evaluations(history: History) -> Iterator[str]:
 
 
 def _metrics(history: History, marks: Mapping[float, str]) -> Iterator[str]:
-    """A small chart of each of the user's metrics, and of the factor on the loss."""
+    """A small chart of each of the user's metrics and of what the optimizer applied."""
     training = [(r.step + 1, scalars(r.metrics)) for r in history.steps]
     evaluated = [(e.step, scalars(e.metrics)) for e in history.evaluations]
     names = list(dict.fromkeys(name for _, values in (*training, *evaluated) for name in values))
@@ -181,12 +183,16 @@ def _metrics(history: History, marks: Mapping[float, str]) -> Iterator[str]:
             if (points := [(step, values[name]) for step, values in records if name in values])
         ]
         yield curve_chart(name, curves, marks=marks, height=140)
-    for title, points in {
+    applied = {
+        "learning rate": [(r.step + 1, r.learning_rate) for r in history.steps],
+        "gradient norm": [(r.step + 1, r.gradient_norm) for r in history.steps],
         "loss scale": [(r.step + 1, r.loss_scale) for r in history.steps],
-    }.items():
-        known = [(step, value) for step, value in points if value is not None]
-        if known:
-            yield curve_chart(title, [_curve(title, known)], marks=marks, height=140)
+    }
+    for title, points in applied.items():
+        if known := [(step, value) for step, value in points if value is not None]:
+            is_norm = title == "gradient norm"
+            curve = dataclasses.replace(_curve(title, known), is_noisy=is_norm)
+            yield curve_chart(title, [curve], marks=marks, from_zero=not is_norm, height=140)
 
 
 def _speed(history: History, summary: Summary, resumes: Mapping[float, str]) -> Iterator[str]:

@@ -1,11 +1,13 @@
 """`hxla.Job`: a training task without devices, which makes plans and opens sessions."""
 
 import dataclasses
+import datetime
 import functools
+import inspect
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 
@@ -15,8 +17,10 @@ from ..choose.planning import PlanRequest
 from ..cluster.cluster import Cluster
 from ..core.errors import ConfigError
 from ..core.files import local_path
+from ..core.keywords import suggests_arguments, suggests_keywords
 from ..core.whole_numbers import as_whole_number, check_whole_numbers
 from ..data.data import num_steps
+from ..data.epochs import epochs_of
 from ..graph.graph import Graph
 from ..job.arguments import JobArguments
 from ..job.context import JobContext
@@ -25,6 +29,7 @@ from ..plan.rules import RuleSet, as_rules
 from ..profile.profile import Profile
 from . import capture
 from .measure import SessionMeasure
+from .periods import as_every, check_period
 from .restore import chosen_before
 from .session import Session
 from .validate_plan import check_settings
@@ -33,6 +38,13 @@ from .values import SessionOptions
 PLAN_VARIABLE = "HXLA_PLAN"  # of hxla run --plan
 
 
+def _arguments_of_train() -> dict[str, str]:
+    names = {*inspect.signature(Job.plan).parameters, *inspect.signature(Job.open).parameters}
+    more = ("eval_data", "eval_every", "callbacks")
+    return dict.fromkeys((*sorted(names - {"self"}), *more), "hxla.train")
+
+
+@suggests_arguments("hxla.Job", _arguments_of_train)
 @dataclasses.dataclass(frozen=True)
 class Job(JobArguments):
     """A training task: a model, its data, its loss and its optimizer, for any devices.
@@ -128,6 +140,7 @@ class Job(JobArguments):
         """
         return self._context.graph(microbatch_size)
 
+    @suggests_keywords("Job.plan")
     def plan(
         self,
         cluster: Cluster | str | None = None,
@@ -216,6 +229,7 @@ class Job(JobArguments):
         made = make_plan(job, cluster, request, SessionMeasure, auto=auto, profile=profile)
         return made.plan
 
+    @suggests_keywords("Job.open")
     def open(
         self,
         plan: Plan | str | os.PathLike[str],
@@ -225,8 +239,10 @@ class Job(JobArguments):
         balance: bool = False,
         mesh: jax.sharding.Mesh | None = None,
         checkpoint_dir: str | os.PathLike[str] | None = None,
+        checkpoint_every: int | Literal["epoch"] | datetime.timedelta | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         tensorboard: bool = False,
+        logged_learning_rate: float | Callable[[int], Any] | None = None,
     ) -> Session:
         """Open a session: compile the plan's programs, place the state, and warm up.
 
@@ -240,8 +256,16 @@ class Job(JobArguments):
             mesh: The `jax.sharding.Mesh` from which the plan was made, if any; the plan numbers its
                 devices.
             checkpoint_dir: The folder for checkpoints. If it holds one, training resumes from it.
+            checkpoint_every: When the session writes checkpoints: a number of steps between them;
+                `"epoch"`, at the end of each pass over the data; or a `datetime.timedelta`, the
+                least time between them, by the clock of rank 0 and after the same step everywhere.
+                By default one is written only by `result` and when the session ends early.
             run_dir: The folder for `metrics.jsonl` and `report.html`; None writes nothing.
             tensorboard: Whether to write TensorBoard events to `run_dir` too.
+            logged_learning_rate: What records show as the learning rate, for an optimizer whose
+                state does not have it: a number, or the optax schedule of the optimizer, which is
+                called with the number of steps done. It changes nothing in training. The learning
+                rate of `optax.inject_hyperparams` is shown without it.
 
         Returns:
             The session, a context manager.
@@ -262,6 +286,9 @@ class Job(JobArguments):
         if steps is not None and epochs is not None:
             raise ConfigError(f"give either steps or epochs, not steps={steps} and epochs={epochs}")
         check_whole_numbers(1, steps=steps, epochs=epochs)
+        check_period("checkpoint_every", checkpoint_every, takes_time=True)
+        if checkpoint_every is not None and checkpoint_dir is None:
+            raise ConfigError(f"checkpoint_every={checkpoint_every} needs a checkpoint_dir")
         job = self._context
         capture.offer(job, PlanRequest())
         check_joined()
@@ -277,10 +304,15 @@ class Job(JobArguments):
         if epochs is not None:
             steps = num_steps(job.source, batch_size=self.batch_size, epochs=epochs)
         devices = job.devices(mesh)
+        every = as_every(
+            "checkpoint_every", checkpoint_every, epochs_of(job.source, self.batch_size)
+        )
         options = SessionOptions(
             steps=as_whole_number(steps),
             balance=job.settings.balance if balance and counts_can_move(chosen, devices) else None,
             checkpoint_dir=_folder(checkpoint_dir, "checkpoint_dir"),
+            checkpoint_every=every,
+            learning_rate=logged_learning_rate,
             run_dir=_folder(run_dir, "run_dir"),
             tensorboard=tensorboard,
         )

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from ..checkpoint.checkpoints import Checkpoints
 
 
-#: Requests of a process to all: end the run; leave it after a checkpoint; leave it with the state
-#: in memory.
-STOP, LEAVE, MOVE = 1.0, 2.0, 3.0
+#: Requests of a process to all, of which the largest counts: save; end the run; leave it after a
+#: checkpoint; leave it with the state in memory. All but the first keep the state anyway.
+SAVE, STOP, LEAVE, MOVE = 0.5, 1.0, 2.0, 3.0
 _MOST_COPIES = 2  # of one process; a third waits until the first is removed
 # States at one time: copies, the last state and the next generation's first copy; of a neighbour
 # three of these.
@@ -60,7 +60,7 @@ class SessionMember:
         job: JobContext,
         source: RestoreSource,
     ):
-        self._state_of_data = job.source.state
+        self._state_of_data, self._metadata = job.source.state, source.saved_metadata
         self._member, self._store, self._termination = member, store, termination
         self._facts: dict[str, Any] = {}
         self._step = 0
@@ -201,6 +201,7 @@ class SessionMember:
 
     def _write(self, saved: PyTree, folder: str) -> str:
         facts = self._facts | {"step": self._step, "data": self._state_of_data(self._step)}
+        facts["metadata"] = self._metadata()
         return leave_state(saved, facts, folder, self._part)
 
 

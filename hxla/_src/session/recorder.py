@@ -28,6 +28,7 @@ def step_record(
     step: int,
     outcome: Outcome,
     plan: Plan,
+    applied: Mapping[str, float | None],
     *,
     seconds: float,
     tokens: int,
@@ -35,6 +36,7 @@ def step_record(
     """The record of a step.
 
     Args:
+        applied: Epoch, learning rate and gradient norm, by the record's names.
         seconds: Since the end of the step before.
     """
     busy = zip(outcome.busy_seconds, outcome.update_seconds, strict=True)
@@ -50,6 +52,7 @@ def step_record(
         redone=outcome.redone,
         skipped=bool(outcome.nonfinite),
         loss_scale=outcome.loss_scale,
+        **applied,
     )
 
 
@@ -113,7 +116,7 @@ class Recorder:
         self._starts: tuple[RunStart, ...] = ()
         self._metrics = None
         if run_dir is not None:
-            self._metrics = MetricsWriter(run_dir, tensorboard=tensorboard, goes_on=start_step > 0)
+            self._metrics = MetricsWriter(run_dir, tensorboard=tensorboard, first_step=start_step)
         self._null_stream = None if is_main else open(os.devnull, "w")  # noqa: SIM115
         self._progress = Progress(last_step, names, start_step=start_step, stream=self._null_stream)
         if self._metrics is not None and self._metrics.earlier is not None:

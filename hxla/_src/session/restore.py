@@ -57,6 +57,7 @@ class RestoreSource:
         step: The updates of the restored state; None for a new state.
         first_step: The updates done when the session begins.
         plans: The plans of earlier steps, by their first step.
+        metadata: The user's JSON values that are saved with every state.
         notes: Lines for the user about the folder and the resumed run.
 
     Args:
@@ -89,6 +90,7 @@ class RestoreSource:
         self.first_step = options.first_step if self.step is None else self.step
         saved = {} if self.step is None else self._saved_facts(options, self.step)
         self.plans: dict[int, Plan] = plans_from_table(saved.get("plans", ()), until=self.step or 0)
+        self.metadata: dict[str, Any] = dict(saved.get("metadata", {}))
         note = job.source.begin(self.first_step, saved.get("data"))
         is_kept = self.checkpoints is not None or bool(self._folders)
         folder_notes = () if self.checkpoints is None else self.checkpoints.notes
@@ -147,6 +149,23 @@ class RestoreSource:
         latest = self.checkpoints.latest() if self.checkpoints is not None else None
         job.agree("checkpoint", lambda: {"checkpoint to resume from": str(latest)})
         return latest
+
+    def saved_metadata(self) -> dict[str, Any]:
+        """A copy of the metadata, for a checkpoint.
+
+        Raises:
+            ConfigError: If a value is none of JSON's.
+        """
+        copied = {}
+        for name, value in dict(self.metadata).items():
+            try:
+                copied[str(name)] = json.loads(json.dumps(value))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ConfigError(
+                    f"session.metadata[{name!r}] is no JSON value ({error}): keep numbers, texts, "
+                    "lists and dictionaries in it"
+                ) from None
+        return copied
 
     def load(self, store: Store) -> bool:
         """Load the state of `step`; returns whether there is one."""

@@ -5,8 +5,10 @@ import dataclasses
 import functools
 import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+import jax
 
 from ..choose.counts import best_counts
 from ..choose.microbatch_counts import (
@@ -23,6 +25,7 @@ from ..core.errors import ConfigError
 from ..core.fingerprint import fingerprint
 from ..core.types import PyTree
 from ..data.data import num_tokens
+from ..data.epochs import epochs_of
 from ..jax.compilation_events import num_compilations
 from ..jax.devices import is_here
 from ..jax.heap import keep_heap_small
@@ -34,11 +37,13 @@ from ..lower.lower import Programs
 from ..lower.state import State
 from ..plan.plan import Plan
 from ..report.history import EvalRecord, History, Rebalance, StepRecord
+from ..weights.save_weights import weights_of
 from .balancer import Balancer
 from .ending import Ending, Termination
 from .evaluating import evaluated
 from .fastest_executors import with_fastest_executors
-from .member import LEAVE, MOVE, STOP, SessionMember, ran, rehearse
+from .learning_rate import LearningRate
+from .member import LEAVE, MOVE, SAVE, STOP, SessionMember, ran, rehearse
 from .recorder import recorder_of, step_record
 from .replica_checksum import ReplicaChecksum
 from .restore import RestoreSource
@@ -61,6 +66,12 @@ class Session:
         plan: The present plan; a rebalance replaces it by one with other counts.
         step_number: The number of updates done.
         num_steps: The total number of updates; None if the session was opened without one.
+        checkpoint_dir: The folder for checkpoints, or None.
+        run_dir: The folder for metrics and the report, or None.
+        metadata: A dictionary of JSON values (numbers, texts, lists, dictionaries) that is saved
+            with every checkpoint. A resumed session has it again. Every process must write the
+            same values.
+        after_save: Functions without arguments that are called whenever a checkpoint was begun.
 
     Example:
         >>> import hxla, numpy as np, optax
@@ -84,6 +95,8 @@ class Session:
     def __init__(self, job: JobContext, plan: Plan, devices: Devices, options: SessionOptions):
         self._job, self._options = job, options
         self.num_steps = options.steps
+        self.checkpoint_dir, self.run_dir = options.checkpoint_dir, options.run_dir
+        self.after_save: list[Callable[[], object]] = []
         self._cluster = job.cluster(devices)
         self._stack = contextlib.ExitStack()
         self._is_closed = False
@@ -96,6 +109,7 @@ class Session:
             self._termination = Termination()
             self._stack.callback(self._termination.close)
             self._stopping = self._stop_request = 0.0
+            self._is_save_due, self._saved_at = False, time.monotonic()
             self._handed_out, self._is_settled, self._is_replaced = StateAccess(), True, False
             agree_on_asked(plan, job, options)
             check_runnable(plan, job, self._cluster, devices)
@@ -145,6 +159,7 @@ class Session:
                 self._member = SessionMember(member, self._store, self._termination, job, source)
             assert source is not None  # made in one of the two branches
             self._checkpoints, self._saved = source.checkpoints, source.saved_step
+            self.metadata = source.metadata
             self.step_number = self._first_step = start = source.first_step
             self._plans, self._source = source.plans, source
             state_bytes = self._store.num_bytes()
@@ -169,6 +184,8 @@ class Session:
             self.plan = self._predicted(self.plan).replaced(reasons=(*plan.reasons, *notes))
             self.split_watch = SplitWatch(self._programs, self._cluster, job)
             self._plans[start] = self.plan
+            self.epochs = epochs_of(job.source, plan.batch_size)
+            self._learning_rate = LearningRate(self._programs, self._store, options.learning_rate)
             bits = determinism(self._programs.graph, self.plan)
             self._recorder = recorder_of(self.plan, options, start, job, bits)
             self._stack.callback(self._recorder.close)
@@ -217,6 +234,7 @@ class Session:
     def _facts(self) -> dict[str, Any]:
         state = self._job.source.state(self.step_number)
         facts = self._source.facts | {"plans": plans_to_table(self._plans)}
+        facts["metadata"] = self._source.saved_metadata()
         return facts if state is None else facts | {"data": state}
 
     def _predicted(self, plan: Plan) -> Plan:
@@ -290,6 +308,7 @@ class Session:
         compiled = num_compilations()
         timed = step == self._first_step + 1 and self._options.run_dir is not None
         self._watch_pipelines.time_ticks(timed)
+        epoch = self.epochs.done(step + 1) if self.epochs and batch is None else None
         outcome = self._stepper.accumulate(
             step,
             ids,
@@ -300,21 +319,25 @@ class Session:
         if timed:
             self._watch_pipelines.tell_ticks()
         self._watchdog.beat(step, "update")
+        applied: dict[str, float | None] = {}
         with self._updating(outcome):
             if outcome.nonfinite:
                 stops = self._job.nonfinite == "stop" and not self._options.is_trial
                 self._recorder.log(left_out(step, outcome, self._stepper, stops=stops))
             else:
+                applied["learning_rate"] = self._learning_rate.of_step(step)
                 with self._ending.halfway():
                     self._stepper.update(outcome)
                     self._stepper.rescale(overflowed=False)
+                applied["gradient_norm"] = self._programs.gradient_norm
             self.step_number = step + 1
         if step > self._first_step:
             self._recorder.num_compilations += num_compilations() - compiled
-        record = self._record(step, outcome, batches)
+        record = self._record(step, outcome, batches, {"epoch": epoch, **applied})
         self._watchdog.beat(step, "callback")
         self._checksum.stepped(self.step_number)
-        if outcome.stop:
+        self._is_save_due = outcome.stop == SAVE
+        if outcome.stop > SAVE:
             self._stopping, self._stop_request = -1.0, outcome.stop
         self._is_settled = False
         return record
@@ -325,18 +348,28 @@ class Session:
         if self._is_settled:
             return
         self._is_settled = True
+        every = self._options.checkpoint_every
+        if self._is_save_due or (every is not None and every.is_due(self.step_number)):
+            self.save()
         if self._member is not None and self.step_number != self._options.steps:
             self._member.copy()
         if self._stop_request in (LEAVE, MOVE):
             self._end_early(moves=self._stop_request == MOVE)
 
-    def _record(self, step: int, outcome: Outcome, batches: Sequence[Any]) -> StepRecord:
+    def _record(
+        self,
+        step: int,
+        outcome: Outcome,
+        batches: Sequence[Any],
+        applied: Mapping[str, float | None],
+    ) -> StepRecord:
         change = None
         if self._options.balance:
             change = self.balancer.observe(step, outcome.busy_seconds, outcome.update_seconds)
         now = time.perf_counter()
         tokens = num_tokens(batches, self.plan.num_microbatches)
-        record = step_record(step, outcome, self.plan, seconds=now - self._began, tokens=tokens)
+        seconds = now - self._began
+        record = step_record(step, outcome, self.plan, applied, seconds=seconds, tokens=tokens)
         self._began = now
         self._recorder.step(record)
         if change is not None:
@@ -362,7 +395,16 @@ class Session:
     def _request(self) -> float:
         """The request of this process to all, apart from `stop`."""
         request = LEAVE * bool(self._termination.arrived)
-        return request if self._member is None else self._member.request
+        request = request if self._member is None else self._member.request
+        return request or SAVE * self._is_time_to_save
+
+    @property
+    def _is_time_to_save(self) -> bool:
+        """Whether rank 0, whose clock alone counts, asks for a checkpoint."""
+        every = self._options.checkpoint_every
+        if every is None or every.seconds is None or jax.process_index():
+            return False
+        return time.monotonic() - self._saved_at >= every.seconds
 
     @contextlib.contextmanager
     def _updating(self, outcome: Outcome) -> Iterator[None]:
@@ -400,6 +442,22 @@ class Session:
         return self._handed_out.state or self._handed_out.hand_out(
             self._store.state(self.step_number)
         )
+
+    @property
+    def weights(self) -> PyTree:
+        """The sharded parameters and other variables, such as BatchNorm's statistics, of `state`.
+
+        They are a model's weights for `hxla.save_weights`: its own tree without random streams.
+        """
+        return weights_of(self.state)
+
+    def log(self, text: str) -> None:
+        """Show a line on the terminal of rank 0, above the progress line.
+
+        Args:
+            text: The line.
+        """
+        self._recorder.log(text)
 
     def gather(self, tree: PyTree) -> PyTree:
         """Gather arrays of `state` whole into host memory, one after another.
@@ -486,9 +544,11 @@ class Session:
                 self._checksum.compare(self.step_number)
                 self._stepper.wait()
                 self._checkpoints.save(self.step_number, self._store.saved(), self._facts())
-                self._saved = self.step_number
+                self._saved, self._saved_at = self.step_number, time.monotonic()
                 if self._saves_alone:
                     self._checkpoints.wait()
+            for after_save in self.after_save:
+                after_save()
 
     def result(self) -> Result:
         """Write the last checkpoint and the report, and put the trained variables into the model.

@@ -1,28 +1,36 @@
 """`hxla.train`: a job's plan, a session, and the usual loop over its steps."""
 
+import contextlib
 import dataclasses
+import datetime
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
-import numpy as np
 
 from ..choose.microbatch_counts import Counts
 from ..core.errors import ConfigError, DataError
+from ..core.keywords import suggests_keywords
 from ..core.whole_numbers import check_whole_numbers
 from ..data.data import is_iterator
 from ..plan.plan import Plan
 from ..plan.rules import RuleSet
 from ..report.history import StepRecord
+from .callbacks import Callback, Callbacks
 from .job import PLAN_VARIABLE, Job
+from .log_to import LogTo
+from .monitors import KeepBest, StopEarly
+from .periods import as_every, check_period
 from .session import Session
 from .values import Result
 
-#: Called after each step and its evaluation, on every process; only True ends training.
-Callback = Callable[[StepRecord, Session], bool | None]
+
+def _arguments_of_job() -> dict[str, str]:
+    return {field.name: "hxla.Job" for field in dataclasses.fields(Job)}
 
 
+@suggests_keywords("hxla.train", _arguments_of_job)
 def train(
     job: Job,
     *,
@@ -36,12 +44,13 @@ def train(
     counts: Counts | None = None,
     reduction: Literal["exact", "float"] = "exact",
     eval_data: Any = None,
-    eval_every: int | None = None,
+    eval_every: int | Literal["epoch"] | None = None,
     checkpoint_dir: str | os.PathLike[str] | None = None,
-    checkpoint_every: int | None = None,
+    checkpoint_every: int | Literal["epoch"] | datetime.timedelta | None = None,
     run_dir: str | os.PathLike[str] | None = None,
     tensorboard: bool = False,
-    callbacks: Sequence[Callback] = (),
+    logged_learning_rate: float | Callable[[int], Any] | None = None,
+    callbacks: Sequence[Callable[[StepRecord, Session], bool | None] | Callback] = (),
 ) -> Result:
     """Train a Flax model on all devices of the job, to the same bits for every placement of work.
 
@@ -72,21 +81,23 @@ def train(
             devices, `even` keeps them even, and a sequence gives one for each replica.
         reduction: The form of the sums of gradients, see `Job.plan`.
         eval_data: The data to evaluate on, of any kind that a job takes but an unbounded one.
-        eval_every: The number of steps between evaluations; by default only the last step is
-            followed by one.
+        eval_every: The number of steps between evaluations, or `"epoch"` for one at the end of each
+            pass over the data. The last step is followed by one in any case.
         checkpoint_dir: The folder for checkpoints. If it holds one, training resumes from it, with
             its microbatch size if none is passed. A different loss or order of examples is refused
             by name; a different learning rate or data is reported in a line.
-        checkpoint_every: The number of steps between checkpoints; by default one is written only at
-            the end and on SIGTERM.
+        checkpoint_every: The number of steps between checkpoints, `"epoch"`, or a
+            `datetime.timedelta` between them by the clock of rank 0; see `Job.open`.
         run_dir: The folder for `metrics.jsonl` and `report.html`; None writes nothing. A run that
             does not resume keeps an earlier run's metrics as `metrics.1.jsonl`.
         tensorboard: Whether to write TensorBoard events to `run_dir` too.
+        logged_learning_rate: What records show as the learning rate; see `Job.open`.
         callbacks: Functions that every process calls as `callback(record, session)` after each
-            step and its evaluation, which is `record.evaluation`. They see the sharded state in
-            `session.state`; `session.gather` gathers whole arrays of it, and `session.replace`
-            replaces arrays. A callback returns True, False or None. True from any process ends
-            training after the next step.
+            step and its evaluation, which is `record.evaluation`; or objects with methods as in
+            `hxla.Callback`, such as `hxla.keep_best`, `hxla.stop_early` and `hxla.log_to`. They
+            see the sharded state in `session.state`; `session.gather` gathers whole arrays of it,
+            and `session.replace` replaces arrays. A function returns True, False or None. True
+            from any process ends training after the next step.
 
     Returns:
         The trained model and state, the history, the plan of the last step, and the SHA-256 of
@@ -128,8 +139,12 @@ def train(
             f"job={type(job).__name__} is no hxla.Job: pass hxla.train(hxla.Job(model, data, loss, "
             "optimizer, batch_size=...), steps=...)"
         )
-    every = {"eval_every": eval_every, "checkpoint_every": checkpoint_every}
-    _check_arguments(steps, epochs, every, checkpoint_dir, eval_data, callbacks)
+    called = Callbacks(callbacks)
+    _check_arguments(steps, epochs, checkpoint_every, checkpoint_dir, eval_every, eval_data)
+    if eval_data is None and (
+        needy := [c for c in callbacks if isinstance(c, KeepBest | StopEarly)]
+    ):
+        raise ConfigError(f"{needy[0].name} needs eval_data")
     requested = {
         "microbatch_size": microbatch_size,
         "mesh": mesh,
@@ -138,42 +153,41 @@ def train(
         "reduction": reduction,
     }
     chosen, balance = _plan(job, plan, counts, requested, checkpoint_dir)
-    with job.open(
-        chosen,
-        steps=steps,
-        epochs=epochs,
-        balance=balance,
-        mesh=mesh if isinstance(mesh, jax.sharding.Mesh) else None,
-        checkpoint_dir=checkpoint_dir,
-        run_dir=run_dir,
-        tensorboard=tensorboard,
-    ) as session:
-        session.agree({**every, "eval_data": "none" if eval_data is None else "given"})
+    with (
+        contextlib.ExitStack() as logs,
+        job.open(
+            chosen,
+            steps=steps,
+            epochs=epochs,
+            balance=balance,
+            mesh=mesh if isinstance(mesh, jax.sharding.Mesh) else None,
+            checkpoint_dir=checkpoint_dir,
+            checkpoint_every=checkpoint_every,
+            run_dir=run_dir,
+            tensorboard=tensorboard,
+            logged_learning_rate=logged_learning_rate,
+        ) as session,
+    ):
+        evaluates = "none" if eval_data is None else "given"
+        session.agree({"eval_every": eval_every, "eval_data": evaluates})
+        every = as_every("eval_every", eval_every, session.epochs)
+        for log in callbacks:
+            if isinstance(log, LogTo):
+                logs.callback(log.close)
+        is_over = called.started(session)
         if eval_data is not None and session.step_number == session.num_steps:  # no steps are left
             session.evaluate(eval_data)
-        for record in session:
+        for record in session if not is_over else ():
             done = record.step + 1
-            is_due = done == session.num_steps or (eval_every and done % eval_every == 0)
+            is_due = done == session.num_steps or (every is not None and every.is_due(done))
             if eval_data is not None and is_due:
                 evaluation = session.evaluate(eval_data)
                 record = dataclasses.replace(record, evaluation=evaluation)
-            for i, callback in enumerate(callbacks):
-                if _asks_to_stop(callback(record, session), callback, i):
-                    session.stop()
-            if checkpoint_every and done % checkpoint_every == 0:
-                session.save()
+            called.stepped(record, session)
+        if session.checkpoint_dir is not None:
+            session.save()
+        called.ended(session)
         return session.result()
-
-
-def _asks_to_stop(answer: Any, callback: Callback, number: int) -> bool:
-    """Whether a callback returned True; anything but True, False and None is refused."""
-    if answer is None or isinstance(answer, bool | np.bool_):
-        return bool(answer)
-    name = getattr(callback, "__qualname__", type(callback).__qualname__)
-    raise ConfigError(
-        f"callbacks[{number}] ({name}) returned {type(answer).__name__}: True ends training after "
-        "the next step, None or False goes on; return nothing else"
-    )
 
 
 def _plan(
@@ -210,25 +224,23 @@ def _plan(
 def _check_arguments(
     steps: int | None,
     epochs: int | None,
-    every: Mapping[str, int | None],
+    checkpoint_every: Any,
     checkpoint_dir: Any,
+    eval_every: Any,
     eval_data: Any,
-    callbacks: Any,
 ) -> None:
     if (steps is None) == (epochs is None):
         raise ConfigError(f"give either steps or epochs, not steps={steps} and epochs={epochs}")
-    check_whole_numbers(1, steps=steps, epochs=epochs, **every)
-    if callable(callbacks) or not all(map(callable, callbacks)):
-        raise ConfigError(
-            f"callbacks={callbacks!r} is no list of functions: pass callbacks=[function]"
-        )
-    if every["checkpoint_every"] is not None and checkpoint_dir is None:
-        raise ConfigError(f"checkpoint_every={every['checkpoint_every']} needs a checkpoint_dir")
-    if every["eval_every"] is not None and eval_data is None:
-        raise ConfigError(f"eval_every={every['eval_every']} needs eval_data")
-    if every["eval_every"] is not None and is_iterator(eval_data):
+    check_whole_numbers(1, steps=steps, epochs=epochs)
+    check_period("eval_every", eval_every)
+    check_period("checkpoint_every", checkpoint_every, takes_time=True)
+    if checkpoint_every is not None and checkpoint_dir is None:
+        raise ConfigError(f"checkpoint_every={checkpoint_every} needs a checkpoint_dir")
+    if eval_every is not None and eval_data is None:
+        raise ConfigError(f"eval_every={eval_every} needs eval_data")
+    if eval_every is not None and is_iterator(eval_data):
         raise DataError(
             f"eval_data is a {type(eval_data).__name__}, which can be read once, and "
-            f"eval_every={every['eval_every']} reads it again: pass arrays, or what begins anew "
+            f"eval_every={eval_every} reads it again: pass arrays, or what begins anew "
             "whenever it is iterated, such as a class with __iter__"
         )

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +15,8 @@ from ..core.types import PyTree
 from ..plan.plan import Plan
 from ..report.history import History
 from ..report.progress import Waiting
+from ..weights.save_weights import weights_of
+from .periods import Every
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,11 @@ class Result:
     plan: Plan
     sha256: str
 
+    @property
+    def weights(self) -> PyTree:
+        """Parameters and other variables, such as BatchNorm's statistics, for `save_weights`."""
+        return weights_of(self.state)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SessionOptions:
@@ -50,6 +57,8 @@ class SessionOptions:
         steps: Total number of updates; None if there is no end.
         balance: When microbatch counts move; None if they stay.
         checkpoint_dir: Folder for checkpoints. If it holds one, training resumes from it.
+        checkpoint_every: When checkpoints are written; None: at the end only.
+        learning_rate: What records show as the learning rate; None: what the optimizer's state has.
         run_dir: Folder for records and the report, or None.
         tensorboard: Whether to write TensorBoard events to `run_dir` too.
         first_step: The first step of a session without a checkpoint.
@@ -59,6 +68,8 @@ class SessionOptions:
     steps: int | None = None
     balance: BalanceConfig | None = None
     checkpoint_dir: pathlib.Path | None = None
+    checkpoint_every: Every | None = None
+    learning_rate: float | Callable[[int], Any] | None = None
     run_dir: pathlib.Path | None = None
     tensorboard: bool = False
     first_step: int = 0
@@ -70,6 +81,7 @@ class SessionOptions:
             "steps": str(self.steps),
             "counts follow the devices": str(self.balance is not None),
             "checkpoint_dir": str(self.checkpoint_dir),
+            "checkpoint_every": str(self.checkpoint_every),
             "run_dir": "none" if self.run_dir is None else "given",
             "first step": str(self.first_step),
         }

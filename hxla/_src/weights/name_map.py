@@ -108,7 +108,8 @@ def _part(text: str, whole: str) -> tuple[str, str, str]:
 
 
 _LARGEST_FILE = 1 << 20  # bytes
-_MODEL, _FILE = "/", "."  # separators of the components of a name
+#: Between the components of a name in a model, and in a file.
+MODEL_SEPARATOR, FILE_SEPARATOR = "/", "."
 
 
 class TensorName(pydantic.BaseModel):
@@ -144,7 +145,7 @@ class TensorName(pydantic.BaseModel):
     @pydantic.field_validator("model")
     @classmethod
     def _is_pattern(cls, text: str) -> str:
-        pattern(text, _MODEL)
+        pattern(text, MODEL_SEPARATOR)
         return text
 
     @pydantic.field_validator("file", mode="before")
@@ -200,12 +201,12 @@ class TensorName(pydantic.BaseModel):
 
 def model_pattern(rule: TensorName) -> NamePattern:
     """The pattern of a rule's paths in the model."""
-    return pattern(rule.model, _MODEL)
+    return pattern(rule.model, MODEL_SEPARATOR)
 
 
 def file_patterns(rule: TensorName) -> tuple[NamePattern, ...]:
     """The patterns of a rule's tensor names in the file."""
-    return tuple(pattern(text, _FILE) for text in rule.file)
+    return tuple(pattern(text, FILE_SEPARATOR) for text in rule.file)
 
 
 class NameMap(pydantic.BaseModel):
@@ -234,12 +235,12 @@ class NameMap(pydantic.BaseModel):
     @pydantic.field_validator("fresh")
     @classmethod
     def _are_paths(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(pattern(text, _MODEL).text for text in patterns)
+        return tuple(pattern(text, MODEL_SEPARATOR).text for text in patterns)
 
     @pydantic.field_validator("unused")
     @classmethod
     def _are_names(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(pattern(text, _FILE).text for text in patterns)
+        return tuple(pattern(text, FILE_SEPARATOR).text for text in patterns)
 
     def is_fresh(self, path: str) -> bool:
         """Say whether an array of the model keeps its initial values.
@@ -250,7 +251,7 @@ class NameMap(pydantic.BaseModel):
         Returns:
             Whether a pattern of `fresh` matches.
         """
-        return any(pattern(text, _MODEL).match(path) is not None for text in self.fresh)
+        return any(pattern(text, MODEL_SEPARATOR).match(path) is not None for text in self.fresh)
 
     def is_unused(self, name: str) -> bool:
         """Say whether a tensor is one that the model does not have.
@@ -261,7 +262,7 @@ class NameMap(pydantic.BaseModel):
         Returns:
             Whether a pattern of `unused` matches.
         """
-        return any(pattern(text, _FILE).match(name) is not None for text in self.unused)
+        return any(pattern(text, FILE_SEPARATOR).match(name) is not None for text in self.unused)
 
     def rule_of(self, path: str, rank: int) -> TensorName | None:
         """Find the rule for an array of the model.

@@ -82,6 +82,22 @@ def read_header(path: pathlib.Path) -> dict[str, Stored]:
     Raises:
         WeightsError: If there is no file, or it is damaged: the first fault, with its place.
     """
+    return _parsed(path, *_header(path))
+
+
+def read_metadata(path: pathlib.Path) -> dict[str, str]:
+    """The texts beside the tensors of a file.
+
+    Raises:
+        WeightsError: If there is no file, or it is damaged.
+    """
+    text, size = _header(path)
+    _parsed(path, text, size)
+    return {str(k): str(v) for k, v in json.loads(text).get("__metadata__", {}).items()}
+
+
+def _header(path: pathlib.Path) -> tuple[bytes, int]:
+    """The text of a file's header, and the size of the file in bytes."""
     _check_is_file(path)
     try:
         with path.open("rb") as file:
@@ -93,10 +109,9 @@ def read_header(path: pathlib.Path) -> dict[str, Stored]:
                     f"its {size} bytes begin with a header of {length}, where at most "
                     f"{max(0, min(size - 8, _LARGEST_HEADER))} are possible",
                 )
-            text = file.read(length)
+            return file.read(length), size
     except OSError as error:
         raise WeightsError(f"{path} cannot be read: {error.strerror}") from None
-    return _parsed(path, text, size)
 
 
 def _parsed(path: pathlib.Path, text: bytes, size: int) -> dict[str, Stored]:

@@ -6,7 +6,7 @@ Every process writes its shards into one file; nothing is gathered.
 import os
 import pathlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -41,6 +41,20 @@ def note_other_variables(state: Any) -> None:
         vars(state.params)[_OTHERS] = others
 
 
+def weights_of(tree: PyTree) -> PyTree:
+    """The weights of an `hxla.State` or of a tree of variables: all but random streams."""
+    if {"params", "aux", "opt_state"} <= set(getattr(tree, "__dict__", ())):
+        is_nnx = isinstance(tree.params, nnx.State)
+        tree = nnx.merge_state(tree.params, tree.aux) if is_nnx else _of_linen(tree)
+    if isinstance(tree, nnx.State):
+        return nnx.filter_state(tree, nnx.Not(nnx.RngState))
+    return tree
+
+
+def _of_linen(state: Any) -> PyTree:
+    return {"params": state.params, **state.aux}
+
+
 def _arrays_of(model: Any) -> PyTree:
     """The arrays of a model without random streams, or a tree unchanged."""
     if isinstance(model, nn.Module):
@@ -49,18 +63,14 @@ def _arrays_of(model: Any) -> PyTree:
         )
     if isinstance(model, nnx.Module):
         return nnx.state(model, nnx.Not(nnx.RngState))
-    if {"params", "aux", "opt_state"} <= set(vars(model) if hasattr(model, "__dict__") else ()):
-        params, aux = model.params, model.aux  # an hxla.State
-        is_nnx = isinstance(params, nnx.State)
-        return nnx.merge_state(params, aux) if is_nnx else {"params": params, **aux}
     if others := getattr(model, "__dict__", {}).get(_OTHERS):
         more = f" and {len(others) - _MOST_NAMES} more" if len(others) > _MOST_NAMES else ""
         warnings.warn(
             f"session.state.params are written without the model's other variables, "
-            f"{', '.join(others[:_MOST_NAMES])}{more}: pass session.state to write both",
+            f"{', '.join(others[:_MOST_NAMES])}{more}: pass session.weights to write both",
             stacklevel=3,
         )
-    return model
+    return weights_of(model)
 
 
 def load_weights(weights: str | os.PathLike[str] | Weights, like: PyTree) -> PyTree:
@@ -131,10 +141,11 @@ def save_weights(
     Args:
         path: A name that ends in `.safetensors` makes one such file; any other name makes a folder
             that `orbax.checkpoint.StandardCheckpointer` restores.
-        tree: The arrays: `result.state`, an NNX model, Linen's variables, or any other tree. From
-            `session.state` the parameters and the other variables, such as BatchNorm's statistics,
-            are written; `session.state.params` lacks the latter, which is a warning. An NNX model's
-            random streams are left out.
+        tree: The arrays: `session.weights`, `result.weights`, an NNX model, Linen's variables, or
+            any other tree. Of `session.state` the same is written as of `session.weights`: the
+            parameters and the other variables, such as BatchNorm's statistics.
+            `session.state.params` lacks the latter, which is a warning. Random streams of NNX
+            models are left out.
         names: The map from the model's names to those of the file, or the name or file of one.
             None: the same names, components joined by dots.
 
@@ -153,7 +164,7 @@ def save_weights(
     """
     target = local_path(path, "path", WeightsError).absolute()
     if target.suffix == ".safetensors":
-        _save_file(target, _arrays_of(tree), as_names(names))
+        save_file(target, _arrays_of(tree), as_names(names))
         return
     if names is not None:
         raise WeightsError(
@@ -163,7 +174,17 @@ def save_weights(
     _save_folder(target, _arrays_of(tree))
 
 
-def _save_file(target: pathlib.Path, tree: PyTree, names: NameMap) -> None:
+def save_file(
+    target: pathlib.Path, tree: PyTree, names: NameMap, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file; every process calls this.
+
+    Args:
+        metadata: Texts for `read_metadata`, beside the names' format.
+
+    Raises:
+        WeightsError: If it cannot be written, or the names do not match the arrays.
+    """
     wanted, leaves = Wanted.of(tree), jax.tree.leaves(tree)
     arrays, shapes = _file_layout(wanted, names)
     part = target.with_name(target.name + ".part")
@@ -171,7 +192,7 @@ def _save_file(target: pathlib.Path, tree: PyTree, names: NameMap) -> None:
 
     def begin() -> None:
         if jax.process_index() == 0:
-            make_file(part, shapes, {"format": names.format})
+            make_file(part, shapes, {"format": names.format, **(metadata or {})})
 
     def write() -> None:
         stored.update(read_header(part))

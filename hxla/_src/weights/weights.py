@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..core.errors import WeightsError
+from ..core.errors import ConfigError, WeightsError
 from ..core.types import PyTree
 from ..model.functional import leaf_names
-from .name_map import NameMap, as_names
+from .name_map import FILE_SEPARATOR, MODEL_SEPARATOR, NameMap, as_names, pattern
 from .pieces import Pieced, pieced
 from .safetensors import Stored, files_of
 
@@ -36,17 +36,38 @@ class Weights:
             None: the same names, components joined by dots.
         cast: Whether floating-point tensors of another dtype are cast to the model's; otherwise
             they are refused.
+        fresh: Patterns of arrays of the model that the files do not have, such as
+            `"{path*}/lora_a"`: they keep their initial values. `{path*}` stands for any number of
+            components of a path, and `{n}` for the rest of one.
+        unused: Patterns of tensors in the files that the model does not have, such as
+            `"lm_head.{path*}"`.
+
+    Raises:
+        ConfigError: If a pattern is malformed.
 
     Example:
         >>> import hxla
-        >>> hxla.Weights("llama/", names="torch", cast=True).cast
-        True
+        >>> hxla.Weights("llama/", names="torch", fresh=["{path*}/lora_a", "{path*}/lora_b"]).fresh
+        ('{path*}/lora_a', '{path*}/lora_b')
     """
 
     path: str | os.PathLike[str]
     _: dataclasses.KW_ONLY
     names: str | NameMap | None = None
     cast: bool = False
+    fresh: str | Sequence[str] = ()
+    unused: str | Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for name, separator in (("fresh", MODEL_SEPARATOR), ("unused", FILE_SEPARATOR)):
+            given = getattr(self, name)
+            patterns = (given,) if isinstance(given, str) else tuple(given)
+            try:
+                for text in patterns:
+                    pattern(text, separator)
+            except (ValueError, TypeError, AttributeError) as error:
+                raise ConfigError(f"hxla.Weights(..., {name}={given!r}): {error}") from None
+            object.__setattr__(self, name, patterns)
 
 
 def as_weights(weights: "str | os.PathLike[str] | Weights") -> Weights:
@@ -101,7 +122,7 @@ def open_weights(
             dtypes do not match the model: all faults at once.
         ConfigError: If the map of names has errors.
     """
-    names, problem = as_names(weights.names), ""
+    names, problem = _names_of(weights), ""
     stored: dict[str, Stored] = {}
     try:
         stored = files_of(pathlib.Path(weights.path).expanduser())
@@ -110,6 +131,8 @@ def open_weights(
     texts = gather("weights", f"{_digest(stored)} {problem}")
     _check_same_files(weights.path, [text.split(" ", 1) for text in texts])
     arrays, faults = _matched(names, wanted, stored, cast=weights.cast)
+    faults += _without_match("fresh", weights.fresh, MODEL_SEPARATOR, [w.name for w in wanted])
+    faults += _without_match("unused", weights.unused, FILE_SEPARATOR, list(stored))
     if faults:
         raise WeightsError(
             f"{weights.path} does not match the model with the names {names.name!r}:\n"
@@ -123,6 +146,27 @@ def open_weights(
         return lambda index: array.read(index, view)
 
     return [None if array is None else reader(array) for array in arrays]
+
+
+def _names_of(weights: Weights) -> NameMap:
+    """The map of names with the fresh and unused names that are given besides."""
+    names = as_names(weights.names)
+    fresh, unused = (*names.fresh, *weights.fresh), (*names.unused, *weights.unused)
+    return names.model_copy(update={"fresh": fresh, "unused": unused})
+
+
+def _without_match(
+    what: str, patterns: Sequence[str], separator: str, names: Sequence[str]
+) -> Iterator[str]:
+    """Faults of patterns that match no name, each with the nearest one."""
+    for text in patterns:
+        if not any(pattern(text, separator).match(name) is not None for name in names):
+            near = difflib.get_close_matches(text, names, 1, cutoff=0.0)
+            hint = f"; the nearest is {near[0]!r}" if near else ""
+            yield (
+                f"{what}: {text!r} matches nothing{hint}. A pattern stands for a whole name: "
+                f"'{{path*}}{separator}{text.split(separator)[-1]}' ends so"
+            )
 
 
 def _digest(stored: Mapping[str, Stored]) -> str:

@@ -2,5 +2,5 @@
 
 from hxla._src.weights.name_map import NamePattern
 from hxla._src.weights.pieces import Pieced, pieced
-from hxla._src.weights.safetensors import files_of, make_file, read_header
+from hxla._src.weights.safetensors import files_of, make_file, read_header, read_metadata
 from hxla._src.weights.weights import Wanted, open_weights

@@ -1,0 +1,202 @@
+"""Callbacks of `hxla.train`: functions, or objects with methods for what they want to see."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..core.errors import ConfigError
+from ..report.history import EvalRecord, StepRecord
+from .session import Session
+
+
+class Callback(Protocol):
+    """An object that sees a training: any of these methods is enough, and no base is needed.
+
+    `hxla.train` calls the methods on every process, in the order of `callbacks`. What processes do
+    together, such as `session.gather`, every process must do. A class that inherits from `Callback`
+    gets empty methods for the rest, which type checkers want.
+
+    A plain function is a callback too, and is called as `on_step`.
+
+    Example:
+        >>> import hxla, numpy as np, optax
+        >>> from flax import nnx
+        >>> class Losses:
+        ...     def __init__(self):
+        ...         self.losses = []
+        ...
+        ...     def on_evaluation(self, record, session):
+        ...         self.losses.append((record.step, record.loss))
+        >>> data = {"x": np.eye(8, dtype=np.float32), "y": np.arange(8, dtype=np.float32)}
+        >>> def loss(model, batch):
+        ...     return (model(batch["x"])[:, 0] - batch["y"]) ** 2
+        >>> model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
+        >>> job = hxla.Job(model, data, loss, optax.sgd(0.1), batch_size=8)
+        >>> seen = Losses()
+        >>> result = hxla.train(job, steps=4, eval_data=data, eval_every=2, callbacks=[seen])
+        >>> [step for step, _ in seen.losses]
+        [2, 4]
+    """
+
+    def on_start(self, session: Session) -> bool | None:
+        """Begin: called once, before the first step of this call.
+
+        Args:
+            session: The open session; `session.step_number` is above zero if it resumed.
+
+        Returns:
+            True, on every process, if nothing is left to train; else False or None.
+        """
+
+    def on_step(self, record: StepRecord, session: Session) -> bool | None:
+        """See a step: called after each one and its evaluation.
+
+        Args:
+            record: The record of the step; `record.evaluation` is that of its evaluation, or None.
+            session: The session after the step.
+
+        Returns:
+            True to end training after the next step; False or None to go on.
+        """
+
+    def on_evaluation(self, record: EvalRecord, session: Session) -> bool | None:
+        """See an evaluation on `eval_data`: called after `on_step` of the same step.
+
+        Args:
+            record: The record of the evaluation.
+            session: The session that was evaluated.
+
+        Returns:
+            True to end training after the next step; False or None to go on.
+        """
+
+    def on_save(self, step: int, session: Session) -> None:
+        """See a checkpoint: called when one was begun, at the end and on SIGTERM too.
+
+        Args:
+            step: The number of updates in the checkpoint, which is also its folder's name. Its
+                files are complete before the next checkpoint, and when `hxla.train` returns.
+            session: The session that was saved.
+        """
+
+    def on_end(self, session: Session) -> None:
+        """End: called once after the last step, also after a stop. Errors and SIGTERM skip it.
+
+        Args:
+            session: The session with the last state.
+        """
+
+
+HOOKS = ("on_start", "on_step", "on_evaluation", "on_save", "on_end")
+_NUM_ARGUMENTS = dict(zip(HOOKS, (1, 2, 2, 2, 1), strict=True))
+_CALLED_AS = dict.fromkeys(HOOKS[1:3], "(record, session)") | {
+    "on_start": "(session)",
+    "on_save": "(step, session)",
+    "on_end": "(session)",
+}
+
+
+class Callbacks:
+    """Checked callbacks of one training.
+
+    Raises:
+        ConfigError: For a callback that cannot be called: its name, and what to write instead.
+    """
+
+    def __init__(self, callbacks: Any):
+        names = [name for name in HOOKS if callable(getattr(callbacks, name, None))]
+        if callable(callbacks) or names or not isinstance(callbacks, Sequence):
+            raise ConfigError(
+                f"callbacks={callbacks!r} is no list: pass callbacks=[{_name_of(callbacks)}]"
+            )
+        self._hooks: dict[str, list[tuple[str, Callable[..., Any]]]] = {n: [] for n in HOOKS}
+        for number, callback in enumerate(callbacks):
+            where = f"callbacks[{number}] ({_name_of(callback)})"
+            for name, method in _hooks_of(callback, where):
+                self._hooks[name].append((where, method))
+
+    def started(self, session: Session) -> bool:
+        """Begin, and see every checkpoint from now on; returns whether nothing is left to train."""
+        session.after_save.append(lambda: self._call("on_save", session.step_number, session))
+        is_over = self._call("on_start", session)
+        session.agree({"a callback has nothing left to train": is_over})
+        return is_over
+
+    def stepped(self, record: StepRecord, session: Session) -> None:
+        """See a step and its evaluation; stops the session if a callback asks for it."""
+        asks = self._call("on_step", record, session)
+        if record.evaluation is not None:
+            asks |= self._call("on_evaluation", record.evaluation, session)
+        if asks:
+            session.stop()
+
+    def ended(self, session: Session) -> None:
+        """See the end."""
+        self._call("on_end", session)
+
+    def _call(self, hook: str, *arguments: Any) -> bool:
+        """Call a method of all callbacks; returns whether one returned True.
+
+        Raises:
+            ConfigError: If one returned anything but True, False and None.
+        """
+        asks = False
+        for where, method in self._hooks[hook]:
+            answer = method(*arguments)
+            if answer is not None and not isinstance(answer, bool | np.bool_):
+                raise ConfigError(
+                    f"{where} returned {type(answer).__name__}: True ends training after the next "
+                    "step, None or False goes on; return nothing else"
+                )
+            asks |= bool(answer)
+        return asks
+
+
+def _hooks_of(callback: Any, where: str) -> list[tuple[str, Callable[..., Any]]]:
+    """The hooks of a callback and what they call."""
+    if isinstance(callback, type):
+        raise ConfigError(f"{where} is a class: pass an instance, {callback.__name__}(...)")
+    hooks = {
+        name: getattr(callback, name)
+        for name in dir(callback)
+        if name.startswith("on_") and callable(getattr(callback, name))
+    }
+    for name in hooks:
+        if name not in HOOKS:
+            [near, *_] = difflib.get_close_matches(name, HOOKS, 1, cutoff=0.0)
+            raise ConfigError(
+                f"{where} has a method {name}, which nothing calls: did you mean {near}? A "
+                f"callback has any of {', '.join(HOOKS)}"
+            )
+    if not hooks and not callable(callback):
+        raise ConfigError(
+            f"{where} is neither a function of (record, session) nor an object with any of the "
+            f"methods {', '.join(HOOKS)}"
+        )
+    hooks = hooks or {"on_step": callback}
+    for name, method in hooks.items():
+        _check_arguments(method, name, where)
+    return list(hooks.items())
+
+
+def _check_arguments(method: Callable[..., Any], hook: str, where: str) -> None:
+    """Refuse a function with another number of arguments before training."""
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):  # of some functions of extension modules
+        return
+    try:
+        signature.bind(*range(_NUM_ARGUMENTS[hook]))
+    except TypeError:
+        name = getattr(method, "__name__", type(method).__name__)
+        raise ConfigError(
+            f"{where}: {name}{signature} is called as {name}{_CALLED_AS[hook]}; give it these "
+            "arguments"
+        ) from None
+
+
+def _name_of(callback: Any) -> str:
+    return getattr(callback, "__qualname__", type(callback).__qualname__)
