@@ -183,7 +183,7 @@ def test_a_report_is_written_where_a_loop_of_ones_own_just_ends(tmp_path):
         session.step()
     assert "<html" in (tmp_path / "report.html").read_text()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["kind"] for line in lines] == ["step"]
+    assert [json.loads(line)["kind"] for line in lines] == ["run", "step"]
 
 
 SCRIPT = """

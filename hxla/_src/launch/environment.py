@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shlex
 import sys
 import zlib
 from collections.abc import Callable, Sequence
@@ -126,6 +127,7 @@ def process_environment(
     if is_unlike:
         env[LOCAL_CLIENTS_VARIABLE] = "1"
     env |= {
+        "HXLA_COMMAND": shlex.join(["hxla", *sys.argv[1:]]),  # for the report
         "HXLA_LAUNCHER_PID": str(os.getpid()),
         LIVE_VARIABLE: str(terminal_columns()),
         "PYTHONUNBUFFERED": "1",

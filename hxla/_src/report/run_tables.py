@@ -184,11 +184,8 @@ def evaluation_table(history: History) -> Table:
 
 def device_tables(history: History, summary: Summary) -> Iterator[tuple[str, Phase, Table]]:
     """Titles, steps and tables of the devices' work before balancing and after it."""
-    phases = {"Counts": summary.after}
-    if summary.moved:
-        phases = {"First counts": summary.before, "Last counts": summary.after}
     heads = ("device", "microbatches", "busy", "idle", "of the step", "busy per microbatch")
-    for words, phase in phases.items():
+    for phase in (summary.before, summary.after) if summary.moved else (summary.after,):
         rows = [
             (
                 name,
@@ -209,8 +206,9 @@ def device_tables(history: History, summary: Summary) -> Iterator[tuple[str, Pha
                 strict=True,
             )
         ]
-        steps = f"steps {phase.steps[0]} to {phase.steps[1]}, {span(phase.step_seconds)} each"
-        title = f"{words} ({shares(phase.counts)}), {steps}"
+        first, last = phase.steps
+        title = f"Steps {first} to {last}, counts {shares(phase.counts)}"
+        title += f", {span(phase.step_seconds)} each"
         yield title, phase, Table((*heads, "idle, whole run"), rows)
 
 
@@ -242,7 +240,7 @@ def change_table(history: History) -> Table:
         )
         for i, change in enumerate(history.rebalances, start=1)
     ]
-    heads = ("mark", "from step", "before", "after", "expected", "achieved", "reason")
+    heads = ("change", "after step", "before", "after", "expected", "achieved", "reason")
     return Table(heads, rows, left=(0, 6))
 
 

@@ -186,7 +186,8 @@ class Session:
             self._plans[start] = self.plan
             self.epochs = epochs_of(job.source, plan.batch_size)
             self._learning_rate = LearningRate(self._programs, self._store, options.learning_rate)
-            self._recorder = recorder_of(self.plan, options, start)
+            bits = determinism(self._programs.graph, self.plan)
+            self._recorder = recorder_of(self.plan, options, start, job, bits)
             self._stack.callback(self._recorder.close)
             self._feed = Feed(job, batch, options.steps)
             self._stack.callback(self._feed.close)
@@ -200,8 +201,7 @@ class Session:
             opening.pop_all()
         for words in (*(self._member.notes() if self._member else ()), *source.notes):
             self._recorder.log(words)
-        guarantee = determinism(self._programs.graph, self.plan)
-        self._recorder.log(f"{self.plan.explain()}\n  {guarantee.summary}")
+        self._recorder.log(f"{self.plan.explain()}\n  {bits.summary}")
 
     def __repr__(self) -> str:
         end = "" if self.num_steps is None else f" of {self.num_steps}"
@@ -386,6 +386,9 @@ class Session:
         settled = self.balancer.stepped(record.seconds)
         if settled is not None:
             self._recorder.settled(settled)
+        if self._recorder.is_page_due:
+            self._ending.show(self.history, self.plan)
+            self._began = time.perf_counter()
         return record
 
     def _rebalance(self, change: Rebalance) -> None:
