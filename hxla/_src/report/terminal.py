@@ -9,7 +9,6 @@ means nothing: absl makes one.)
 import contextlib
 import logging
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from rich.text import Text
 from ..launch.output import LIVE_VARIABLE, SAID, terminal_columns
 
 LOGGER = logging.getLogger("hxla")
-_DEFAULT_COLUMNS = 100  # of a file or pipe
 _PAUSE_SECONDS = 0.5  # between live lines for a launcher
 
 
@@ -32,11 +30,6 @@ class Terminal(logging.Handler):
         super().__init__()
         self._live: Live | None = None
         self._painted = 0.0
-
-    @property
-    def columns(self) -> int:
-        """The width for tables."""
-        return _columns() or shutil.get_terminal_size((_DEFAULT_COLUMNS, 0)).columns
 
     @property
     def can_paint(self) -> bool:
