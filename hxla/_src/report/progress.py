@@ -1,6 +1,7 @@
 """The progress of a run: a line for its steps, and one for a long silence."""
 
 import collections
+import math
 import threading
 import time
 
@@ -126,7 +127,7 @@ class Progress:
     ):
         self._num_steps, self._names, self._log_every = num_steps, replica_names, log_every
         self._recent: collections.deque[float] = collections.deque(maxlen=_WINDOW_STEPS)
-        self._said_at: float | None = None
+        self._said_at = -math.inf
 
     def update(self, record: StepRecord) -> None:
         """Show a step."""
@@ -143,10 +144,8 @@ class Progress:
             return True
         if self._log_every is not None:
             return step % self._log_every == 0
-        is_first = self._said_at is None
-        return not TERMINAL.can_paint and (
-            is_first or time.monotonic() - (self._said_at or 0.0) >= _LINE_SECONDS
-        )
+        is_late = time.monotonic() - self._said_at >= _LINE_SECONDS
+        return is_late and not TERMINAL.can_paint
 
     def close(self) -> None:
         """Release the terminal."""
