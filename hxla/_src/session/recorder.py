@@ -214,6 +214,7 @@ class Recorder:
         from ..report.run_page import html_report
 
         began = time.monotonic()
+        self._page_due = began + _PAGE_SECONDS
         page = html_report(
             _joined(self._earlier, history),
             self._starts,
@@ -224,8 +225,7 @@ class Recorder:
             pipelines=pipelines,
         )
         write(self._run_dir / "report.html", page, ConfigError)
-        now = time.monotonic()
-        self._page_due = now + max(_PAGE_SECONDS, (now - began) / _PAGE_SHARE)
+        self._page_due += (time.monotonic() - began) / _PAGE_SHARE
 
     def report(
         self,
