@@ -485,7 +485,7 @@ def test_random_streams_are_no_weights_and_statistics_are(tmp_path):
     with job.open(job.plan(microbatch_size=4, mesh=mesh), mesh=mesh) as session:
         session.step()
         hxla.save_weights(path, session.state)
-        words = r"without the model's other variables, norm/mean, norm/var: pass session\.state"
+        words = r"without the model's other variables, norm/mean, norm/var: pass session\.weights"
         with pytest.warns(UserWarning, match=words):
             hxla.save_weights(tmp_path / "parameters.safetensors", session.state.params)
         session.result()

@@ -159,9 +159,12 @@ class Ending:
             self._recorder.warn(f"an error ends the session: its state is saved as step {step}")
 
     def show(self, history: History, plan: Plan) -> None:
-        """Write the report of a run that goes on."""
-        pipelines = self._watch.lanes(plan)
-        self._recorder.write_page(history, plan, RunState(kind="running"), pipelines)
+        """Write the report of a run that goes on; training does not end if that fails."""
+        state = RunState(kind="running")
+        try:
+            self._recorder.write_page(history, plan, state, self._watch.lanes(plan))
+        except Exception as error:
+            self._recorder.warn(f"report.html is not up to date: {error}")
 
     def report(
         self, history: History, plan: Plan, step: int, state: RunState | None = None

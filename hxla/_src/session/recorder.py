@@ -28,7 +28,7 @@ def step_record(
     step: int,
     outcome: Outcome,
     plan: Plan,
-    applied: Mapping[str, float | None],
+    epoch: float | None,
     *,
     seconds: float,
     tokens: int,
@@ -37,7 +37,6 @@ def step_record(
 
     Args:
         step: Number of updates before it.
-        applied: Epoch, learning rate and gradient norm, by the record's names.
         seconds: Since the end of the step before.
     """
     busy = zip(outcome.busy_seconds, outcome.update_seconds, strict=True)
@@ -53,7 +52,9 @@ def step_record(
         redone=outcome.redone,
         skipped=bool(outcome.nonfinite),
         loss_scale=outcome.loss_scale,
-        **applied,
+        epoch=epoch,
+        learning_rate=outcome.learning_rate,
+        gradient_norm=outcome.gradient_norm,
     )
 
 
@@ -225,6 +226,7 @@ class Recorder:
         from ..report.run_page import html_report
 
         began = time.monotonic()
+        self._page_due = began + _PAGE_SECONDS
         page = html_report(
             _joined(self._earlier, history),
             self._starts,
@@ -235,8 +237,7 @@ class Recorder:
             pipelines=pipelines,
         )
         write(self._run_dir / "report.html", page, ConfigError)
-        now = time.monotonic()
-        self._page_due = now + max(_PAGE_SECONDS, (now - began) / _PAGE_SHARE)
+        self._page_due += (time.monotonic() - began) / _PAGE_SHARE
 
     def report(
         self,

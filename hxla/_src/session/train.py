@@ -91,8 +91,9 @@ def train(
             by name; a different learning rate or data is reported in a line.
         checkpoint_every: The number of steps between checkpoints, `"epoch"`, or a
             `datetime.timedelta` between them by the clock of rank 0; see `Job.open`.
-        run_dir: The folder for `metrics.jsonl` and `report.html`; None writes nothing. A run that
-            does not resume keeps an earlier run's metrics as `metrics.1.jsonl`.
+        run_dir: The folder for `metrics.jsonl` and `report.html`, which is written anew every
+            minute; None writes nothing. A run that does not resume keeps an earlier run's metrics
+            as `metrics.1.jsonl`.
         tensorboard: Whether to write TensorBoard events to `run_dir` too.
         logged_learning_rate: What records show as the learning rate; see `Job.open`.
         callbacks: Functions that every process calls as `callback(record, session)` after each
