@@ -290,10 +290,6 @@ def _lines(history: History) -> Iterator[str]:
     step = f"{span(after.step_seconds)} a step, last {plural(after.num_steps, 'step')}"
     yield f"  {si(after.rate)} {summary.unit}/s, {step}; whole run {si(summary.whole.rate)}"
     yield f"  loss {number(history.steps[-1].loss)}, at first {number(history.steps[0].loss)}"
-    if history.evaluations:
-        last = history.evaluations[-1]
-        values = {"loss": last.loss, **scalars(last.metrics)}
-        yield "  evaluation: " + ", ".join(f"{k} {number(v)}" for k, v in values.items())
     names = names_of(history, after.counts)
     width = max(map(len, names[:_MAX_DEVICES]))
     if len(names) > 1:
