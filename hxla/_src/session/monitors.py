@@ -161,14 +161,25 @@ class KeepBest(Callback):
         self._path, text = folder / _FILE, ""
         if jax.process_index() == 0 and self._path.exists():
             if session.step_number:
-                text = " ".join(
-                    map(read_metadata(self._path).get, (self._monitored.metric, "step"))
-                )
+                text = self._kept()
             else:
                 session.log(f"the best weights of an earlier run are now in {_set_aside(folder)}")
         [text, *_] = gather("best so far", text, timeout_seconds=_TIMEOUT_SECONDS)
         value, _, step = text.partition(" ")
         self._best = (float(value), int(step)) if text else None
+
+    def _kept(self) -> str:
+        """Value and step of the weights in the folder.
+
+        Raises:
+            ConfigError: If they were kept by another metric.
+        """
+        metadata, metric = read_metadata(self._path), self._monitored.metric
+        if metric not in metadata or "step" not in metadata:
+            raise ConfigError(
+                f"{self.name}: {self._path} was not kept by this metric; pass another folder"
+            )
+        return f"{metadata[metric]} {metadata['step']}"
 
     def on_evaluation(self, record: EvalRecord, session: Session) -> None:
         """Write the weights if they are better than all before."""
