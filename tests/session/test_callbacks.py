@@ -18,7 +18,7 @@ from support import models
 from support.inside.report import MetricsWriter
 from support.inside.weights import read_metadata
 from support.launched import end_of, start
-from support.metrics import read_metrics
+from support.inside.report import read_metrics
 
 NUM, BATCH = 48, 16
 EPOCH = NUM // BATCH
@@ -214,7 +214,8 @@ def test_a_resumed_run_ends_as_the_whole_one_and_its_files_have_no_row_twice(run
     kinds = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [x["step"] + 1 for x in kinds if x["kind"] == "step"] == every
     assert [x["step"] for x in kinds if x["kind"] == "eval"] == [*range(2, result.step + 1, 2)]
-    assert read_metrics(tmp_path / "run").steps[-1].loss == result.history.steps[-1].loss
+    history, _ = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert history.steps[-1].loss == result.history.steps[-1].loss
 
     again = train(tmp_path)  # a run that has ended early is over
     assert (again.step, again.sha256, again.history.steps) == (result.step, result.sha256, ())
