@@ -15,10 +15,9 @@ from flax import nnx
 
 import hxla
 from support import models
-from support.inside.report import MetricsWriter
+from support.inside.report import MetricsWriter, read_metrics
 from support.inside.weights import read_metadata
 from support.launched import end_of, start
-from support.inside.report import read_metrics
 
 NUM, BATCH = 48, 16
 EPOCH = NUM // BATCH
