@@ -57,14 +57,14 @@ def work(steps):
     began = {}
 
     def seen(record, session):
-        if record.step + 1 in (SETTLED, steps):
+        if record.step in (SETTLED, steps):
             [thread] = [t.native_id for t in threading.enumerate() if t.name == "hxla-member"]
-            began[record.step + 1] = {
+            began[record.step] = {
                 "wall": time.perf_counter(),
                 "launcher": launcher_seconds(server),
                 "member": processor_seconds(os.getpid(), thread),
             }
-            if record.step + 1 == SETTLED:
+            if record.step == SETTLED:
                 profiler.enable()
             else:
                 profiler.disable()

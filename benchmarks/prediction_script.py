@@ -87,7 +87,7 @@ def numbers(text):
 
 
 def wait_for_turn(record, session):
-    if args.folder != "none" and record.step % args.chunk == 0:
+    if args.folder != "none" and record.step % args.chunk == 1 % args.chunk:
         take_turn(args.folder, jax.process_index())
 
 
@@ -106,14 +106,14 @@ result = hxla.train(
 )
 if jax.process_index() == 0:
     # The first step of a chunk contains the time that it waited for its turn.
-    steps = [s for s in result.history.steps if s.step % args.chunk != 1 % args.chunk]
+    steps = [s for s in result.history.steps if s.step % args.chunk != 2 % args.chunk]
     told = {
         "counts": result.plan.counts,
         "predicted_seconds": result.plan.prediction.step_seconds,
         "reasons": result.plan.reasons,
         "plan": result.plan.to_json(),
-        "seconds": [s.seconds for s in steps if s.step],
-        "busy_seconds": [s.busy_seconds for s in steps if s.step],
+        "seconds": [s.seconds for s in steps if s.step > 1],
+        "busy_seconds": [s.busy_seconds for s in steps if s.step > 1],
         "memory_bytes": {d.rank: d.memory_bytes for d in result.plan.prediction.devices},
     }
     print("RESULT " + json.dumps(told))

@@ -27,7 +27,7 @@ job = hxla.Job(model, {"text": text[64:]}, gpt.loss, optax.adamw(3e-3), batch_si
 plan = job.plan(microbatch_size=4)
 with job.open(plan, steps=args.steps, balance=True, checkpoint_dir=args.checkpoint_dir) as session:
     for record in session:
-        if (record.step + 1) % 10 == 0:
+        if record.step % 10 == 0:
             session.evaluate({"text": text[:64]})  # prints the mean loss over these
             session.save()
     largest = max(abs(x).max() for x in jax.tree.leaves(session.gather(session.state.params)))

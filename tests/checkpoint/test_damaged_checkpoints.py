@@ -190,6 +190,6 @@ def test_training_goes_on_from_the_intact_one_to_the_same_bits(tmp_path, capsys)
     shutil.rmtree(tmp_path / "6")
     flip(data_file(tmp_path / "4"))
     resumed = fit()
-    assert "checkpoint 4 is damaged" in capsys.readouterr().out
-    assert resumed.history.steps[0].step == 2
+    assert "checkpoint 4 is damaged" in capsys.readouterr().err
+    assert resumed.history.steps[0].step == 3
     assert resumed.sha256 == whole.sha256

@@ -114,7 +114,7 @@ def session():
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_batch_of_ones_own_is_that_of_the_data(session, change):
     made, words = CHANGES[change]
-    step = session.step_number
+    step = session.step_number + 1
     with pytest.raises(hxla.DataError, match=f"^the batch of step {step}: .*{words}"):
         session.step(made(batch()))
     assert session.step(batch()).step == step

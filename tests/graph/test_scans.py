@@ -247,7 +247,7 @@ def test_nnx_is_cut_and_a_checkpoint_of_stacked_arrays_resumes_in_another_cut(tm
     options = {"checkpoint_dir": tmp_path, "checkpoint_every": 1}
     train(NnxNet(), (1, 2), steps=2, **options)
     resumed = train(NnxNet(), (1, 1, 1), **options)
-    assert [s.step for s in resumed.history.steps] == [2]
+    assert [s.step for s in resumed.history.steps] == [3]
     same(resumed, whole)
 
 
@@ -308,7 +308,6 @@ def test_scans_in_a_scan_are_cut_between_the_iterations_of_the_outer_one():
     same(made, train(Blocks()))
     text = made.plan.explain()
     assert "stage 1: blocks/" in text
-    assert "[1:3]" in text
     assert "inside a scan over layers: stages are cut between the iterations of the outer" in text
 
 
@@ -319,8 +318,8 @@ def test_scans_in_a_scan_are_cut_between_the_iterations_of_the_outer_one():
 def test_the_plan_names_the_iterations_and_can_be_edited_to_cut_anywhere():
     plan = job(LinenNet()).plan(lowering.cpus(2), stages=(1, 1), microbatch_size=2)
     text = plan.explain()
-    assert "stage 0: LinenNet/Embed_0 .. layers[0:3]" in text
-    assert "stage 1: layers[3:6] .. " in text
+    assert "stage 0: Embed_0 .. layers[2]" in text
+    assert "stage 1: layers[3] .. " in text
     moved = tuple(
         s.model_copy(update={"part": 0 if i < 5 else 1})
         for i, s in enumerate(plan.pipeline.segments)

@@ -51,7 +51,7 @@ def train(**options):
 
 
 def flips(record, session):
-    if odd and record.step == 1:
+    if odd and record.step == 2:
         held = session._store.held[0]
         held.params = [held.params[0], held.params[1] + 1]
 
@@ -77,10 +77,10 @@ def posts():
 
 
 def freezes(record, session):
-    if record.step == 1:
+    if record.step == 2:
         sha256 = hxla.fingerprint(session.state.params)
         print(json.dumps(["nothing", sha256, record.loss]), flush=True)
-    if odd and record.step == 1:
+    if odd and record.step == 2:
         while (posts()[1].step, posts()[1].phase) != (1, "callback"):
             time.sleep(0.05)
         count = posts()[0].count
@@ -127,7 +127,7 @@ DIFFERENT = {
     "rate": ["update program", "dense<-1.000000e-01>", "dense<-2.000000e-01>"],
     "loss": ["microbatch program", "dense<3.000000e+00> : tensor<f32> on rank 1"],
     "seed": ["seed: 0 on rank 0; 1 on rank 1"],
-    "data": ["data of step 0: ['x']: float32[8, 4] with CRC-32 "],
+    "data": ["data of step 1: ['x']: float32[8, 4] with CRC-32 "],
     "dtype": ["float32[8, 4] with CRC-32 ", "float16[8, 4] with CRC-32 "],
     "length": ["number of examples: 64 on rank 0; 48 on rank 1"],
     "steps": ["steps: 4 on rank 0; 5 on rank 1"],
@@ -139,7 +139,7 @@ DIFFERENT = {
     "folder": ["checkpoint_dir: None on rank 0; checkpoints on rank 1"],
     "evaluation": ["examples of the evaluation: 16 on rank 0; 24 on rank 1"],
     "every": ["eval_every: 2 on rank 0; 3 on rank 1"],
-    "own batch": ["batch of step 2: ['x']"],
+    "own batch": ["batch of step 3: ['x']"],
     "state": ["after 3 steps the replicas of the state", "rank 1 has another kernel than rank 0"],
 }
 
@@ -193,7 +193,7 @@ def test_tasks_of_a_batch_system_see_that_one_of_them_is_frozen(told):
     code, err = told("end")
     assert code == 76, err
     assert "hxla watchdog: rank 1 has not answered for " in err
-    assert "; it was at step 1 in phase 'callback'; ending the job" in err
+    assert "; it was at step 2 in phase 'callback'; ending the job" in err
 
 
 def test_processes_that_agree_train_to_the_same_bits(told):

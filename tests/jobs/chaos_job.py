@@ -74,15 +74,15 @@ def later(step):
 
 def callback(record, session):
     global latest, is_full
-    latest = record.step
+    latest = step = record.step - 1
     if not is_full:
-        (FOLDER / f"step-{RANK}").write_text(str(record.step))
-    if is_here("callback", record.step):
-        happen(record.step)
-    if is_here("any", record.step):
-        threading.Thread(target=later, args=(record.step,), daemon=True).start()
-    if is_here("disk", record.step):
-        note(record.step)
+        (FOLDER / f"step-{RANK}").write_text(str(step))
+    if is_here("callback", step):
+        happen(step)
+    if is_here("any", step):
+        threading.Thread(target=later, args=(step,), daemon=True).start()
+    if is_here("disk", step):
+        note(step)
         is_full = True
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     time.sleep(0.05)

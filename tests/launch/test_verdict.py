@@ -135,7 +135,7 @@ def test_a_victim_is_not_blamed_before_the_culprit_had_time_to_show():
     killed = standing(1, -9, 10.4, step=5, phase="callback")
     assert (
         judge([victim, killed], 10.7).reason
-        == "was killed by SIGKILL at step 5 in phase 'callback'"
+        == "was killed by SIGKILL at step 6 in phase 'callback'"
     )
 
 

@@ -140,7 +140,7 @@ def test_a_disk_that_is_too_small_is_said_with_its_room(tmp_path):
     out, _ = ran.communicate(timeout=300)
     assert ran.returncode != 0
     assert re.search(rf"ConfigError: .*{tmp_path} has too little room: File too large", out), out
-    assert "did 0" not in out
+    assert "did 1" not in out
 
 
 def test_a_file_keeps_what_was_written(tmp_path):
@@ -195,7 +195,7 @@ def test_a_kill_while_the_disk_is_written_loses_no_checkpoint(tmp_path):
     wanted = ended(start("device", tmp_path / "whole", 24))
     job = start("disk", tmp_path / "killed", 10**6)
     for line in job.stdout:
-        if line.startswith("did 13"):
+        if line.startswith("did 14"):
             break
     job.kill()  # it is in the midst of reads and writes: hardly anything else takes time
     job.wait()

@@ -170,6 +170,12 @@ print(sorted(unused & sys.modules.keys()))
     assert result.stdout == "[]\n", result.stderr
 
 
+def test_classes_are_shown_by_their_public_names():
+    classes = [(name, getattr(hxla, name)) for name in PUBLIC]
+    shown = {name: cls.__module__ for name, cls in classes if isinstance(cls, type)}
+    assert set(shown.values()) == {"hxla"}, shown
+
+
 def test_a_launcher_starts_without_jax():
     code = "import sys, hxla.__main__; print('jax' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -348,5 +354,5 @@ def _runs(command, wanted):
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
     for text in wanted:
-        assert text in ran.stdout
-    return ran.stdout
+        assert text in ran.stderr + ran.stdout
+    return ran.stderr + ran.stdout

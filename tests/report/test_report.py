@@ -1,9 +1,14 @@
 """What a run leaves behind: metrics, events, the page, the live line."""
 
 import contextlib
+import dataclasses
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
 
 import numpy as np
 import optax
@@ -12,8 +17,7 @@ from flax import nnx
 
 import hxla
 from support import models
-from support.inside.report import MetricsWriter, line
-from support.metrics import read_metrics
+from support.inside.report import Curve, MetricsWriter, curve_chart, line, read_metrics
 from support.training import train_with
 
 
@@ -47,9 +51,10 @@ def run(tmp_path_factory):
 
 def test_metrics_on_disk_are_the_history(run):
     folder, result = run
-    history = read_metrics(folder / "metrics.jsonl")
+    history, starts = read_metrics(folder / "metrics.jsonl")
     assert history.steps == result.history.steps
     assert history.evaluations == result.history.evaluations
+    assert [start.step for start in starts] == [0]
     assert len(history.steps) == 6
     assert set(history.steps[0].metrics) == {"absolute"}
 
@@ -62,10 +67,11 @@ def test_a_run_that_begins_anew_keeps_the_lines_of_the_one_before_under_another_
     for _ in range(2):
         texts.append((tmp_path / "metrics.jsonl").read_text())
         train(tmp_path, steps=2, counts="even")
-        assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["kind"] for line in lines] == ["run", "step", "step"]
     assert (tmp_path / "metrics.1.jsonl").read_text() == texts[0]
     assert (tmp_path / "metrics.2.jsonl").read_text() == texts[1]
-    assert f"an earlier run are now in {tmp_path / 'metrics.2.jsonl'}" in capsys.readouterr().out
+    assert f"an earlier run are now in {tmp_path / 'metrics.2.jsonl'}" in capsys.readouterr().err
 
 
 def test_a_torn_last_line_is_cut_off_by_the_next_run(run, tmp_path):
@@ -82,7 +88,8 @@ def test_a_loss_that_is_not_finite_is_strict_json(tmp_path, run):
         writer.write(type(record)(**{**vars(record), "loss": float("nan")}))
     (text,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(text, parse_constant=pytest.fail)["loss"] is None
-    assert np.isnan(read_metrics(tmp_path / "metrics.jsonl").steps[0].loss)
+    history, _ = read_metrics(tmp_path / "metrics.jsonl")
+    assert np.isnan(history.steps[0].loss)
 
 
 def test_tensorboard_reads_the_losses(run):
@@ -102,15 +109,174 @@ def test_tensorboard_reads_the_losses(run):
     np.testing.assert_allclose([losses[s] for s in sorted(losses)], expected, rtol=1e-6)
 
 
-def test_the_page_is_whole_and_needs_no_network(run):
+class Page(HTMLParser):
+    """A report as a reader sees it.
+
+    Attributes:
+        text: All text.
+        facts: The values of definition lists, by name.
+        charts: The descriptions of the pictures.
+    """
+
+    def __init__(self, path):
+        super().__init__()
+        self.text, self.facts, self.charts = "", {}, []
+        self._tag = self._name = ""
+        self.source = path.read_text()
+        self.feed(self.source)
+
+    def handle_starttag(self, tag, attributes):
+        self._tag = tag
+        if label := dict(attributes).get("aria-label"):
+            self.charts.append(label)
+
+    def handle_data(self, data):
+        self.text += data
+        if self._tag == "dt":
+            self._name = data
+        elif self._name and data.strip():
+            self.facts.setdefault(self._name, data)
+
+
+def test_the_page_needs_no_network_and_no_script(run):
+    source = Page(run[0] / "report.html").source
+    assert not re.findall(r"(?:src|href)=[\"']?(?!#|data:)([^\"' >]+)|url\((?!#|data:)", source)
+    assert "<script" not in source
+
+
+def test_the_page_shows_each_metric_of_training_and_evaluation(run):
     folder, result = run
-    page = (folder / "report.html").read_text()
+    page, steps = Page(folder / "report.html"), result.history.steps
+    assert page.facts["Final loss"] == f"{steps[-1].loss:#.4g}"
+    assert page.facts["Steps"] == "6"
+    (loss,) = (text for text in page.charts if text.startswith("Mean loss"))
+    (absolute,) = (text for text in page.charts if text.startswith("absolute"))
+    for text in loss, absolute:
+        assert {"training", "evaluation"} <= set(re.findall(r"; (\w+): first", text))
+    assert f"training: first {steps[0].loss:#.4g}, last {steps[-1].loss:#.4g}" in loss
     for name in result.history.device_names:
-        assert name in page
-    assert page.count("<svg") >= 3
-    loads = re.findall(r"(?:src|href)=[\"']?(?!#|data:)([^\"' >]+)|url\((?!#|data:)", page)
-    assert not loads
-    assert "<script src" not in page
+        assert name in page.text
+
+
+def test_the_page_says_what_ran_and_how_it_was_started(run):
+    folder, result = run
+    page, (start,) = Page(folder / "report.html"), read_metrics(folder / "metrics.jsonl")[1]
+    assert page.facts["command"] == start.command
+    assert page.facts["git commit"] == (start.commit or "the script is in no git repository")
+    assert page.facts["devices"] == "2 × cpu"
+    assert page.facts["processes"] == f"1 on {start.hosts[0]}"
+    assert page.facts["batch size"] == "24"
+    assert page.facts["model"] == "Linear"
+    for name, version in start.versions.items():
+        assert f"{name} {version}" in page.text
+    assert result.plan.explain() in page.text
+    assert "D1. Devices of this kind give the same bits" in page.text
+
+
+def test_a_start_has_the_commit_of_the_script_and_says_if_it_was_changed(tmp_path):
+    code = (
+        "from support.inside.report import run_start\n"
+        "print(run_start(0, 1, hosts=['a'], devices=['cpu'], job={}).commit)"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(code)
+
+    def commit():
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, script]
+        return subprocess.check_output(command, env=environment, text=True).strip()
+
+    def git(*words):
+        command = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        return subprocess.check_output(command, text=True)
+
+    assert commit() == ""
+    git("init")
+    git("add", "script.py")
+    git("commit", "-m", "a script")
+    name = git("rev-parse", "HEAD")[:12]
+    assert commit() == name
+    script.write_text(f"{code}  # changed")
+    assert commit() == f"{name} + changes"
+
+
+def test_the_page_of_a_resumed_run_shows_all_its_steps_and_marks_the_resume(tmp_path):
+    folder, saved = tmp_path / "run", tmp_path / "checkpoints"
+    first = train(folder, steps=3, checkpoint_dir=saved)
+    second = train(folder, steps=5, checkpoint_dir=saved)
+    page = Page(folder / "report.html")
+    losses = [f"{r.loss:#.4g}" for r in (*first.history.steps, *second.history.steps)]
+    assert len(losses) == 5
+    assert page.facts["Steps"] == "5"
+    assert f"first {losses[0]}, last {losses[-1]}" in page.charts[0]
+    assert "resumed" in page.text
+    assert "All starts of this run" in page.text
+
+
+def test_steps_that_a_resume_makes_again_count_once(tmp_path, run):
+    history, (start,) = read_metrics(run[0] / "metrics.jsonl")
+    parts = {0: (start, *history.steps[:5]), 3: (dataclasses.replace(start, step=3),)}
+    for first_step, records in parts.items():
+        with contextlib.closing(MetricsWriter(tmp_path, first_step=first_step)) as writer:
+            for record in records:
+                writer.write(record)
+    again, starts = read_metrics(tmp_path / "metrics.jsonl")
+    assert [record.step for record in again.steps] == [0, 1, 2]
+    assert [some.step for some in starts] == [0, 3]
+
+
+def test_earlier_lines_that_cannot_be_read_are_named_and_left_out(tmp_path, capfd):
+    folder, saved = tmp_path / "run", tmp_path / "checkpoints"
+    train(folder, steps=2, checkpoint_dir=saved)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("no record\n")
+    train(folder, steps=3, checkpoint_dir=saved)
+    told = "".join(capfd.readouterr())
+    assert re.search(r"the report begins after step 2: \S*metrics.jsonl, line 4 is no", told)
+    assert "first" in Page(folder / "report.html").charts[0]
+
+
+def test_the_page_says_that_a_run_goes_on_and_how_it_ended(tmp_path):
+    (tmp_path / "report.html").write_text("of an earlier run")
+    (tmp_path / "pipeline0-planned.perfetto.json").write_text("of an earlier run")
+    seen = []
+
+    def look(record, session):
+        seen.append(Page(tmp_path / "report.html").text)
+        if record.step == 1:
+            raise ValueError("a < b")
+
+    with pytest.raises(ValueError, match="a < b"):
+        train(tmp_path, steps=4, callbacks=[look])
+    assert "Running: step 1 at" in seen[0]
+    assert "of 4, 24 examples each" in seen[0]
+    last = Page(tmp_path / "report.html").text
+    assert "Failed after 2 steps" in last
+    assert "ValueError: a < b" in last
+    assert not list(tmp_path.glob("pipeline*"))
+
+
+def test_a_chart_keeps_the_peak_of_a_long_curve_and_leaves_gaps_out():
+    y = np.ones(100_000)
+    y[77_777], y[50_000:50_500] = 9.0, np.nan
+    curve = Curve(name="loss", color="train", x=np.arange(100_000.0), y=y)
+    chart = curve_chart("Loss", [curve], marks={})
+    (path,) = re.findall(r'<path class="curve train" d="([^"]*)"', chart)
+    points = [tuple(map(float, p.split())) for p in re.split("[ML]", path)[1:]]
+    highest = min(points, key=lambda point: point[1])
+    assert highest[0] == pytest.approx(777.8, abs=0.1)
+    assert path.count("M") == 2
+    assert len(path) < 10_000
+    assert "from 1.000 to 9.000" in chart
+
+
+@pytest.mark.parametrize("y", [[np.nan, np.nan], [0.0, 0.0], [1e-9, 1e9], [-5.0, 5.0], [7.0]])
+def test_a_chart_of_any_values_has_places_inside_it(y):
+    x = np.arange(1.0, len(y) + 1)
+    chart = curve_chart("Loss", [Curve(name="a", color="eval", x=x, y=np.array(y))], marks={})
+    places = re.findall(r'(?:x|x1|cx|y|y1|cy)="([-\d.naif]+)%"', chart)
+    assert places
+    assert all(0 <= float(place) <= 100 for place in places)
 
 
 def test_the_live_line_tells_step_loss_speed_time_and_shares(run):

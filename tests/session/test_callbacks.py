@@ -15,10 +15,9 @@ from flax import nnx
 
 import hxla
 from support import models
-from support.inside.report import MetricsWriter
+from support.inside.report import MetricsWriter, read_metrics
 from support.inside.weights import read_metadata
 from support.launched import end_of, start
-from support.metrics import read_metrics
 
 NUM, BATCH = 48, 16
 EPOCH = NUM // BATCH
@@ -95,7 +94,7 @@ class Seen:
         self.calls.append(("start", session.step_number))
 
     def on_step(self, record, session):
-        self.calls.append(("step", record.step + 1))
+        self.calls.append(("step", record.step))
         self.weights = session.weights
 
     def on_evaluation(self, record, session):
@@ -124,7 +123,7 @@ def expected(evaluations):
         else:
             waited += 1
         if waited == PATIENCE:
-            return best, record.step + 1
+            return best, record.step
     raise AssertionError("the loss grows at last")
 
 
@@ -161,7 +160,7 @@ def test_every_hook_is_called_in_order(run):
 def test_a_record_has_epoch_learning_rate_and_gradient_norm(run):
     _, result, *_ = run
     steps = result.history.steps
-    assert [r.epoch for r in steps] == [(r.step + 1) / EPOCH for r in steps]
+    assert [r.epoch for r in steps] == [r.step / EPOCH for r in steps]
     np.testing.assert_array_equal(
         [r.learning_rate for r in steps], [float(schedule(r.step)) for r in steps]
     )
@@ -191,7 +190,7 @@ class EndedError(Exception):
 
 
 def end_after_7(record, session):
-    if record.step + 1 == 7:
+    if record.step == 7:
         raise EndedError
 
 
@@ -205,7 +204,7 @@ def test_a_resumed_run_ends_as_the_whole_one_and_its_files_have_no_row_twice(run
     assert (resumed.step, resumed.sha256) == (result.step, result.sha256)
     best, _ = expected(result.history.evaluations)
     path = tmp_path / "run" / "best" / "model.safetensors"
-    assert f"best loss {best.loss:.6g} at step {best.step}: {path}" in capsys.readouterr().out
+    assert f"best loss {best.loss:.6g} at step {best.step}: {path}" in capsys.readouterr().err
     every = [*range(1, result.step + 1)]
     with (tmp_path / "rows.csv").open() as file:
         assert [int(row["step"]) for row in csv.DictReader(file)] == every
@@ -214,11 +213,12 @@ def test_a_resumed_run_ends_as_the_whole_one_and_its_files_have_no_row_twice(run
     kinds = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [x["step"] + 1 for x in kinds if x["kind"] == "step"] == every
     assert [x["step"] for x in kinds if x["kind"] == "eval"] == [*range(2, result.step + 1, 2)]
-    assert read_metrics(tmp_path / "run").steps[-1].loss == result.history.steps[-1].loss
+    history, _ = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert history.steps[-1].loss == result.history.steps[-1].loss
 
     again = train(tmp_path)  # a run that has ended early is over
     assert (again.step, again.sha256, again.history.steps) == (result.step, result.sha256, ())
-    assert "the run has ended at step" in capsys.readouterr().out
+    assert "the run has ended at step" in capsys.readouterr().err
 
 
 def test_no_callback_or_period_moves_a_bit(run):
@@ -269,7 +269,7 @@ def test_a_fresh_run_renames_what_an_earlier_one_has_kept(run, tmp_path, capsys)
     train(tmp_path, 2)
     assert (tmp_path / "run" / "best.1" / "model.safetensors").exists()
     assert (tmp_path / "rows.1.csv").read_bytes() == (run[0] / "rows.csv").read_bytes()
-    out = capsys.readouterr().out
+    out = capsys.readouterr().err
     assert f"the best weights of an earlier run are now in {tmp_path / 'run' / 'best.1'}" in out
     assert f"the metrics of an earlier run are now in {tmp_path / 'rows.1.csv'}" in out
 

@@ -53,7 +53,7 @@ class OfUsersOwnError(Exception):
     pass
 
 
-def raising(error, step=2):
+def raising(error, step=3):
     def callback(record, session):
         if record.step == step:
             raise error
@@ -62,7 +62,7 @@ def raising(error, step=2):
 
 
 def interrupting(record, session):
-    if record.step == 2:
+    if record.step == 3:
         signal.raise_signal(signal.SIGINT)
 
 
@@ -112,7 +112,7 @@ def test_an_error_is_the_one_seen_where_its_state_cannot_be_saved(tmp_path):
     folder = tmp_path / "c"
 
     def spoil(record, session):
-        if record.step == 1:
+        if record.step == 2:
             shutil.rmtree(folder)
             folder.write_text("a file")
             raise OfUsersOwnError
@@ -137,7 +137,7 @@ def test_the_first_ctrl_c_ends_as_sigterm_does(tmp_path, capfd):
 
 def test_the_second_ctrl_c_ends_at_once_and_saves_nothing(tmp_path):
     def twice(record, session):
-        if record.step == 2:
+        if record.step == 3:
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
 
@@ -167,13 +167,13 @@ def test_a_signal_leaves_after_the_callbacks_of_its_step(tmp_path):
         session.replace(params=jax.tree.map(lambda x: x / 2, whole))
 
     def terminate(record, session):
-        if record.step == 1:
+        if record.step == 2:
             signal.raise_signal(signal.SIGTERM)
 
     with pytest.raises(hxla.Preempted):
         train(halve, terminate, checkpoint_dir=tmp_path)
     resumed = train(halve, checkpoint_dir=tmp_path)
-    assert called == [0, 1, 2, 3, 4, 5]
+    assert called == [1, 2, 3, 4, 5, 6]
     assert resumed.sha256 == train(halve).sha256
 
 
@@ -183,7 +183,7 @@ def test_a_report_is_written_where_a_loop_of_ones_own_just_ends(tmp_path):
         session.step()
     assert "<html" in (tmp_path / "report.html").read_text()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["kind"] for line in lines] == ["step"]
+    assert [json.loads(line)["kind"] for line in lines] == ["run", "step"]
 
 
 SCRIPT = """
@@ -216,7 +216,7 @@ def job(tmp_path, *options, step=2, ranks=(0, 1), steps=4):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_what_is_not_saved_is_not_said_to_resume(tmp_path, number, code):
     def callback(record, session):
-        if record.step == 1:
+        if record.step == 2:
             signal.raise_signal(number)
 
     with pytest.raises(hxla.Preempted, match="which are lost: there is no checkpoint_dir") as lost:

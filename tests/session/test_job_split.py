@@ -33,7 +33,7 @@ seen = {{}}
 def callback(record, session):
     params = session.state.params
     seen["spread"] = sum(not x.is_fully_addressable for x in jax.tree.leaves(params))
-    if record.step == 5:
+    if record.step == 6:
         seen["whole"] = jax.tree.leaves(session.gather(params))
 
 job = hxla.Job(

@@ -232,6 +232,16 @@ CALLS = {
     ),
     "a metric from outside": (dict(loss=counting), LOSS, "changes an object that was made outside"),
     "linen's apply of an nnx module": (dict(loss=applying), LOSS, "call it, model"),
+    "another width of input": (
+        dict(data={"x": X[:, :3], "y": Y}),
+        TypeError,
+        r"hxla called loss\(model, batch\) with a microbatch of \['x'\] float32\[4, 3\]",
+    ),
+    "labels that are no classes": (
+        dict(loss=lambda m, b: optax.softmax_cross_entropy_with_integer_labels(m(b["x"]), b["y"])),
+        Exception,
+        r"with a microbatch of .*\['y'\] float32\[4\]",
+    ),
     "a wrong eval_loss": (dict(eval_loss=lambda model: 0.0), CONFIG, "eval_loss.*takes 1 pos"),
     # the optimizer
     "an nnx optimizer": (
@@ -267,6 +277,7 @@ CALLS = {
         DATAS,
         r"has random keys.*loss\(model, batch, key\)",
     ),
+    "no examples": (dict(data={"x": X[:0], "y": Y[:0]}), DATAS, "0 examples, fewer than"),
     "texts in the data": (dict(data={"x": np.full(32, "a")}), DATAS, "encode it as numbers"),
     "a number among the columns": (dict(data={"x": X, "scale": np.float32(2)}), DATAS, "leading"),
     "a function without an index": (dict(data=lambda: DATA), DATAS, "with the index of an example"),
@@ -303,6 +314,21 @@ CALLS = {
     ),
     "a form of sums": (dict(reduction="mean"), CONFIG, "use 'exact' or 'float'"),
     "a word for nonfinite": (dict(nonfinite="ignore"), CONFIG, "use 'stop', 'skip' or 'scale'"),
+    "a word for precision": (dict(precision="bf61"), CONFIG, r"precision.*bf16"),
+    "an axis that is none": (dict(mesh={"date": 8}), PLAN, "axis 'date', but neither rules"),
+    "an axis of no rule": (
+        dict(mesh={"tensr": 8}, rules="decoder"),
+        hxla.AnnotationError,
+        "did you mean 'tensor'",
+    ),
+    "a line for no step": (dict(log_every=0), CONFIG, "log_every=0 must be at least 1"),
+    "an argument of others": (dict(num_epochs=1), CONFIG, "num_epochs: did you mean epochs"),
+    "a callback of one argument": (
+        dict(callbacks=[lambda record: None]),
+        CONFIG,
+        r"callbacks\[0\].*\(record, session\)",
+    ),
+    "a callback that is none": (dict(callbacks=["early"]), CONFIG, r"callbacks\[0\]"),
     "one callback": (dict(callbacks=print), CONFIG, r"callbacks=\[.*\]"),
     "evaluation of nothing": (dict(eval_every=1), CONFIG, "needs eval_data"),
     "checkpoints nowhere": (dict(checkpoint_every=1), CONFIG, "needs a checkpoint_dir"),
@@ -322,7 +348,13 @@ def test_a_wrong_call_says_what_to_write_instead(name):
     given, error, words = CALLS[name]
     with pytest.raises(error) as raised:
         train(**given)
-    assert re.search(words, str(raised.value), re.S), str(raised.value)
+    said = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
+    assert re.search(words, said, re.S), said
+
+
+def test_precision_may_be_named_by_its_dtype():
+    job = hxla.Job(NNX, DATA, squares, optax.sgd(0.1), batch_size=16, precision="bfloat16")
+    assert job.plan(microbatch_size=2).precision.compute == "bfloat16"
 
 
 def test_a_loss_that_fails_on_its_own_fails_with_its_own_error():

@@ -50,7 +50,7 @@ def train(*callbacks, counts=(1, 3), model=None, **options):
 def changed(params, opt_state, step):
     """Weights clipped after each step, and the learning rate lowered after the second."""
     params = jax.tree.map(lambda x: np.clip(x, -0.2, 0.2), params)
-    if step == 1:
+    if step == 2:
         opt_state = optax.tree.set(opt_state, learning_rate=0.01)
     return params, opt_state
 
@@ -111,7 +111,7 @@ def test_a_checkpoint_holds_what_was_handed_in_also_after_a_save(tmp_path):
     first = train(save_and_halve, steps=2, checkpoint_dir=tmp_path)
     resumed = train(save_and_halve, steps=4, checkpoint_dir=tmp_path, counts=(4,))
     undisturbed = train(save_and_halve, steps=4, checkpoint_dir=tmp_path / "other")
-    assert first.step == 2
+    assert first.step == 3
     assert resumed.sha256 == undisturbed.sha256
 
 
@@ -258,7 +258,7 @@ def test_a_callback_sees_the_evaluation_of_its_step(every, steps):
     seen = {}
 
     def see(record, session):
-        seen[record.step + 1] = record.evaluation
+        seen[record.step] = record.evaluation
 
     result = train(see, eval_data=DATA, eval_every=every)
     assert [step for step, found in seen.items() if found is not None] == steps

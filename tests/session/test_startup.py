@@ -80,9 +80,10 @@ def _opened(devices, loss, make, evaluate, **wishes):
     before = num_compilations()
     with (
         pytest.MonkeyPatch.context() as patched,
-        contextlib.redirect_stdout(io.StringIO()) as said,
+        contextlib.redirect_stderr(io.StringIO()) as said,
     ):
         patched.setattr(_waiting, "PERIOD_SECONDS", 0.001)
+        patched.setattr(_waiting, "CHANGE_SECONDS", 0.0)
         with job.open(plan, steps=1) as session:
             session.step()
             if evaluate:
@@ -159,28 +160,47 @@ def tellers():
     return [thread for thread in threading.enumerate() if thread.name == "hxla-waiting"]
 
 
-def test_what_is_waited_for_is_said_again_and_again():
-    stream = Slow()
-    with Waiting("opening", is_main=True, stream=stream, period_seconds=0.01) as waiting:
+def test_what_is_waited_for_is_said_when_it_changes(monkeypatch):
+    monkeypatch.setattr(_waiting, "CHANGE_SECONDS", 0.0)
+    with (
+        contextlib.redirect_stderr(Slow()) as stream,
+        Waiting("opening", is_main=True, period_seconds=0.01) as waiting,
+    ):
         waiting.tell("compiling a microbatch")
-        stream.wait_for(r"(opening: compiling a microbatch, \d+ s\n){2}")
+        stream.wait_for(r"opening: compiling a microbatch, \d+ s\n")
         waiting.tell("running every program once")
         stream.wait_for("opening: running every program once")
         assert tellers()
     assert not tellers()
+    assert stream.getvalue().count("compiling") == 1
+
+
+def test_a_change_is_not_said_before_its_time():
+    with (
+        contextlib.redirect_stderr(Slow()) as stream,
+        Waiting("opening", is_main=True, period_seconds=0.001) as waiting,
+    ):
+        stream.wait_for("opening: starting")
+        waiting.tell("compiling")
+    assert "compiling" not in stream.getvalue()
+    assert _waiting.CHANGE_SECONDS == 30
 
 
 def test_other_processes_say_nothing():
-    stream = io.StringIO()
-    with Waiting("opening", is_main=False, stream=stream, period_seconds=0.001) as waiting:
+    with (
+        contextlib.redirect_stderr(io.StringIO()) as stream,
+        Waiting("opening", is_main=False, period_seconds=0.001) as waiting,
+    ):
         waiting.tell("compiling")
         assert not tellers()
     assert not stream.getvalue()
 
 
 def test_nothing_is_said_of_what_is_soon_over():
-    stream = io.StringIO()
-    with Waiting("opening", is_main=True, stream=stream, period_seconds=600) as waiting:
+    with (
+        contextlib.redirect_stderr(io.StringIO()) as stream,
+        Waiting("opening", is_main=True, period_seconds=600) as waiting,
+    ):
         waiting.tell("compiling")
     assert not stream.getvalue()
 

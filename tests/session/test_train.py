@@ -203,7 +203,7 @@ def test_batch_statistics_are_the_mean_over_microbatches():
 
 def test_sigterm_saves_the_next_step_and_a_resumed_run_has_the_same_bits(tmp_path):
     def told(record, session):
-        if record.step == 2:
+        if record.step == 3:
             signal.raise_signal(signal.SIGTERM)
 
     whole, handler = simple(steps=6), signal.getsignal(signal.SIGTERM)
@@ -212,7 +212,7 @@ def test_sigterm_saves_the_next_step_and_a_resumed_run_has_the_same_bits(tmp_pat
     assert (left.value.code, left.value.step) == (75, 4)
     assert signal.getsignal(signal.SIGTERM) is handler
     resumed = simple(steps=6, checkpoint_dir=tmp_path, counts=(3, 5))
-    assert resumed.history.steps[0].step == 4
+    assert resumed.history.steps[0].step == 5
     assert resumed.sha256 == whole.sha256
 
 
@@ -241,7 +241,7 @@ def test_resume_on_other_devices_gives_the_bits_of_never_having_stopped(tmp_path
     whole = fit(make("nnx"), (3, 5), steps=20)
     fit(make("nnx"), (4, 4), steps=7, checkpoint_dir=tmp_path)
     resumed = fit(make("nnx"), (3, 3, 2), steps=20, checkpoint_dir=tmp_path)
-    assert resumed.history.steps[0].step == 7
+    assert resumed.history.steps[0].step == 8
     assert resumed.sha256 == whole.sha256
 
 
@@ -410,6 +410,6 @@ def test_batches_of_the_users_own_train_as_the_same_batches_of_the_data_do():
                 with pytest.raises(hxla.DataError, match="has 4 examples, batch_size is 8"):
                     session.step({"x": data["x"][:4]})
             else:
-                assert [record.step for record in session] == [0, 1]
+                assert [record.step for record in session] == [1, 2]
             shas.append(session.result().sha256)
     assert shas[0] == shas[1]

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 
+from support.inside.launch import STEP_PHASES
 from support.launched import PATIENCE_SECONDS
 from support.paths import JOBS, PYTHONPATH
 
@@ -291,7 +292,9 @@ def is_named(event: Event, error: str, folder: pathlib.Path) -> bool:
     if len(named) != 1:
         return False
     rank, step, phase = named[0].groups()
-    step, phase = -1 if step is None else int(step), phase.split("'")[1]
+    phase = phase.split("'")[1]
+    # Within a step the line counts it as done, and the fault's number is from 0.
+    step = -1 if step is None else int(step) - (phase in STEP_PHASES)
     if int(rank) != event.rank:
         return False
     fault = folder / "fault.json"

@@ -572,7 +572,7 @@ def run(form, trial, folder=None):
         losses = {}
         for record in session:
             losses[record.step] = record.loss
-            if record.step == 0:  # what is handed in is a part of the run, however it lies
+            if record.step == 1:  # what is handed in is a part of the run, however it lies
                 whole = session.gather((session.state.params, session.state.opt_state))
                 params = jax.tree.map(lambda x: x * x.dtype.type(0.75), whole[0])
                 session.replace(params=params, opt_state=whole[1])

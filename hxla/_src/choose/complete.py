@@ -111,7 +111,7 @@ def complete(
         check_layers_whole(ordered, layouts(graph, specs, sizes))
         if pipeline.cut_by == "work":
             lines += uncut_scans(graph)
-        lines += _shares_of_work(parts_of(ordered, points), structure.pipeline.num)
+        lines.append(_shares_of_work(parts_of(ordered, points), structure.pipeline.num))
     parameters = layouts(graph, specs, sizes)
     if profile is not None and structure.pipeline is None and len(structure.inner) == 1:
         seconds = microbatch_seconds(
@@ -230,9 +230,7 @@ def _narrow_sums(graph: Graph, sums: SumsForm) -> list[str]:
     ]
 
 
-def _shares_of_work(parts: Sequence[ChainPart], num_stages: int) -> list[str]:
+def _shares_of_work(parts: Sequence[ChainPart], num_stages: int) -> str:
     total = sum(part.segment.flops for part in parts) or 1.0
-    return [
-        f"stage {p % num_stages}: {part.segment.name}, {part.segment.flops / total:.0%} of the work"
-        for p, part in enumerate(parts)
-    ]
+    flops = [sum(part.segment.flops for part in parts[s::num_stages]) for s in range(num_stages)]
+    return f"work of the stages: {', '.join(f'{part / total:.0%}' for part in flops)}"

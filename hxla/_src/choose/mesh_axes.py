@@ -8,13 +8,14 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from ..core.errors import PlanError
+from ..core.errors import AnnotationError, PlanError
+from ..core.files import nearest
 from ..core.types import DATA_AXIS, STAGE_AXIS, TENSOR_AXIS
 from ..graph.graph import Graph
 from ..graph.scans import stacked_dims
 from ..plan.axis_assignment import Axes, Roles
 from ..plan.parts import Role
-from ..plan.rules import Resolved, RuleSet
+from ..plan.rules import AXES, Resolved, RuleSet
 from ..plan.virtual_devices import DeviceLayout, Request, VirtualDevices, assign_devices
 
 #: Inner axes that shard the batch, not parameters.
@@ -22,7 +23,19 @@ BATCH_AXES = ("fsdp", "sequence")
 
 
 def resolve_rules(graph: Graph, rules: RuleSet, axes: Axes, *, unlike: bool = False) -> Resolved:
-    """The sharding of a graph's parameters on a mesh by rules: see `RuleSet.resolve`."""
+    """The sharding of a graph's parameters on a mesh by rules: see `RuleSet.resolve`.
+
+    Raises:
+        AnnotationError: As `RuleSet.resolve`, or if an axis is neither usual nor in a rule, so that
+            all devices along it would do the same.
+    """
+    known = [*AXES, *(axis for rule in rules.rules for dim in rule.axes for axis in dim)]
+    for name, _ in axes:
+        if name not in known:
+            raise AnnotationError(
+                f"no rule of {rules.name!r} shards over the mesh axis {name!r}: did you mean "
+                f"{nearest(name, known)!r}?"
+            )
     return rules.resolve(
         graph.param_names,
         graph.param_shapes,

@@ -14,7 +14,7 @@ from .files import fault, listed, named, nearest, read_json, read_toml
 #: Variables that `hxla run` and tests use; all other `HXLA_*` are settings.
 _INTERNAL = (
     "CHANNEL DEVICES PLAN MESH COORDINATOR LAUNCHER_PID LIVE LOCAL_CLIENTS LOGS NUM_PROCESSES "
-    "PROCESS_ID JOB GENERATION MEMORY NEIGHBOURS WAITS"
+    "PROCESS_ID JOB GENERATION MEMORY NEIGHBOURS WAITS COMMAND"
 )
 INTERNAL_VARIABLES = frozenset(f"HXLA_{name}" for name in _INTERNAL.split())
 

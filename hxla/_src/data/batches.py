@@ -141,8 +141,8 @@ class Batches:
             tree = self._next_batch()
         except StopIteration:
             raise DataError(
-                f"the data is too short: it ended after {self._next} global batches, step {step} "
-                "needs one more; use fewer steps or more data"
+                f"the data is too short: it ended after {self._next} global batches, and step "
+                f"{step + 1} needs one more; use fewer steps or more data"
             ) from None
         name = f"global batch {self._next}"
         batch = as_arrays(tree, name)

@@ -8,7 +8,7 @@ a residual block, not inside one.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,8 @@ class Segment:
     """Consecutive equations.
 
     Attributes:
-        name: Its first and last module or source line.
+        name: The first and last module whose parameters it reads; without any, the module before
+            it, or source lines.
         ops: Its operations; casts and reshapes of parameters are repeated where needed.
         params: Places of the parameters that it reads in `Graph.param_values`.
         given: Arguments of the program that it reads (batch, other variables, random key).
@@ -135,8 +136,9 @@ def segments_at(graph: Graph, points: Sequence[int]) -> tuple[Segment, ...]:
         made_in.update({v: i for op in chunk for v in op.outputs})
     last_use = _last_use(graph, ops)
     ends = list(itertools.accumulate(map(len, chunks)))
+    names = _names(graph, chunks)
     return tuple(
-        _segment(graph, i, chunk, views, made_in, last_use, ends[i])
+        _segment(graph, i, names[i], chunk, views, made_in, last_use, ends[i])
         for i, chunk in enumerate(chunks)
     )
 
@@ -217,6 +219,7 @@ def _cuts(graph: Graph, num: int) -> list[int]:
 def _segment(
     graph: Graph,
     index: int,
+    name: str,
     chunk: Sequence[Op],
     views: dict[int, Op],
     made_in: dict[int, int],
@@ -246,12 +249,8 @@ def _segment(
     consts = {v for v, _ in graph.consts}
     params = tuple(of_param[v] for v in outside if v in of_param)
     outputs = tuple(v for op in chunk for v in op.outputs if last_use.get(v, -1) >= end)
-    stacks = [_label(graph, op, op.stack) for op in chunk if op.stack or op.iterations]
-    sources = [_label(graph, op, op.source.rsplit("/", 1)[-1]) for op in chunk if op.source]
-    labels = stacks if len(set(stacks)) > 1 else sources or [str(index)]
-    first, last = labels[0], labels[-1]
     return Segment(
-        name=first if first == last else f"{first} .. {last}",
+        name=name,
         ops=ops,
         params=params,
         given=tuple(
@@ -264,17 +263,35 @@ def _segment(
     )
 
 
-def _label(graph: Graph, op: Op, place: str) -> str:
-    """`place`, or for a range of a scan its parameters' common path and its iterations."""
-    if op.iterations is None:
-        return place
-    start, stop = op.iterations
-    values = [graph.values[v] for v in op.inputs[sum(scan_counts(op.eqn)) :] if isinstance(v, int)]
+def _names(graph: Graph, chunks: Iterable[Sequence[Op]]) -> list[str]:
+    """The names of segments, by the modules whose parameters they read."""
+    names: list[str] = []
+    last = ""
+    for i, chunk in enumerate(chunks):
+        labels = [module for op in chunk for module in _modules(graph, op)]
+        if not labels and last and f"after {last}" not in names:
+            names.append(f"after {last}")
+            continue
+        sources = [op.source.rsplit("/", 1)[-1] for op in chunk if op.source]
+        first, *_, end = 2 * (labels or sources or [str(i)])
+        last = labels[-1] if labels else last
+        names.append(first if first == end else f"{first} .. {end}")
+    return names
+
+
+def _modules(graph: Graph, op: Op) -> Iterator[str]:
+    """The modules whose parameters an operation reads; of a range of a scan one with its range."""
+    inputs = op.inputs if op.iterations is None else op.inputs[sum(scan_counts(op.eqn)) :]
+    values = [graph.values[v] for v in inputs if isinstance(v, int)]
     paths = [graph.param_names[v.param].split("/")[:-1] for v in values if v.param is not None]
+    if op.iterations is None:
+        yield from ("/".join(path) for path in paths if path)
+        return
+    start, stop = op.iterations
     levels = map(set, zip(*paths, strict=False))
     shared = [level.pop() for level in itertools.takewhile(lambda names: len(names) == 1, levels)]
     iterations = str(start) if stop == start + 1 else f"{start}:{stop}"
-    return f"{'/'.join(shared) or place}[{iterations}]"
+    yield f"{'/'.join(shared) or op.source.rsplit('/', 1)[-1]}[{iterations}]"
 
 
 def trained_params(graph: Graph, segment: Segment, trained: Collection[int] | None) -> list[int]:

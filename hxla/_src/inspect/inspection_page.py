@@ -31,7 +31,6 @@ main { max-width: 72rem; }
 .cells .pad { fill: url(#padding); fill-opacity: 1; stroke: none; }
 .defs { position: absolute; width: 0; height: 0; }
 .defs path { stroke: var(--ink); stroke-width: 1.6; }
-figure .steps { min-width: 46rem; }
 """
 _KIND = {"collective": lambda members: members[0].kind, "over": lambda members: members[0].over}
 _OWNER_COLORS = dict(zip(OWNERS, ("k0", "k3", "k2", "k1", "k5", "hatch", "k6", "k7"), strict=True))

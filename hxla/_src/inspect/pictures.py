@@ -12,7 +12,15 @@ from ..core.files import MOST_JSON_BYTES, named, read_text
 from ..core.format import num_bytes, span
 from ..plan.parts import Prediction
 from ..plan.plan import Plan
-from ..report.lanes import COLLECTIVE, COMPUTATION, Bar, Lanes, lanes_of_timeline, step_picture
+from ..report.lanes import (
+    COLLECTIVE,
+    COMPUTATION,
+    Bar,
+    Lanes,
+    lanes_of_timeline,
+    step_legend,
+    step_picture,
+)
 from ..report.page import box, figure, fold, section, table
 from ..schedule.timeline import from_perfetto
 from .alike_names import alike, group, ranges
@@ -239,7 +247,8 @@ def step_section(measured: Lanes | None, predicted: Lanes | None) -> str:
     """A section on one step in time, with its longest operations if it was measured."""
     steps = [step for step in (measured, predicted) if step is not None]
     titles = "; ".join(step.title for step in steps)
-    parts = [figure(step_picture(steps), f"{titles}. A line marks where a step ends.")]
+    picture = figure(step_picture(steps), f"{titles}. A line marks where a step ends.")
+    parts = [picture, step_legend(steps)]
     if measured is not None:
         rows = [
             (

@@ -266,6 +266,24 @@ class JobContext:
             **flat("config", self.settings.model_dump(mode="json")),
         }
 
+    def arguments_in_words(self) -> dict[str, str]:
+        """The arguments of the job for people, and the settings other than the defaults."""
+        arguments, num = self._arguments, self.source.num_examples
+        words = {
+            "model": _name(arguments.model),
+            "loss": _name(arguments.loss),
+            "data": _name(arguments.data) if num is None else f"{num:,} examples",
+            "batch size": f"{self.batch_size:,}",
+            "seed": str(self.seed),
+        }
+        if arguments.weights is not None:
+            words["weights"] = str(arguments.weights)
+        settings = self.settings.model_dump(mode="json", exclude_defaults=True)
+        if settings:
+            by_path = {k: v for name, tree in settings.items() for k, v in flat(name, tree).items()}
+            words["settings"] = ", ".join(f"{path}={value}" for path, value in by_path.items())
+        return words
+
     # -- the devices -----------------------------------------------------------------------------
 
     def gather(self, what: str, text: str) -> tuple[str, ...]:
@@ -463,3 +481,9 @@ def _without_counts(plan: Plan) -> Plan:
         return plan.decisions
     none = [0] * (len(plan.replicas) - 1)
     return plan.decisions.with_counts((plan.num_microbatches, *none))
+
+
+def _name(value: Any) -> str:
+    """A class, function or object for people."""
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return str(named.__qualname__)

@@ -36,12 +36,16 @@ State = Literal[
 ]
 
 
+#: Phases within a step; other phases are between two steps.
+STEP_PHASES = frozenset({"data", "microbatches", "reduce", "update", "callback"})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Status:
     """The position and state of a rank.
 
     Attributes:
-        step: The present step; -1 before the first.
+        step: The number of updates before the present step; -1 before the first.
         phase: The phase of that step.
         state: `starting` before a session, `running` in one, `finished` after it; `left` a session
             by `sys.exit`, `failed` by an error, `victim` of another rank's end, `judged` another
@@ -74,7 +78,8 @@ class Status:
         """The step and phase in words."""
         if self.step < 0:
             return f"before its first step, in phase {self.phase!r}"
-        return f"at step {self.step} in phase {self.phase!r}"
+        step = self.step + (self.phase in STEP_PHASES)  # updates, the present one included
+        return f"at step {step} in phase {self.phase!r}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -80,7 +80,8 @@ def _verdict(s: Standing, standings: Sequence[Standing], now: float) -> Verdict 
             can_leave=False,
         )
     if status.state == "failed":
-        return of(_OWN, status.moved_at, f"failed ({status.note})", status.exit_code or 1)
+        kind = status.note.partition(": ")[0]  # the rank has printed its message
+        return of(_OWN, status.moved_at, f"failed ({kind})", status.exit_code or 1)
     if status.state == "victim":
         return of(_VICTIM, status.moved_at, f"lost the others ({status.note})", 1)
     if code is not None and code < 0:

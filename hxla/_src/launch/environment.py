@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shlex
 import sys
 import zlib
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from ..cluster.mesh_file import load_cluster
 from ..core.catalogue import find
 from ..core.errors import LaunchError
 from .channel import WAITS_VARIABLE
+from .output import LIVE_VARIABLE, terminal_columns
 
 #: The environment of a rank's process, without its place in the generation, from the rank, the
 #: device, its place on its host and the path of the mesh file.
@@ -125,8 +127,9 @@ def process_environment(
     if is_unlike:
         env[LOCAL_CLIENTS_VARIABLE] = "1"
     env |= {
+        "HXLA_COMMAND": shlex.join(["hxla", *sys.argv[1:]]),  # for the report
         "HXLA_LAUNCHER_PID": str(os.getpid()),
-        "HXLA_LIVE": "1",
+        LIVE_VARIABLE: str(terminal_columns()),
         "PYTHONUNBUFFERED": "1",
     }
     flags = env.get("XLA_FLAGS", "")

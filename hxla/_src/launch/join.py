@@ -42,6 +42,7 @@ from .output import last_words, show
 
 _SIGNAL_CODES = (128 + signal.SIGTERM, 128 + signal.SIGINT)  # exit codes without a saved state
 _STAY_SECONDS = 2.0  # for other ranks to end by themselves
+_SAME_SECONDS = 0.15  # for lower ranks to fail with the same error
 _LAST_SECONDS = 0.1  # for their end after they have announced it
 _PREFIX = "hxla/beat/"  # of keys of the coordination service
 
@@ -188,8 +189,10 @@ def run_joined(work: Callable[[], None]) -> None:
     except BaseException as error:
         code = 1
         is_victim = is_lost_peer(error)
-        _change(channel, rank, state="victim" if is_victim else "failed", note=last_words(error))
-        show(error, rank, os.environ.get(LOGS_VARIABLE), is_victim=is_victim)
+        note = last_words(error)
+        _change(channel, rank, state="victim" if is_victim else "failed", note=note)
+        is_shown = not is_victim and not _is_shown_by_another(channel, rank, note)
+        show(error, rank, os.environ.get(LOGS_VARIABLE), is_shown=is_shown)
     if isinstance(code, str):
         print(code, file=sys.stderr)
         code = 1
@@ -203,6 +206,19 @@ def run_joined(work: Callable[[], None]) -> None:
     if code:
         # An orderly shutdown would wait at a barrier for processes that may never come.
         os._exit(code)
+
+
+def _is_shown_by_another(channel: Channel | None, rank: int, note: str) -> bool:
+    """Whether a lower rank fails with the same error, and so shows it."""
+    until = time.monotonic() + _SAME_SECONDS
+    while channel is not None and time.monotonic() < until:
+        lower = [status for other, status in channel.statuses().items() if other < rank]
+        if any((status.state, status.note) == ("failed", note) for status in lower):
+            return True
+        if all(status.state not in ("starting", "running") for status in lower):
+            break
+        time.sleep(0.01)
+    return False
 
 
 def _publish_exit(channel: Channel | None, rank: int, code: int | str | None) -> None:

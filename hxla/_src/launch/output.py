@@ -25,8 +25,24 @@ _XLA_LOG = re.compile(
     rb"Fatal Python error"
 )
 _LOGS = "hxla-run-"
+_CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected to")
+#: Begins a line of hxla, which rank 0 says for all ranks.
+SAID = b"\x1e"
+#: In the environment of a launched process: the columns of the launcher's terminal, or 0.
+LIVE_VARIABLE = "HXLA_LIVE"
 _NUM_KEPT = 10  # folders, including that of this job
 _DELAY_SECONDS = 1.2  # within it a failure that explains such lines is judged
+
+
+def terminal_columns() -> int:
+    """The width of the terminal that shows standard error; 0 where there is none."""
+    if not sys.stderr.isatty():
+        return 0
+    asked = os.environ.get("COLUMNS", "")
+    try:
+        return int(asked) if asked.isdigit() else os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):
+        return 80
 
 
 def append_log(folder: pathlib.Path, rank: int, text: bytes) -> None:
@@ -122,7 +138,7 @@ class Streams:
 
 
 class Forwarder:
-    """Forwards a stream of a rank, with the rank before each line.
+    """Forwards a stream of a rank, with the rank before each line that is not of hxla.
 
     Args:
         logs: For noise in standard error; None for standard output.
@@ -170,8 +186,12 @@ class Forwarder:
             self._pass_on(pending + b"\n")
 
     def _pass_on(self, line: bytes) -> None:
+        if _CHATTER.match(line):
+            return
         with self._change:
-            if self._is_quiet:
+            if line.startswith(SAID):
+                self._show(line)
+            elif self._is_quiet:
                 self._log(line)
             elif self._logs is not None and (self._delayed or _XLA_LOG.match(line)):
                 self._delayed_since = self._delayed_since if self._delayed else time.monotonic()
@@ -183,7 +203,8 @@ class Forwarder:
         terminal = self._output.is_terminal
         live = terminal and line.endswith(b"\r")
         clear = b"\r\x1b[2K" if terminal else b""
-        self._output.write(clear + f"[{self._rank}] ".encode() + line[:-1] + b"\n" * (not live))
+        name = b"" if line.startswith(SAID) else f"[{self._rank}] ".encode()
+        self._output.write(clear + name + line[:-1].lstrip(SAID) + b"\n" * (not live))
 
     def _log(self, text: bytes) -> None:
         if text and self._logs is not None:
@@ -201,19 +222,19 @@ def last_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}{' ...' if rest else ''}" if first else repr(error)
 
 
-def show(error: BaseException, rank: int, logs: str | None, *, is_victim: bool) -> None:
+def show(error: BaseException, rank: int, logs: str | None, *, is_shown: bool) -> None:
     """Print an error that ends a process.
 
     Args:
         logs: Folder for the full traceback; None prints all of it.
-        is_victim: Whether the error only reports the end of another process, so it is only logged.
+        is_shown: Whether to print it; one that another rank reports too is only logged.
     """
     whole = "".join(traceback.format_exception(error))
     if logs is None:
         sys.stderr.write(whole)
         return
     append_log(pathlib.Path(logs), rank, whole.encode())
-    if not is_victim:
+    if is_shown:
         shown = traceback.TracebackException.from_exception(error)
         is_hxla_error = isinstance(error, HxlaError)
         if is_hxla_error and not _has_user_frames(shown.__cause__):  # its message is complete

@@ -105,7 +105,8 @@ def compile_all(
 
     def say() -> None:
         done = f"{len(lowered) - len(left)} of {len(lowered)} programs are ready"
-        tell(f"compiling {', '.join(dict.fromkeys(left))} ({done})")
+        names = f" {', '.join(dict.fromkeys(left))}" if left else ""
+        tell(f"compiling{names} ({done})")
 
     def compiled(task: tuple[str, Any]) -> Any:
         name, program = task

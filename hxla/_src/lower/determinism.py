@@ -83,6 +83,11 @@ class Determinism:
     level: Literal["D0", "D1", "D2"]
     reasons: tuple[str, ...]
 
+    @property
+    def summary(self) -> str:
+        """The level and the first reason, in one line."""
+        return f"bits: {self.level}, {self.reasons[0]} (details: hxla plan)"
+
     def __str__(self) -> str:
         return f"bits: {self.level}, " + "; ".join(self.reasons)
 

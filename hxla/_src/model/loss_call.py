@@ -33,6 +33,7 @@ _OF_PARAMS = ("params", "parameters", "variables", "weights", "graphdef")
 _OF_STATE = ("state", "train_state", "ts")
 _OF_LINEN = ("apply", "apply_fn", "init", "params", "tx")
 _READS_VALUES = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
+_MOST_NAMED = 8
 _OF_BATCH = ("batch", "data", "inputs", "x", "examples")
 
 
@@ -67,6 +68,7 @@ def called(loss: Loss, argument: str = "loss") -> CalledLoss:
         except Exception as error:
             message = _explanation(loss, argument, model, batch, error)
             if message is None:
+                _name_batch(error, argument, batch)
                 raise
             raise LossError(message) from error
 
@@ -192,6 +194,18 @@ def _takes_key(loss: Any, argument: str) -> bool:
         )
     # A parameter with another default is a setting of the user that is called key.
     return key is not None and (key.default is key.empty or key.default is None)
+
+
+def _name_batch(error: Exception, argument: str, batch: Any) -> None:
+    """Add a note on the batch to an error of the user's model, such as unlike widths."""
+    if unbound_axis(error) or isinstance(error, NEEDED) or getattr(error, "__notes__", None):
+        return
+    arrays, _ = jax.tree.flatten_with_path(batch)
+    listed = ", ".join(
+        f"{jax.tree_util.keystr(path)} {x.dtype}{list(x.shape)}" for path, x in arrays[:_MOST_NAMED]
+    )
+    more = f" and {len(arrays) - _MOST_NAMED} more" if len(arrays) > _MOST_NAMED else ""
+    error.add_note(f"hxla called {argument}(model, batch) with a microbatch of {listed}{more}")
 
 
 def _explanation(loss: Any, argument: str, model: Any, batch: Any, error: Exception) -> str | None:

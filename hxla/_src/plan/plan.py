@@ -6,9 +6,11 @@ by hand, and compared.
 """
 
 import hashlib
+import itertools
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -16,6 +18,7 @@ import pydantic
 
 from ..core.errors import PlanError
 from ..core.files import MOST_JSON_BYTES, named, read_bytes
+from ..core.format import plural
 from ..core.types import STAGE_AXIS
 from .check import faults
 from .file import faults_of, from_json, refusal
@@ -258,7 +261,7 @@ class Plan(PlanValue):
 
     @property
     def replica_names(self) -> tuple[str, ...]:
-        """Short unique names of the replicas: their devices' kinds and ranks, `cpu0@0.5`."""
+        """Short unique names of the replicas, such as `RTX 4090 #1 + RTX 3090 #0`."""
         kinds = {device.rank: device.kind for device in self.devices}
         return tuple(_name(replica.devices, kinds) for replica in self.replicas)
 
@@ -418,6 +421,16 @@ class Plan(PlanValue):
 
     # -- words and pictures ----------------------------------------------------------------------
 
+    def __repr__(self) -> str:
+        num = sum(len(replica.devices) for replica in self.replicas)
+        return (
+            f"Plan({self.batch_size} examples in {self.num_microbatches} microbatches on "
+            f"{plural(num, 'device')}, numerics='{self.numerics}')"
+        )
+
+    def __str__(self) -> str:
+        return self.explain()
+
     def diff(self, other: "Plan") -> tuple[str, ...]:
         """List the decisions in which two plans differ, a line for each key; no predictions.
 
@@ -541,11 +554,17 @@ class Plan(PlanValue):
         draw_devices(rows, path, num_stages=self.num_stages, title=self.explain().split("\n")[0])
 
 
+_VENDORS = re.compile(r"^(NVIDIA |GeForce |AMD |Instinct )+")
+
+
 def _name(ranks: tuple[int, ...], kinds: Mapping[int, str]) -> str:
-    kind, _, share = kinds[ranks[0]].partition("@")
-    consecutive = ranks == tuple(range(ranks[0], ranks[-1] + 1)) and len(ranks) > 1
-    numbers = f"{ranks[0]}-{ranks[-1]}" if consecutive else "+".join(map(str, ranks))
-    return f"{kind}{numbers}" + (f"@{share}" if share else "")
+    parts = []
+    for kind, group in itertools.groupby(ranks, kinds.__getitem__):
+        numbers = tuple(group)
+        is_range = len(numbers) > 1 and numbers == tuple(range(numbers[0], numbers[-1] + 1))
+        listed = f"{numbers[0]}-{numbers[-1]}" if is_range else "+".join(map(str, numbers))
+        parts.append(f"{_VENDORS.sub('', kind)} #{listed}")
+    return " + ".join(parts)
 
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -18,6 +18,7 @@ from .rules import check_pattern
 #: the most, no gradient that needs a scale stays finite.
 LEAST_SCALE_EXPONENT, MOST_SCALE_EXPONENT = -14, 64
 _LOW = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _FLOAT8 = ("preset", "fp8")
 _PRODUCTS = {"fp32": "float32", "tf32": "tf32", "fp8": "float8"}
 
@@ -230,6 +231,8 @@ def _config(setting: Any) -> PrecisionConfig:
             f"precision={setting!r}: float8 is a dtype of products only, chosen by preset 'fp8': "
             "products that read a parameter are in float8, all else is in 'compute'"
         )
+    if isinstance(setting, str):
+        setting = _DTYPES.get(setting, setting)
     if not isinstance(setting, str | Mapping):
         raise ConfigError(
             f"precision={setting!r}: use a word, {_listed(words)}; a dictionary of the keys of the "

@@ -16,8 +16,9 @@ def pipeline_in_words(pipeline: PlannedPipeline, num_stages: int) -> Iterator[st
     kept = "forwards run again" if pipeline.recompute else "residuals are kept"
     yield f"  pipeline of {num_stages} stages, {schedule}{chunks}: {kept}"
     for part in range(num_stages * pipeline.num_chunks):
-        names = [s.name for s in pipeline.segments if s.part == part]
-        between = f"{names[0]} .. {names[-1]}" if len(names) > 1 else names[0]
+        names = [s.name.split(" .. ") for s in pipeline.segments if s.part == part]
+        first, last = names[0][0], names[-1][-1]
+        between = first if first == last else f"{first} .. {last}"
         yield f"  stage {part % num_stages}: {between}"
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TypeAlias
 
+from ..core.format import number, plural
 from ..plan.plan import Plan
 
 #: A metric over the global batch: one number, or one for each example.
@@ -20,7 +21,7 @@ class StepRecord:
     """One training step.
 
     Attributes:
-        step: The number of the step, from 0.
+        step: The number of updates done with this step: 1 after the first.
         loss: The mean loss of the global batch, before the step's update.
         metrics: The user's metrics, merged over the global batch as `hxla.metric` says; a
             concatenation is a tuple with one number for each example.
@@ -59,6 +60,9 @@ class StepRecord:
     gradient_norm: float | None = None
     evaluation: "EvalRecord | None" = None
 
+    def __repr__(self) -> str:
+        return f"StepRecord(step={self.step}, {_numbers(self)}, seconds={self.seconds:.3g})"
+
     @property
     def idle_seconds(self) -> tuple[float, ...]:
         """The seconds of the step in which each replica waited for the others."""
@@ -83,13 +87,21 @@ class EvalRecord:
     num_examples: int
     seconds: float
 
+    def __repr__(self) -> str:
+        return f"EvalRecord(step={self.step}, {_numbers(self)}, num_examples={self.num_examples})"
+
+
+def _numbers(record: StepRecord | EvalRecord) -> str:
+    values = {"loss": record.loss, **scalars(record.metrics)}
+    return ", ".join(f"{name}={value:.4g}" for name, value in values.items())
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rebalance:
     """One change of the microbatch counts.
 
     Attributes:
-        step: The first step that ran with the new counts.
+        step: The number of updates before the first step with the new counts.
         before: The counts before.
         after: The counts after.
         reason: The reason in words.
@@ -137,8 +149,9 @@ class History:
         evaluations: One record for each evaluation.
         rebalances: One record for each change of counts.
         num_compilations: The XLA compilations after the first completed step.
-        plans: The plans that ran, by their first step: one at the start, one for each resume and
-            one for each change of counts. Plans before a resume come from its checkpoint.
+        plans: The plans that ran, by the number of updates before their first step: one at the
+            start, one for each resume and one for each change of counts. Plans before a resume come
+            from its checkpoint.
         split: The measured work of the devices of a split; None: there is no split, or no clock for
             it. A `Result` has it; while a session runs it is None.
     """
@@ -150,3 +163,11 @@ class History:
     num_compilations: int = 0
     plans: Mapping[int, Plan] = dataclasses.field(default_factory=dict)
     split: SplitWork | None = None
+
+    def __repr__(self) -> str:
+        parts = [plural(len(self.steps), "step"), plural(len(self.evaluations), "evaluation")]
+        if self.rebalances:
+            parts.append(plural(len(self.rebalances), "rebalance"))
+        if self.steps:
+            parts.append(f"loss {number(self.steps[0].loss)} to {number(self.steps[-1].loss)}")
+        return f"History({', '.join(parts)})"

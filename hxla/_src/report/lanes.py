@@ -5,11 +5,11 @@ import dataclasses
 import html
 import itertools
 import pathlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from ..core.format import span
 from ..schedule.replay import SEND, Timeline
-from .page import CSS, box
+from .page import CSS, box, legend
 
 COMPUTATION, COLLECTIVE, TRANSFER = "computation", "collective", "transfer"
 
@@ -110,18 +110,20 @@ def lanes_of_timeline(
 
 
 _CSS = """
-.steps text { fill: var(--ink); font-size: 11px; } .steps .head { font-weight: 600; }
-.steps g text { text-anchor: middle; font-size: 10px; fill: #fff; pointer-events: none; }
-.steps .tick { fill: var(--muted); text-anchor: middle; }
+.steps { overflow: visible; font-family: system-ui, sans-serif; }
+.steps text { fill: var(--ink); font-size: 12px; } .steps .head { font-weight: 600; }
+.steps g text { text-anchor: middle; font-size: 10px; fill: #14171d; pointer-events: none; }
+.steps .k0 + text { fill: #fff; } .steps .chunk1 + text, .steps .chunk2 + text,
+.steps .chunk3 + text { fill: var(--ink); }
+.steps .lane, .steps .tick { fill: var(--muted); } .steps .tick { text-anchor: middle; }
 .steps .axis { stroke: var(--grid); } .steps .end { stroke: var(--mark); stroke-width: 1.5; }
-.steps { font-family: system-ui, sans-serif; }
 .chunk1 { fill-opacity: .7; } .chunk2 { fill-opacity: .5; } .chunk3 { fill-opacity: .35; }
+@media (max-width: 42rem) { .steps g text { display: none; } }
 """
-_WIDTH, _LEFT, _TOP = 1000.0, 190.0, 20.0  # pixels
-_LANE, _MAX_LANES = 26.0, 32
+_WIDTH, _TOP = 860.0, 26.0  # pixels; the width is that of a wide page
+_LANE, _MAX_LANES = 44.0, 32
 _LEAST = 0.75  # pixels: bars closer together are drawn as one
 _CHARACTER = 6.4
-_MAX_NAME = int(_LEFT / _CHARACTER)
 #: Kinds in the order of the legend, with the CSS class of their bars.
 _CLASSES = {
     COMPUTATION: "k0",
@@ -140,62 +142,82 @@ _THIN = (COLLECTIVE, TRANSFER, SEND)  # drawn below the computation
 
 
 def step_picture(panels: Sequence[Lanes]) -> str:
-    """Draw steps below one another on one scale, a lane for each device or stage."""
-    longest = max(panel.seconds for panel in panels)
-    scale = (_WIDTH - _LEFT - 10) / longest if longest else 0.0
-    out: list[str] = []
-    y = 8.0
-    for panel in panels:
-        num = min(len(panel.names), _MAX_LANES)
-        more = f", {len(panel.names) - num} more lanes" if num < len(panel.names) else ""
-        out.append(_text("head", 0, y + 10, panel.title + more))
-        y += _TOP
-        for lane, name in enumerate(panel.names[:num]):
-            top = y + lane * _LANE
-            short = name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 3]}..."
-            out.append(_text("lane", 0, top + 14, short))
-            out.append(f'<path class="axis" d="M{_LEFT} {top + 22:.0f}H{_WIDTH - 10:.0f}"/>')
-        out += _bars(panel, num, y, scale)
-        end = _LEFT + panel.seconds * scale
-        out.append(f'<path class="end" d="M{end:.1f} {y - 2:.0f}v{num * _LANE + 2:.0f}"/>')
-        y += num * _LANE + 14
-    out += _ticks(longest, scale, y)
-    out += _legend({bar.kind for panel in panels for bar in panel.bars}, y + 10)
-    size = f'viewBox="0 0 {_WIDTH:.0f} {y + 28:.0f}"'
-    return f'<svg class="steps" {size}><style>{_CSS}</style>{"".join(out)}</svg>'
+    """Draw steps below one another on one scale, a lane for each device or stage.
+
+    Places in time are percentages: the picture is as wide as its page, and its text keeps its size.
+    """
+    drawn, height = _drawn(panels)
+    return f'<svg class="steps" height="{height:.0f}"><style>{_CSS}</style>{drawn}</svg>'
+
+
+def step_legend(panels: Sequence[Lanes]) -> str:
+    """The legend of a picture of steps, as HTML."""
+    return legend((_CLASSES[kind], kind) for kind in _kinds(panels))
 
 
 def write_picture(lanes: Lanes, path: pathlib.Path) -> None:
     """A step as an SVG file, whose colours follow the reader's light or dark mode."""
-    svg = step_picture([lanes]).replace("<style>", f"<style>{CSS}", 1)
-    path.write_text(svg.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1))
+    drawn, height = _drawn([lanes])
+    x = 0.0
+    for kind in _kinds([lanes]):
+        drawn += box(_CLASSES[kind], (x, height + 8, 10, 10), tooltip=kind)
+        drawn += f'<text x="{x + 15:.0f}" y="{height + 17:.0f}">{html.escape(kind)}</text>'
+        x += 32 + len(kind) * _CHARACTER
+    size = f'width="{_WIDTH:.0f}" height="{height + 28:.0f}"'
+    style = f"<style>{CSS}{_CSS}</style>"
+    path.write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="steps" {size}>{style}{drawn}</svg>'
+    )
 
 
-def _bars(panel: Lanes, num_lanes: int, top: float, scale: float) -> Iterator[str]:
+def _kinds(panels: Sequence[Lanes]) -> list[str]:
+    """The kinds of bars, in the order of the legend."""
+    drawn = {bar.kind for panel in panels for bar in panel.bars}
+    return [kind for kind in _CLASSES if kind in drawn]
+
+
+def _drawn(panels: Sequence[Lanes]) -> tuple[str, float]:
+    """The elements of a picture, and its height."""
+    out: list[str] = []
+    y, longest = 0.0, max(panel.seconds for panel in panels)
+    for panel in panels:
+        num = min(len(panel.names), _MAX_LANES)
+        more = f", {len(panel.names) - num} more lanes" if num < len(panel.names) else ""
+        out.append(f'<text class="head" y="{y + 14:.0f}">{html.escape(panel.title + more)}</text>')
+        y += _TOP
+        for lane, name in enumerate(panel.names[:num]):
+            top = y + lane * _LANE
+            out.append(f'<text class="lane" y="{top + 12:.0f}">{html.escape(name)}</text>')
+            out.append(f'<line class="axis" x2="100%" y1="{top + 39:.0f}" y2="{top + 39:.0f}"/>')
+        out += _bars(panel, num, y, longest)
+        end = panel.seconds / longest if longest else 0.0
+        place = f'x1="{end:.2%}" x2="{end:.2%}"'
+        out.append(f'<line class="end" {place} y1="{y:.0f}" y2="{y + num * _LANE:.0f}"/>')
+        y += num * _LANE + 14
+    out += _ticks(longest, y)
+    return "".join(out), y + 8
+
+
+def _bars(panel: Lanes, num_lanes: int, top: float, longest: float) -> Iterator[str]:
+    scale = _WIDTH / longest if longest else 0.0
     ordered = sorted(panel.bars, key=lambda b: (b.lane, b.kind, b.chunk, b.start_seconds))
     alikes = itertools.groupby(ordered, key=lambda b: (b.lane, b.kind, b.chunk))
     for (lane, kind, chunk), bars in alikes:
         if lane >= num_lanes:
             continue
         thin = kind in _THIN
-        y, height = top + lane * _LANE + (15 if thin else 2), 6 if thin else 13
+        y, height = top + lane * _LANE + (32 if thin else 18), 5 if thin else 13
         for start, end, label in _merged(list(bars), scale):
             width = max((end - start) * scale - 0.5, 0.3)  # with a gap between neighbours
-            fits = not thin and len(label) * _CHARACTER < width - 3
-            yield box(
-                f"{_CLASSES[kind]} chunk{chunk % 4}",
-                (_LEFT + start * scale, y, width, height),
-                tooltip=f"{label}, {span(end - start)}",
-                label=label if fits else "",
+            text = ""
+            if not thin and len(label) * _CHARACTER < width - 3:
+                middle = (start + end) / 2 / longest
+                text = f'<text x="{middle:.2%}" y="{y + 10:.0f}">{html.escape(label)}</text>'
+            yield (
+                f"<g><title>{html.escape(f'{label}, {span(end - start)}')}</title>"
+                f'<rect class="{_CLASSES[kind]} chunk{chunk % 4}" x="{start / longest:.3%}" '
+                f'y="{y:.0f}" width="{width / _WIDTH:.3%}" height="{height}"/>{text}</g>'
             )
-
-
-def _legend(kinds: Collection[str], y: float) -> Iterator[str]:
-    x = _LEFT
-    for kind in filter(kinds.__contains__, _CLASSES):
-        yield box(_CLASSES[kind], (x, y, 10, 10), tooltip=kind)
-        yield _text("name", x + 15, y + 9, kind)
-        x += 32 + len(kind) * _CHARACTER
 
 
 def _merged(bars: Sequence[Bar], scale: float) -> Iterator[tuple[float, float, str]]:
@@ -219,12 +241,11 @@ def _label(run: Sequence[Bar]) -> str:
     return run[0].label if len(run) == 1 else f"{len(run)} x {run[0].kind}"
 
 
-def _ticks(longest: float, scale: float, y: float) -> Iterator[str]:
+def _ticks(longest: float, y: float) -> Iterator[str]:
     steps = (m * 10.0**e for e in range(-9, 6) for m in (1, 2, 5))
-    step = next((s for s in steps if longest <= 6 * s), longest)
+    step = next((s for s in steps if longest <= 5 * s), longest)
     for i in range(int(longest / step) + 1 if longest else 0):
-        yield _text("tick", _LEFT + i * step * scale, y, span(i * step))
-
-
-def _text(style: str, x: float, y: float, text: str) -> str:
-    return f'<text class="{style}" x="{x:.1f}" y="{y:.0f}">{html.escape(text)}</text>'
+        place = i * step / longest
+        anchor = "start" if i == 0 else "end" if place > 0.95 else "middle"
+        style = f'class="tick" style="text-anchor: {anchor}"'
+        yield f'<text {style} x="{place:.2%}" y="{y:.0f}">{span(i * step)}</text>'

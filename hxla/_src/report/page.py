@@ -3,57 +3,65 @@
 import contextlib
 import html
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..core.errors import HxlaError
 from ..core.files import local_path
 
 _SHOWN_ROWS, _MAX_ROWS = 16, 200  # of a table, before and after it is unfolded
 CSS = """
-:root { color-scheme: light dark; --ink: #1f2430; --muted: #626b7a; --grid: #e2e5ea;
-  --paper: #ffffff; --page: #f6f7f9; --busy: #2f6fdb; --idle: #d3d9e2; --mark: #b4552d;
-  --k0: #2f6fdb; --k1: #e39a1d; --k2: #2a9d78; --k3: #7fa9ea; --k4: #c8508f; --k5: #7a5bd0;
-  --k6: #9a6a45; --k7: #7f8794; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --muted: #9aa4b5; --grid: #2f3642;
-  --paper: #1a1e26; --page: #12151b; --busy: #5b93f5; --idle: #414a59; --mark: #e58a5e; } }
+:root { color-scheme: light dark; --ink: #1c2029; --muted: #5b6472; --grid: #e3e6eb;
+  --paper: #ffffff; --page: #ffffff; --soft: #f5f6f8; --line: #2f6fdb; --idle: #d3d9e2;
+  --mark: #b4552d; --good: #1f7a55; --k0: #2f6fdb; --k1: #e39a1d; --k2: #2a9d78; --k3: #7fa9ea;
+  --k4: #c8508f; --k5: #7a5bd0; --k6: #9a6a45; --k7: #7f8794; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --muted: #a0a9b8; --grid: #2c323d;
+  --paper: #14171d; --page: #14171d; --soft: #1c2028; --line: #6b9ef8; --idle: #414a59;
+  --mark: #ec9468; --good: #5cc497; } }
 * { box-sizing: border-box; }
-body { margin: 0; padding: 3rem 1.25rem 4rem; background: var(--page); color: var(--ink);
+body { margin: 0; padding: 3.5rem 1.25rem 5rem; background: var(--page); color: var(--ink);
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif; }
-main { max-width: 58rem; margin: 0 auto; }
+main { max-width: 54rem; margin: 0 auto; }
 h1 { font-size: 1.9rem; line-height: 1.2; letter-spacing: -.015em; margin: 0 0 .4rem; }
-h2 { font-size: 1.15rem; margin: 0 0 .9rem; }
-h3 { font-size: 1rem; margin: 1.2rem 0 .5rem; }
+h2 { font-size: 1.15rem; margin: 0 0 1rem; }
+h3 { font-size: 1rem; margin: 1.6rem 0 .5rem; }
 p { margin: 0 0 1rem; max-width: 44rem; }
-h1, h2, p, li, dd, summary, figcaption { overflow-wrap: anywhere; }
+h1, h2, p, li, dt, dd, summary, figcaption { overflow-wrap: anywhere; }
 ul { margin: 0 0 1rem; padding-left: 1.2rem; }
 li { margin: 0 0 .35rem; }
 details { margin: 0 0 .8rem; }
 summary { cursor: pointer; padding: .25rem 0; }
-.lead { color: var(--muted); margin-bottom: 1.8rem; }
-section { background: var(--paper); border: 1px solid var(--grid); border-radius: 10px;
-  padding: 1.4rem 1.5rem 1.2rem; margin: 0 0 1.25rem; break-inside: avoid; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); gap: 1.25rem;
-  margin: 0; }
+.lead { color: var(--muted); margin-bottom: 2rem; max-width: none; }
+section { border-top: 1px solid var(--grid); padding: 1.7rem 0 1.1rem; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr));
+  gap: 1.5rem 2rem; margin: 0 0 .6rem; }
 .tiles div { min-width: 0; display: flex; flex-direction: column; }
-.tiles dt { color: var(--muted); font-size: .85rem; }
-.tiles dd { margin: 0; font-size: 1.55rem; line-height: 1.3; letter-spacing: -.01em;
+.tiles dt { color: var(--muted); font-size: .88rem; }
+.tiles dd { margin: 0; font-size: 1.85rem; line-height: 1.3; letter-spacing: -.015em;
   font-variant-numeric: tabular-nums; }
-.tiles dd + dd { color: var(--muted); font-size: .85rem; letter-spacing: 0; }
-figure { margin: 0 0 1.1rem; overflow-x: auto; }
-figure svg { display: block; width: 100%; min-width: 34rem; height: auto; font-family: inherit; }
-figcaption { color: var(--muted); font-size: .88rem; margin-top: .5rem; max-width: 48rem; }
-.table { overflow-x: auto; margin-bottom: .9rem; }
+.tiles dd + dd { color: var(--muted); font-size: .88rem; line-height: 1.45; letter-spacing: 0; }
+figure { margin: 0 0 1.1rem; }
+figure svg { display: block; width: 100%; font-family: inherit; }
+figcaption { color: var(--muted); font-size: .92rem; margin: .5rem 0; max-width: 48rem; }
+.table { margin-bottom: 1.1rem; }
 table { border-collapse: collapse; width: 100%; font-size: .92rem;
   font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .38rem .9rem .38rem 0; border-bottom: 1px solid var(--grid);
-  vertical-align: top; }
-th { color: var(--muted); font-weight: 500; white-space: nowrap; }
+th, td { text-align: left; padding: .42rem 0 .42rem 1.1rem; vertical-align: top;
+  border-bottom: 1px solid var(--grid); }
+th:first-child { padding-left: 0; }
+th { color: var(--muted); font-weight: 500; }
 td, tbody th { overflow-wrap: break-word; max-width: 26rem; }
-tbody th { color: var(--ink); font-weight: 400; white-space: normal; }
-.n { text-align: right; white-space: nowrap; }
-pre { margin: 0 0 .6rem; overflow-x: auto; font: .85rem/1.5 ui-monospace, "SF Mono", Menlo,
+tbody th { color: var(--ink); font-weight: 400; }
+.n { text-align: right; }
+td.n { white-space: nowrap; }
+pre { margin: 0 0 .6rem; padding: 1rem 1.1rem; background: var(--soft); border-radius: 6px;
+  white-space: pre-wrap; overflow-wrap: anywhere; font: .82rem/1.55 ui-monospace, "SF Mono", Menlo,
   Consolas, "Liberation Mono", monospace; }
-.stack { display: flex; height: 2.1rem; gap: 2px; margin: 0 0 .6rem; border-radius: 4px;
+.facts { display: grid; grid-template-columns: max-content 1fr; gap: .4rem 1.6rem; margin: 0 0 1rem;
+  font-size: .95rem; }
+.facts dt { color: var(--muted); }
+.facts dd { margin: 0; }
+code { font: .88em ui-monospace, "SF Mono", Menlo, Consolas, "Liberation Mono", monospace; }
+.stack { display: flex; height: 2.1rem; gap: 2px; margin: 0 0 .6rem; border-radius: 3px;
   overflow: hidden; }
 .stack i { min-width: 1px; }
 td .stack { height: 1rem; min-width: 8rem; margin: .25rem 0; }
@@ -62,8 +70,25 @@ td .stack { height: 1rem; min-width: 8rem; margin: .25rem 0; }
 .legend i { display: inline-block; width: .75rem; height: .75rem; border-radius: 2px;
   margin-right: .45rem; }
 .idle { background: var(--idle); fill: var(--idle); }
-.hatch { background: repeating-linear-gradient(45deg, var(--k7) 0 3px, var(--paper) 3px 6px); }
-@media print { body { padding: 0; background: none; } section { border: 0; padding: 0; } }
+.hatch { background: repeating-linear-gradient(45deg, var(--k7) 0 3px, var(--page) 3px 6px); }
+@media (max-width: 42rem) {
+  body { padding-top: 2rem; }
+  .tiles { grid-template-columns: 1fr 1fr; gap: 1.3rem; }
+  .facts { grid-template-columns: 6rem minmax(0, 1fr); gap: .4rem .8rem; }
+  .wide thead { position: absolute; width: 1px; height: 1px; overflow: hidden;
+    clip-path: inset(50%); }
+  .wide table, .wide tbody, .wide tr, .wide th, .wide td { display: block; max-width: none; }
+  .wide tr { border-bottom: 1px solid var(--grid); padding: .5rem 0; }
+  .wide tbody th, .wide td { border: 0; padding: .1rem 0; }
+  .wide tbody th { font-weight: 600; }
+  .wide tbody th::before { content: attr(data-head) " "; color: var(--muted); font-weight: 500; }
+  .wide td { display: grid; grid-template-columns: 9rem minmax(0, 1fr); gap: .8rem;
+    text-align: left; white-space: normal; }
+  .wide td::before { content: attr(data-head); color: var(--muted); }
+  .wide td:empty { display: none; }
+}
+@media print { body { padding: 0; background: none; } .stack, .legend i, rect, circle, path {
+  print-color-adjust: exact; } }
 """
 CSS += "".join(f".k{i} {{ background: var(--k{i}); fill: var(--k{i}); }}\n" for i in range(8))
 
@@ -100,7 +125,7 @@ def section(heading: str, *parts: str) -> str:
 
 
 def tiles(figures: Sequence[tuple[str, str, str]]) -> str:
-    """The most important figures: a label, a value and a detail each."""
+    """The most important figures: a label, a value and a detail each, in plain text."""
     cells = "\n".join(
         f"<div><dt>{html.escape(label[:1].upper() + label[1:])}</dt><dd>{html.escape(value)}</dd>"
         f"<dd>{html.escape(detail)}</dd></div>"
@@ -131,6 +156,16 @@ def box(
         f'<g><title>{html.escape(tooltip)}</title><rect class="{color}" x="{x:.1f}" y="{y:.1f}" '
         f'width="{width:.1f}" height="{height:.1f}"/>{text if label else ""}</g>'
     )
+
+
+def facts(entries: Mapping[str, str]) -> str:
+    """Names with their values, as plain text or as `Markup`."""
+    cells = "".join(
+        f"<dt>{html.escape(name)}</dt>"
+        f"<dd>{value if isinstance(value, Markup) else html.escape(value)}</dd>"
+        for name, value in entries.items()
+    )
+    return f'<dl class="facts">{cells}</dl>'
 
 
 def items(lines: Iterable[str]) -> str:
@@ -175,10 +210,14 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[in
     """
     used = [i for i in range(len(heads)) if any(row[i] for row in rows)]
 
-    def cell(tag: str, column: int, text: str, scope: str = "") -> str:
+    is_wide = len(used) > 3  # a phone has no room for so many columns
+
+    def cell(tag: str, column: int, text: str, attributes: str = "") -> str:
         style = "" if column in left else ' class="n"'
         inside = text if isinstance(text, Markup) else html.escape(text)
-        return f"<{tag}{scope}{style}>{inside}</{tag}>"
+        if is_wide and (tag == "td" or "row" in attributes):
+            attributes += f' data-head="{html.escape(heads[column])}"'
+        return f"<{tag}{attributes}{style}>{inside}</{tag}>"
 
     def part(some: Sequence[Sequence[str]]) -> str:
         head = "".join(cell("th", i, heads[i], ' scope="col"') for i in used)
@@ -190,7 +229,8 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[in
             for row in some
         )
         return (
-            f'<div class="table"><table>\n<thead><tr>{head}</tr></thead>\n'
+            f'<div class="table{" wide" if is_wide else ""}"><table>\n'
+            f"<thead><tr>{head}</tr></thead>\n"
             f"<tbody>\n{body}\n</tbody>\n</table></div>"
         )
 

@@ -5,11 +5,12 @@ import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
 
+from ..core.format import span
 from ..lower.pipeline import PieceTimes, Pipeline
 from ..schedule.replay import Timeline, measured_timeline, replay_ticks
 from ..schedule.schedules import BACKWARD, FORWARD, WEIGHT, Schedule
 from ..schedule.timeline import perfetto
-from .lanes import lanes_of_timeline, write_picture
+from .lanes import Lanes, lanes_of_timeline
 
 _KINDS = (FORWARD, BACKWARD, WEIGHT)
 
@@ -122,31 +123,48 @@ def explain(replica: int, predicted: PredictedStep, measured: PieceTimes) -> str
     )
 
 
-def write(
-    folder: pathlib.Path,
+def lanes(
     planned: Mapping[int, PredictedStep],
     took: Mapping[int, Sequence[Sequence[tuple[float, float]]]],
     names: Mapping[int, Sequence[str]],
-) -> dict[str, pathlib.Path]:
-    """Draw the planned and the measured step of every pipeline.
+) -> dict[int, tuple[Lanes, ...]]:
+    """The planned step of every pipeline, and the measured one if there is one.
 
     Args:
         planned: By replica.
         took: By replica, start and end of each tick on each stage.
-
-    Returns:
-        Headings and pictures; beside each is a Perfetto trace.
+        names: By replica, the name of each stage.
     """
-    pictures = {}
+    return {
+        replica: tuple(
+            lanes_of_timeline(
+                timeline,
+                names[replica],
+                title=f"{which}: {span(timeline.makespan_seconds)}",
+            )
+            for which, timeline in _timelines(predicted, took.get(replica)).items()
+        )
+        for replica, predicted in planned.items()
+    }
+
+
+def write_traces(
+    folder: pathlib.Path,
+    planned: Mapping[int, PredictedStep],
+    took: Mapping[int, Sequence[Sequence[tuple[float, float]]]],
+    names: Mapping[int, Sequence[str]],
+) -> None:
+    """Write Perfetto traces of what `lanes` returns, in place of those of an earlier run."""
+    for path in folder.glob("pipeline[0-9]*-*.perfetto.json"):
+        path.unlink()
     for replica, predicted in planned.items():
-        labels = [f"stage {s}: {name}" for s, name in enumerate(names[replica])]
-        lines = {"planned": predicted.timeline}
-        if replica in took:
-            lines["measured"] = measured_timeline(predicted.schedule, took[replica])
-        for which, timeline in lines.items():
-            path = folder / f"pipeline{replica}-{which}.svg"
-            title = f"pipeline {replica}, {which}: {timeline.makespan_seconds:.4g} s"
-            write_picture(lanes_of_timeline(timeline, labels, title=title), path)
-            path.with_suffix(".perfetto.json").write_text(perfetto(timeline, labels))
-            pictures[f"Pipeline {replica}, {which}"] = path
-    return pictures
+        for which, timeline in _timelines(predicted, took.get(replica)).items():
+            path = folder / f"pipeline{replica}-{which}.perfetto.json"
+            path.write_text(perfetto(timeline, names[replica]))
+
+
+def _timelines(
+    predicted: PredictedStep, took: Sequence[Sequence[tuple[float, float]]] | None
+) -> dict[str, Timeline]:
+    measured = {} if took is None else {"measured": measured_timeline(predicted.schedule, took)}
+    return {"planned": predicted.timeline, **measured}

@@ -2,13 +2,14 @@
 
 import collections
 import dataclasses
+import html
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 
 from ..core.format import clock, gain, number, percent, plural, shares, si, span
 from .history import History, SplitWork, StepRecord, scalars
-from .tables import Table, as_text
+from .tables import Table
 
 _PHASE_STEPS = 20
 
@@ -129,9 +130,16 @@ _MAX_STEPS = 20  # with their numbers shown
 def lead(history: History, summary: Summary) -> str:
     """The run in a sentence."""
     return (
-        f"{plural(len(history.steps), 'step')} on {plural(len(summary.after.counts), 'device')}, "
+        f"{plural(len(history.steps), 'step')} on {plural(_num_devices(history), 'device')}, "
         f"{si(summary.num_units)} {summary.unit} in {clock(sum(r.seconds for r in history.steps))}."
     )
+
+
+def _num_devices(history: History) -> int:
+    if not history.plans:
+        return len(history.device_names)
+    plan = history.plans[max(history.plans)]
+    return sum(len(replica.devices) for replica in plan.replicas)
 
 
 def figures(history: History, summary: Summary) -> Iterator[tuple[str, str, str]]:
@@ -152,6 +160,8 @@ def figures(history: History, summary: Summary) -> Iterator[tuple[str, str, str]
         last = history.evaluations[-1]
         yield "evaluation loss", number(last.loss), f"after {plural(last.step, 'update')}"
     idle = after.idle_fractions
+    if len(idle) == 1:
+        return  # there is nobody to wait for
     worst = max(range(len(idle)), key=idle.__getitem__)
     yield "idle at most", percent(idle[worst]), names_of(history, after.counts)[worst]
 
@@ -174,11 +184,8 @@ def evaluation_table(history: History) -> Table:
 
 def device_tables(history: History, summary: Summary) -> Iterator[tuple[str, Phase, Table]]:
     """Titles, steps and tables of the devices' work before balancing and after it."""
-    phases = {"Counts": summary.after}
-    if summary.moved:
-        phases = {"First counts": summary.before, "Last counts": summary.after}
     heads = ("device", "microbatches", "busy", "idle", "of the step", "busy per microbatch")
-    for words, phase in phases.items():
+    for phase in (summary.before, summary.after) if summary.moved else (summary.after,):
         rows = [
             (
                 name,
@@ -199,8 +206,9 @@ def device_tables(history: History, summary: Summary) -> Iterator[tuple[str, Pha
                 strict=True,
             )
         ]
-        steps = f"steps {phase.steps[0]} to {phase.steps[1]}, {span(phase.step_seconds)} each"
-        title = f"{words} ({shares(phase.counts)}), {steps}"
+        first, last = phase.steps
+        title = f"Steps {first} to {last}, counts {shares(phase.counts)}"
+        title += f", {span(phase.step_seconds)} each"
         yield title, phase, Table((*heads, "idle, whole run"), rows)
 
 
@@ -232,7 +240,7 @@ def change_table(history: History) -> Table:
         )
         for i, change in enumerate(history.rebalances, start=1)
     ]
-    heads = ("mark", "from step", "before", "after", "expected", "achieved", "reason")
+    heads = ("change", "after step", "before", "after", "expected", "achieved", "reason")
     return Table(heads, rows, left=(0, 6))
 
 
@@ -255,28 +263,52 @@ def event_table(history: History) -> Table:
     return Table(("event", "how often"), rows, left=(0, 1))
 
 
-_WIDTH = 100
+def html_summary(history: History) -> str:
+    """The most important figures as a table for a notebook."""
+    if not history.steps:
+        return "<p>No steps were left to train.</p>"
+    summary = summarise(history)
+    rows = "".join(
+        f"<tr>{''.join(f'<td>{html.escape(text)}</td>' for text in row)}</tr>"
+        for row in figures(history, summary)
+    )
+    return f"<p>{html.escape(lead(history, summary))}</p><table>{rows}</table>"
+
+
 _MAX_DEVICES = 8
-_MAX_CHANGES = 5
-_MAX_EVENTS = 3
 
 
 def terminal_report(history: History) -> str:
     """The figures of a run of at least one step as a few lines of plain text."""
-    return as_text(_parts(history), _WIDTH)
+    return "\n".join(_lines(history))
 
 
-def _parts(history: History) -> Iterator[str | tuple[str, Table, int]]:
+def _lines(history: History) -> Iterator[str]:
     summary = summarise(history)
+    after = summary.after
     yield f"hxla: {lead(history, summary)}"
-    rows = list(figures(history, summary))
-    yield "", Table(("", "", ""), rows, left=(0, 2)), len(rows)
-    for title, _, table in device_tables(history, summary):
-        yield title, table, _MAX_DEVICES
+    step = f"{span(after.step_seconds)} a step, last {plural(after.num_steps, 'step')}"
+    yield f"  {si(after.rate)} {summary.unit}/s, {step}; whole run {si(summary.whole.rate)}"
+    yield f"  loss {number(history.steps[-1].loss)}, at first {number(history.steps[0].loss)}"
+    names = names_of(history, after.counts)
+    width = max(map(len, names[:_MAX_DEVICES]))
+    if len(names) > 1:
+        rows = zip(names, after.counts, after.busy_seconds, after.idle_fractions, strict=True)
+        for name, count, busy, idle in itertools.islice(rows, _MAX_DEVICES):
+            share = f"{count}/{sum(after.counts)}"
+            yield f"  {name:<{width}}  {share:>7} microbatches, busy {span(busy)}, idle {idle:.0%}"
+        if len(names) > _MAX_DEVICES:
+            yield f"  and {len(names) - _MAX_DEVICES} more"
+    if history.rebalances:
+        moves = f"  counts moved {plural(len(history.rebalances), 'time')}"
+        moved = f", {shares(summary.before.counts)} to {shares(after.counts)}"
+        yield moves + (f"{moved}: {gain(summary.balancing_gain)}" if summary.moved else "")
     if history.split is not None:
-        title = f"Devices of a split, {plural(history.split.num_steps, 'step')}"
-        yield title, split_table(history.split), _MAX_DEVICES
+        for name, worked in zip(history.split.names, history.split.work_seconds, strict=True):
+            share = percent(worked / history.split.step_seconds)
+            yield f"  {name} of a split worked {share} of the time"
         if history.split.advice:
-            yield history.split.advice
-    yield "Changes of counts", change_table(history), _MAX_CHANGES
-    yield "", event_table(history), _MAX_EVENTS
+            yield f"  {history.split.advice}"
+    for what, often in event_table(history).rows:
+        if often != "0":
+            yield f"  {what.lower()}: {often}"

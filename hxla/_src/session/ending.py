@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -14,6 +14,7 @@ from ..core.types import EXIT_PREEMPTED
 from ..jax.coordination import gather, is_lost_peer
 from ..plan.plan import Plan
 from ..report.history import History
+from ..report.run_start import RunState
 from .recorder import Recorder
 from .values import SessionOptions
 from .watch import PipelineWatch
@@ -138,7 +139,11 @@ class Ending:
         if save is not None and not self._termination.hurries:
             self._save(error, step, save)
         with contextlib.suppress(Exception):
-            self.report(history, plan, step)
+            kind: Literal["failed", "stopped"] = "failed"
+            if isinstance(error, Preempted | KeyboardInterrupt):
+                kind = "stopped"
+            why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            self.report(history, plan, step, RunState(kind=kind, why=why))
 
     def _save(self, error: BaseException, step: int, save: Callable[[], None]) -> None:
         """Save if the state is complete, and all processes ended by an error at this step."""
@@ -149,18 +154,34 @@ class Ending:
         try:
             save()
         except Exception as failure:
-            self._recorder.log(f"the state after {step} steps could not be saved: {failure}")
+            self._recorder.warn(f"the state after {step} steps could not be saved: {failure}")
         else:
-            self._recorder.log(f"an error ends the session: its state is saved as step {step}")
+            self._recorder.warn(f"an error ends the session: its state is saved as step {step}")
 
-    def report(self, history: History, plan: Plan, step: int) -> None:
-        """Print a summary and write the report, once for a step."""
+    def show(self, history: History, plan: Plan) -> None:
+        """Write the report of a run that goes on; training does not end if that fails."""
+        state = RunState(kind="running")
+        try:
+            self._recorder.write_page(history, plan, state, self._watch.lanes(plan))
+        except Exception as error:
+            self._recorder.warn(f"report.html is not up to date: {error}")
+
+    def report(
+        self, history: History, plan: Plan, step: int, state: RunState | None = None
+    ) -> None:
+        """Print a summary and write the report, once for a step.
+
+        Args:
+            state: How the run ended; None: without an error.
+        """
         if self._reported == step:
             return
-        self._reported, pictures, run_dir = step, {}, self._options.run_dir
+        self._reported, run_dir, last = step, self._options.run_dir, self._options.steps
         if run_dir is not None and jax.process_index() == 0:
-            pictures = self._watch.draw(run_dir, plan)
-        self._recorder.report(history, plan, pictures)
+            self._watch.write_traces(run_dir, plan)
+        is_whole = last is None or step == last
+        state = state or RunState(kind="finished" if is_whole else "stopped")
+        self._recorder.report(history, plan, state, self._watch.lanes(plan))
 
 
 def _all_at_step(step: int) -> bool:

@@ -121,6 +121,10 @@ class Job(JobArguments):
         True
     """
 
+    def __repr__(self) -> str:
+        model, loss = _name_of(self.model), _name_of(self.loss)
+        return f"Job(model={model}, loss={loss}, batch_size={self.batch_size})"
+
     @functools.cached_property
     def _context(self) -> JobContext:
         return JobContext(self)
@@ -243,6 +247,8 @@ class Job(JobArguments):
         run_dir: str | os.PathLike[str] | None = None,
         tensorboard: bool = False,
         logged_learning_rate: float | Callable[[int], Any] | None = None,
+        quiet: bool = False,
+        log_every: int | None = None,
     ) -> Session:
         """Open a session: compile the plan's programs, place the state, and warm up.
 
@@ -266,6 +272,11 @@ class Job(JobArguments):
                 state does not have it: a number, or the optax schedule of the optimizer, which is
                 called with the number of steps done. It changes nothing in training. The learning
                 rate of `optax.inject_hyperparams` is shown without it.
+            quiet: Whether to show warnings only. What is shown goes through the logger `hxla` to
+                standard error, or to the root logger's handlers if the program has configured
+                logging at level INFO.
+            log_every: The number of steps between progress lines. By default a terminal has a live
+                line, and elsewhere a line comes every ten seconds.
 
         Returns:
             The session, a context manager.
@@ -285,7 +296,7 @@ class Job(JobArguments):
         check_settings()
         if steps is not None and epochs is not None:
             raise ConfigError(f"give either steps or epochs, not steps={steps} and epochs={epochs}")
-        check_whole_numbers(1, steps=steps, epochs=epochs)
+        check_whole_numbers(1, steps=steps, epochs=epochs, log_every=log_every)
         check_period("checkpoint_every", checkpoint_every, takes_time=True)
         if checkpoint_every is not None and checkpoint_dir is None:
             raise ConfigError(f"checkpoint_every={checkpoint_every} needs a checkpoint_dir")
@@ -315,8 +326,15 @@ class Job(JobArguments):
             learning_rate=logged_learning_rate,
             run_dir=_folder(run_dir, "run_dir"),
             tensorboard=tensorboard,
+            quiet=quiet,
+            log_every=as_whole_number(log_every),
         )
         return Session(job, chosen, devices, options)
+
+
+def _name_of(value: Any) -> str:
+    """The name of a function or class, or of the class of an object."""
+    return str(getattr(value, "__name__", type(value).__name__))
 
 
 def _folder(path: str | os.PathLike[str] | None, name: str) -> pathlib.Path | None:

@@ -114,7 +114,7 @@ class LogTo(Callback):
             numbers = named_scalars(record)
             if record.evaluation is not None:
                 numbers |= named_scalars(record.evaluation)
-            self._file.write(numbers, record.step + 1)
+            self._file.write(numbers, record.step)
 
     def on_end(self, session: Session) -> None:  # noqa: ARG002
         """Close the file."""

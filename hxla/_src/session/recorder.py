@@ -1,19 +1,25 @@
 """The records of a session: shown on the terminal, written to files, and kept."""
 
 import dataclasses
-import os
 import pathlib
-from collections.abc import Mapping
+import socket
+import time
+from collections.abc import Mapping, Sequence
 
 import jax
 
 from ..core.errors import ConfigError
-from ..core.format import shares
+from ..core.format import gain, number, shares
+from ..job.context import JobContext
+from ..lower.determinism import Determinism
 from ..plan.plan import Plan
 from ..report.history import EvalRecord, History, Rebalance, StepRecord, scalars
-from ..report.metrics_file import MetricsWriter
+from ..report.lanes import Lanes
+from ..report.metrics_file import MetricsWriter, Record, read_metrics
 from ..report.progress import Progress
+from ..report.run_start import RunStart, RunState, run_start
 from ..report.run_tables import terminal_report
+from ..report.terminal import LOGGER
 from .step import Outcome
 from .values import SessionOptions
 
@@ -30,11 +36,12 @@ def step_record(
     """The record of a step.
 
     Args:
+        step: Number of updates before it.
         seconds: Since the end of the step before.
     """
     busy = zip(outcome.busy_seconds, outcome.update_seconds, strict=True)
     return StepRecord(
-        step=step,
+        step=step + 1,
         loss=outcome.loss,
         metrics=outcome.metrics,
         seconds=seconds,
@@ -51,25 +58,46 @@ def step_record(
     )
 
 
-def recorder_of(plan: Plan, options: SessionOptions, start: int) -> "Recorder":
-    """The recorder of a session that begins at step `start`."""
+def recorder_of(
+    plan: Plan, options: SessionOptions, start_step: int, job: JobContext, bits: Determinism
+) -> "Recorder":
+    """The recorder of a session that begins at a step; every process must call this."""
+    start, is_main = None, jax.process_index() == 0 and not options.is_trial
+    if options.run_dir is not None and not options.is_trial:
+        hosts = job.gather("names of hosts", socket.gethostname())
+        kinds = [device.kind for device in plan.devices]
+        words = job.arguments_in_words()
+        start = run_start(start_step, options.steps, hosts=hosts, devices=kinds, job=words)
     return Recorder(
         plan.replica_names,
-        start_step=start,
+        start_step=start_step,
+        start=start,
+        bits=bits,
         last_step=options.steps,
-        run_dir=options.run_dir,
+        run_dir=options.run_dir if is_main else None,
         tensorboard=options.tensorboard,
-        is_main=jax.process_index() == 0 and not options.is_trial,
+        is_main=is_main,
+        quiet=options.quiet,
+        log_every=options.log_every,
     )
+
+
+_PAGE_SECONDS = 60.0  # between reports of a run that goes on
+_PAGE_SHARE = 0.01  # of the time, at most, for writing them
 
 
 class Recorder:
     """Keeps all records of a session.
 
     Args:
+        start_step: Number of updates before the session.
+        start: How the run was started; None without a `run_dir`.
+        bits: The determinism level of the plan.
         last_step: Last step of the run; None if not known.
         run_dir: Folder for `metrics.jsonl` and `report.html`; None writes nothing.
-        is_main: Whether this process shows and writes records.
+        is_main: Whether this process shows records.
+        quiet: Whether only warnings are shown.
+        log_every: Number of steps between lines, see `Progress`.
     """
 
     def __init__(
@@ -77,45 +105,66 @@ class Recorder:
         names: tuple[str, ...],
         *,
         start_step: int,
+        start: RunStart | None,
+        bits: Determinism,
         last_step: int | None,
         run_dir: pathlib.Path | None,
         tensorboard: bool,
         is_main: bool,
+        quiet: bool,
+        log_every: int | None,
     ):
         self._names, self._run_dir = names, run_dir
         self._steps: list[StepRecord] = []
         self._evaluations: list[EvalRecord] = []
         self._rebalances: list[Rebalance] = []
-        self._is_main = is_main
+        self._is_main, self._is_shown = is_main, is_main and not quiet
         self.num_compilations = 0
+        self._bits, self._page_due = bits, 0.0
+        self._earlier = History(device_names=names)
+        self._starts: tuple[RunStart, ...] = ()
         self._metrics = None
-        if run_dir is not None and is_main:
+        if run_dir is not None:
             self._metrics = MetricsWriter(run_dir, tensorboard=tensorboard, first_step=start_step)
-        self._null_stream = None if is_main else open(os.devnull, "w")  # noqa: SIM115
-        self._progress = Progress(last_step, names, start_step=start_step, stream=self._null_stream)
+        self._progress = None
+        if self._is_shown:
+            self._progress = Progress(last_step, names, log_every=log_every)
         if self._metrics is not None and self._metrics.earlier is not None:
             self.log(f"the metrics of an earlier run are now in {self._metrics.earlier}")
+        if self._metrics is not None and start is not None:
+            self._write(start)
+            try:
+                self._earlier, self._starts = read_metrics(self._metrics.path)
+            except ConfigError as error:
+                self.log(f"the report begins after step {start_step}: {error}")
+                self._starts = (start,)
 
     def close(self) -> None:
         """Release the terminal and the files."""
-        self._progress.close()
-        if self._null_stream is not None:
-            self._null_stream.close()
+        if self._progress is not None:
+            self._progress.close()
         if self._metrics is not None:
             self._metrics.close()
 
     def log(self, text: str) -> None:
-        """Show a line on the terminal."""
-        self._progress.log(text)
+        """Show lines."""
+        if self._is_shown:
+            LOGGER.info("%s", text)
 
-    def _write(self, record: StepRecord | EvalRecord | Rebalance) -> None:
+    def warn(self, text: str) -> None:
+        """Show lines, even if the session is quiet."""
+        if self._is_main:
+            LOGGER.warning("%s", text)
+
+    def _write(self, record: Record) -> None:
         if self._metrics is not None:
             self._metrics.write(record)
 
     def step(self, record: StepRecord) -> None:
         """Record a step."""
         self._steps.append(record)
-        self._progress.update(record)
+        if self._progress is not None:
+            self._progress.update(record)
         self._write(record)
 
     def rebalanced(self, change: Rebalance) -> None:
@@ -123,28 +172,24 @@ class Recorder:
         self._rebalances.append(change)
         self.log(
             f"step {change.step}: counts {shares(change.before)} -> {shares(change.after)}, "
-            f"{change.reason}; expected gain {change.expected_gain:.0%}"
+            f"{change.reason}; expected gain {gain(change.expected_gain)}"
         )
         self._write(change)
 
-    def settled(self, step: int, change: Rebalance) -> None:
+    def settled(self, change: Rebalance) -> None:
         """Record the achieved gain of a rebalance."""
         for i, earlier in enumerate(self._rebalances):
             if earlier.step == change.step:
                 self._rebalances[i] = change
-        self.log(
-            f"step {step}: counts {shares(change.after)} gained {change.achieved_gain:.0%} "
-            f"(expected {change.expected_gain:.0%})"
-        )
         self._write(change)
 
     def evaluated(self, record: EvalRecord) -> None:
         """Record an evaluation."""
         self._evaluations.append(record)
-        if self._steps and self._steps[-1].step + 1 == record.step:
+        if self._steps and self._steps[-1].step == record.step:
             self._steps[-1] = dataclasses.replace(self._steps[-1], evaluation=record)
         values = {"loss": record.loss, **scalars(record.metrics)}
-        numbers = "  ".join(f"{k} {v:.4f}" for k, v in values.items())
+        numbers = "  ".join(f"{k} {number(v)}" for k, v in values.items())
         self.log(f"step {record.step}: evaluation  {numbers}")
         self._write(record)
 
@@ -163,18 +208,61 @@ class Recorder:
             plans=plans,
         )
 
-    def report(self, history: History, plan: Plan, pictures: Mapping[str, pathlib.Path]) -> None:
+    @property
+    def is_page_due(self) -> bool:
+        """Whether the report of a run that goes on is older than a minute."""
+        return self._metrics is not None and time.monotonic() >= self._page_due
+
+    def write_page(
+        self,
+        history: History,
+        plan: Plan,
+        state: RunState,
+        pipelines: Mapping[int, Sequence[Lanes]],
+    ) -> None:
+        """Write the report of all steps, with those before a resume."""
+        assert self._run_dir is not None
+        from ..report.page import write
+        from ..report.run_page import html_report
+
+        began = time.monotonic()
+        self._page_due = began + _PAGE_SECONDS
+        page = html_report(
+            _joined(self._earlier, history),
+            self._starts,
+            state,
+            title=self._run_dir.resolve().name,
+            plan=plan,
+            bits=self._bits,
+            pipelines=pipelines,
+        )
+        write(self._run_dir / "report.html", page, ConfigError)
+        self._page_due += (time.monotonic() - began) / _PAGE_SHARE
+
+    def report(
+        self,
+        history: History,
+        plan: Plan,
+        state: RunState,
+        pipelines: Mapping[int, Sequence[Lanes]],
+    ) -> None:
         """Print a summary and write the report, unless no step ran."""
-        self._progress.close()
+        if self._progress is not None:
+            self._progress.close()
         if not self._is_main or not history.steps:
             return
-        print(terminal_report(history))
+        self.log(terminal_report(history))
         if self._run_dir is not None:
-            from ..report.page import write
-            from ..report.run_page import html_report
+            self.write_page(history, plan, state, pipelines)
+            self.log(f"  report: {self._run_dir / 'report.html'}")
 
-            path = self._run_dir / "report.html"
-            notes = {"Plan": plan.explain()}
-            page = html_report(history, title=self._run_dir.name, notes=notes, pictures=pictures)
-            write(path, page, ConfigError)
-            print(f"report: {path}")
+
+def _joined(earlier: History, history: History) -> History:
+    """A history with the records before it, and one evaluation after each step."""
+    evaluations = {e.step: e for e in (*earlier.evaluations, *history.evaluations)}
+    return dataclasses.replace(
+        history,
+        steps=earlier.steps + history.steps,
+        evaluations=tuple(evaluations.values()),
+        rebalances=earlier.rebalances + history.rebalances,
+    )

@@ -117,7 +117,7 @@ class Session:
             start = options.first_step if source is None else source.first_step
             resumed = None if source is None else source.step
             inputs = job.as_inputs(batch := job.first_batch(start, plan.microbatch_size))
-            job.agree("data", lambda: facts_of_data(batch, f"data of step {start}: "))
+            job.agree("data", lambda: facts_of_data(batch, f"data of step {start + 1}: "))
             weights = job.opened_weights(plan.microbatch_size) if resumed is None else None
             self._programs = job.programs(plan, devices, waiting.tell, keep=options.is_trial)
             self._reducer = self._programs.reducer
@@ -171,7 +171,8 @@ class Session:
             self.split_watch = SplitWatch(self._programs, self._cluster, job)
             self._plans[start] = self.plan
             self._learning_rate = LearningRate(self._programs, self._store, options.learning_rate)
-            self._recorder = recorder_of(self.plan, options, start)
+            bits = determinism(self._programs.graph, self.plan)
+            self._recorder = recorder_of(self.plan, options, start, job, bits)
             self._stack.callback(self._recorder.close)
             self.epochs = epochs_of(job.source, plan.batch_size)
             self._feed = Feed(job, batch, options.steps, self.epochs)
@@ -186,8 +187,12 @@ class Session:
             opening.pop_all()
         for words in (*(self._member.notes() if self._member else ()), *source.notes):
             self._recorder.log(words)
-        guarantee = determinism(self._programs.graph, self.plan)
-        self._recorder.log(f"{self.plan.explain()}\n  {guarantee}")
+        self._recorder.log(f"{self.plan.explain()}\n  {bits.summary}")
+
+    def __repr__(self) -> str:
+        end = "" if self.num_steps is None else f" of {self.num_steps}"
+        closed = ", closed" if self._is_closed else ""
+        return f"Session(step {self.step_number}{end}, {self.plan!r}{closed})"
 
     def __enter__(self) -> "Session":
         return self
@@ -301,7 +306,7 @@ class Session:
         with self._updating(outcome):
             if outcome.nonfinite:
                 stops = self._job.nonfinite == "stop" and not self._options.is_trial
-                self._recorder.log(left_out(step, outcome, self._stepper, stops=stops))
+                self._recorder.warn(left_out(step, outcome, self._stepper, stops=stops))
             else:
                 rate = self._learning_rate.of_step(step)
                 with self._ending.halfway():
@@ -346,10 +351,13 @@ class Session:
         elif self.balancer.counts != self.plan.counts:  # a parked device is tried for one step
             self.plan = self._predicted(self.plan.with_counts(self.balancer.counts))
         if advice := self.split_watch.stepped():
-            self._recorder.log(f"step {step}: {advice}")
+            self._recorder.log(f"step {self.step_number}: {advice}")
         settled = self.balancer.stepped(record.seconds)
         if settled is not None:
-            self._recorder.settled(step, settled)
+            self._recorder.settled(settled)
+        if self._recorder.is_page_due:
+            self._ending.show(self.history, self.plan)
+            self._began = time.perf_counter()
         return record
 
     def _rebalance(self, change: Rebalance) -> None:

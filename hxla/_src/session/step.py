@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from ..core.errors import NonFiniteError
+from ..core.format import plural
 from ..core.types import PyTree
 from ..data.data import Loader, cut_batch
 from ..data.epochs import Epochs
@@ -95,9 +96,9 @@ class Feed:
             LaunchError: If the batches of processes differ.
         """
         self.epoch = None
-        microbatches = cut_batch(batch, ids, plan, f"the batch of step {step}", self._first)
+        microbatches = cut_batch(batch, ids, plan, f"the batch of step {step + 1}", self._first)
         if compares:
-            self._job.agree("batch", lambda: facts_of_data(batch, f"batch of step {step}: "))
+            self._job.agree("batch", lambda: facts_of_data(batch, f"batch of step {step + 1}: "))
         return microbatches
 
 
@@ -560,11 +561,11 @@ def left_out(step: int, outcome: Outcome, stepper: Stepper, *, stops: bool) -> s
     """
     names = outcome.nonfinite
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    message = f"step {step}: not finite in the gradient of {shown}"
+    message = f"step {step + 1}: not finite in the gradient of {shown}"
     if stops:
         raise NonFiniteError(
-            f"{message}; the parameters are those of step {step}. Lower the learning rate, "
-            "clip, or pass nonfinite='skip' to leave such updates out"
+            f"{message}; the parameters are those after {plural(step, 'step')}. Lower the learning "
+            "rate, clip, or pass nonfinite='skip' to leave such updates out"
         )
     scale = outcome.loss_scale
     if scale is not None and outcome.overflowed:

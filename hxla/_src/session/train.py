@@ -17,6 +17,7 @@ from ..data.data import is_iterator
 from ..plan.plan import Plan
 from ..plan.rules import RuleSet
 from ..report.history import StepRecord
+from ..report.terminal import quietly
 from .callbacks import Callback, Callbacks
 from .job import PLAN_VARIABLE, Job
 from .log_to import LogTo
@@ -51,6 +52,8 @@ def train(
     tensorboard: bool = False,
     logged_learning_rate: float | Callable[[int], Any] | None = None,
     callbacks: Sequence[Callable[[StepRecord, Session], bool | None] | Callback] = (),
+    quiet: bool = False,
+    log_every: int | None = None,
 ) -> Result:
     """Train a Flax model on all devices of the job, to the same bits for every placement of work.
 
@@ -88,8 +91,9 @@ def train(
             by name; a different learning rate or data is reported in a line.
         checkpoint_every: The number of steps between checkpoints, `"epoch"`, or a
             `datetime.timedelta` between them by the clock of rank 0; see `Job.open`.
-        run_dir: The folder for `metrics.jsonl` and `report.html`; None writes nothing. A run that
-            does not resume keeps an earlier run's metrics as `metrics.1.jsonl`.
+        run_dir: The folder for `metrics.jsonl` and `report.html`, which is written anew every
+            minute; None writes nothing. A run that does not resume keeps an earlier run's metrics
+            as `metrics.1.jsonl`.
         tensorboard: Whether to write TensorBoard events to `run_dir` too.
         logged_learning_rate: What records show as the learning rate; see `Job.open`.
         callbacks: Functions that every process calls as `callback(record, session)` after each
@@ -98,6 +102,8 @@ def train(
             see the sharded state in `session.state`; `session.gather` gathers whole arrays of it,
             and `session.replace` replaces arrays. A function returns True, False or None. True
             from any process ends training after the next step.
+        quiet: Whether to show warnings only, see `Job.open`.
+        log_every: The number of steps between progress lines, see `Job.open`.
 
     Returns:
         The trained model and state, the history, the plan of the last step, and the SHA-256 of
@@ -152,7 +158,8 @@ def train(
         "stages": stages,
         "reduction": reduction,
     }
-    chosen, balance = _plan(job, plan, counts, requested, checkpoint_dir)
+    with quietly(quiet):
+        chosen, balance = _plan(job, plan, counts, requested, checkpoint_dir)
     with (
         contextlib.ExitStack() as logs,
         job.open(
@@ -166,6 +173,8 @@ def train(
             run_dir=run_dir,
             tensorboard=tensorboard,
             logged_learning_rate=logged_learning_rate,
+            quiet=quiet,
+            log_every=log_every,
         ) as session,
     ):
         evaluates = "none" if eval_data is None else "given"
@@ -178,7 +187,7 @@ def train(
         if eval_data is not None and session.step_number == session.num_steps:  # no steps are left
             session.evaluate(eval_data)
         for record in session if not is_over else ():
-            done = record.step + 1
+            done = record.step
             is_due = done == session.num_steps or (every is not None and every.is_due(done))
             if eval_data is not None and is_due:
                 evaluation = session.evaluate(eval_data)

@@ -18,6 +18,7 @@ from ..lower.store import Store
 from ..plan.plan import Plan
 from ..report.history import History
 from ..report.progress import Waiting
+from ..report.run_tables import html_summary
 from ..weights.save_weights import weights_of
 from .periods import Every
 
@@ -45,6 +46,13 @@ class Result:
     history: History
     plan: Plan
     sha256: str
+
+    def __repr__(self) -> str:
+        loss = f"loss={self.history.steps[-1].loss:.4g}, " if self.history.steps else ""
+        return f"Result(step={self.step}, {loss}sha256='{self.sha256[:16]}...')"
+
+    def _repr_html_(self) -> str:
+        return html_summary(self.history)
 
     @property
     def weights(self) -> PyTree:
@@ -80,6 +88,8 @@ class SessionOptions:
         learning_rate: What records show as the learning rate; None: what the optimizer's state has.
         run_dir: Folder for records and the report, or None.
         tensorboard: Whether to write TensorBoard events to `run_dir` too.
+        quiet: Whether only warnings are shown.
+        log_every: Number of steps between lines; None if these come by time.
         first_step: The first step of a session without a checkpoint.
         is_trial: Whether its steps are not reported.
     """
@@ -91,6 +101,8 @@ class SessionOptions:
     learning_rate: float | Callable[[int], Any] | None = None
     run_dir: pathlib.Path | None = None
     tensorboard: bool = False
+    quiet: bool = False
+    log_every: int | None = None
     first_step: int = 0
     is_trial: bool = False
 
@@ -108,7 +120,7 @@ class SessionOptions:
     def waiting(self, plan: Plan) -> Waiting:
         """Progress lines of the session's opening, on rank 0."""
         what = f"trying microbatches of {plan.microbatch_size}" if self.is_trial else "opening"
-        return Waiting(what, is_main=jax.process_index() == 0)
+        return Waiting(what, is_main=jax.process_index() == 0 and not self.quiet)
 
 
 def plans_to_table(plans: Mapping[int, Plan]) -> list[dict[str, Any]]:

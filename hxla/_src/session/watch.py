@@ -23,6 +23,7 @@ from ..plan.parts import Prediction
 from ..plan.plan import Plan
 from ..report import pipeline_report
 from ..report.history import SplitWork
+from ..report.lanes import Lanes
 from .step import Stepper
 
 _REPEATS = 11  # a throttled process runs and pauses in turns
@@ -106,10 +107,21 @@ class PipelineWatch:
                 # Clocks differ between hosts, so times start at the first tick of each stage.
                 rows[stage] = [(a - times[0][0], b - times[0][0]) for a, b in times]
 
-    def draw(self, folder: pathlib.Path, plan: Plan) -> dict[str, pathlib.Path]:
-        """Draw the planned and the measured steps; files by heading."""
-        names = dict(enumerate(plan.stage_names))
-        return pipeline_report.write(folder, self._predicted, self._ticks, names)
+    def lanes(self, plan: Plan) -> dict[int, tuple[Lanes, ...]]:
+        """The planned and the measured step of each pipeline."""
+        return pipeline_report.lanes(self._predicted, self._ticks, _labels(plan))
+
+    def write_traces(self, folder: pathlib.Path, plan: Plan) -> None:
+        """Write the same steps as Perfetto traces, and remove those of an earlier run."""
+        pipeline_report.write_traces(folder, self._predicted, self._ticks, _labels(plan))
+
+
+def _labels(plan: Plan) -> dict[int, list[str]]:
+    """The names of the stages of each replica."""
+    return {
+        replica: [f"stage {stage}: {name}" for stage, name in enumerate(names)]
+        for replica, names in enumerate(plan.stage_names)
+    }
 
 
 FIRST_MEASURED = 2  #: Earlier steps may compile and load.

@@ -8,6 +8,7 @@ from hxla._src.launch import throttle as _throttle
 from hxla._src.launch.authority import advance, begin, chosen
 from hxla._src.launch.channel import (
     MEMORY_VARIABLE,
+    STEP_PHASES,
     Order,
     Report,
     Standing,
@@ -52,7 +53,7 @@ from hxla._src.launch.membership import (
     Tell,
     Vanished,
 )
-from hxla._src.launch.output import Logs, Streams
+from hxla._src.launch.output import SAID, Forwarder, Logs, Output, Streams
 from hxla._src.launch.ranks import RanksStart, Seat
 from hxla._src.launch.ray_cluster import connect
 from hxla._src.launch.ray_host import RayHost

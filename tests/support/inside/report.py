@@ -3,6 +3,7 @@
 from hxla._src.report import lanes as _lanes
 from hxla._src.report import lanes as _lanes_picture
 from hxla._src.report import progress as _waiting
+from hxla._src.report.charts import Curve, curve_chart
 from hxla._src.report.lanes import (
     COLLECTIVE,
     COMPUTATION,
@@ -12,5 +13,6 @@ from hxla._src.report.lanes import (
     step_picture,
     write_picture,
 )
-from hxla._src.report.metrics_file import FILE_NAME, MetricsWriter
-from hxla._src.report.progress import Waiting, line
+from hxla._src.report.metrics_file import FILE_NAME, MetricsWriter, read_metrics
+from hxla._src.report.progress import Progress, Waiting, line
+from hxla._src.report.run_start import run_start
