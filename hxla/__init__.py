@@ -2,6 +2,9 @@
 
 import lazy_loader
 
+#: The version of hxla.
+__version__ = "0.2.0"
+
 #: A name is imported when it is first used, from where `__init__.pyi` has it: each process of a job
 #: waits for what it needs only.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
