@@ -1,7 +1,9 @@
 """Values of the command line, and the scripts that it names."""
 
 import ast
+import contextlib
 import importlib.machinery
+import math
 import os
 import sys
 import tokenize
@@ -42,6 +44,19 @@ class ListType(click.ParamType):
             )
 
 
+class Seconds(click.ParamType):
+    """A finite number of seconds."""
+
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Parse a text."""
+        with contextlib.suppress(ValueError):
+            if math.isfinite(seconds := float(value)):
+                return seconds
+        self.fail(f"{value!r} is not a number of seconds.", param, ctx)
+
+
 class OutputFile(click.Path):
     """A file to write, whose folder must exist: it is asked before work that takes long."""
 
@@ -72,6 +87,7 @@ def _named_sizes(text: str) -> dict[str, int]:
     return {name: _positive(size) for name, size in pairs}
 
 
+SECONDS = Seconds()
 INPUT_FILE = click.Path(exists=True, dir_okay=False)
 OUTPUT_FILE = OutputFile(dir_okay=False)
 SIZES = ListType("whole numbers from 1", "1,2,4", _sizes)

@@ -7,11 +7,12 @@ from typing import Any
 
 import click
 
-from ..core.errors import HxlaError
+from ..core.errors import HxlaError, PlanError
 from .arguments import (
     INPUT_FILE,
     OUTPUT_FILE,
     SCRIPT_SETTINGS,
+    SECONDS,
     SIZES,
     mesh_option,
     misplaced,
@@ -190,7 +191,7 @@ def profile(
 @option(
     _SEARCH,
     "--seconds",
-    type=click.FloatRange(min=0, min_open=True),
+    type=SECONDS,
     metavar="SECONDS",
     show_default="15, and for long steps up to 40",
     help="Search for this many seconds of CPU time.",
@@ -217,6 +218,8 @@ def plan(
             else ("Missing option '--mesh': name the mesh to plan for.")
         )
         raise click.UsageError(words, ctx)
+    if options["seconds"] is not None and options["seconds"] <= 0:
+        raise PlanError(f"--seconds {options['seconds']:g}: use more than zero seconds")
     command = script_command(script, arguments, is_module=is_module)
     note_misplaced(ctx, script, arguments)
     return _plan(command, mesh=mesh, **options)

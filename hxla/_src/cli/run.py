@@ -10,6 +10,7 @@ from .arguments import (
     INPUT_FILE,
     OUTPUT_FILE,
     SCRIPT_SETTINGS,
+    SECONDS,
     mesh_option,
     note_misplaced,
     script_arguments,
@@ -59,7 +60,7 @@ _RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 @option(
     _WHAT,
     "--grace",
-    type=float,
+    type=SECONDS,
     default=5.0,
     show_default=True,
     metavar="SECONDS",
@@ -90,7 +91,7 @@ _RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 @option(
     _ELASTIC,
     "--heartbeat",
-    type=float,
+    type=SECONDS,
     metavar="SECONDS",
     show_default="10",
     help="Replace a process that sends nothing for this long.",
@@ -168,7 +169,7 @@ def _run(
 
         run_script(command)  # one task per accelerator is running already
         return 0
-    if not grace >= 0:
+    if grace < 0:
         raise LaunchError(f"--grace {grace:g}: use no less than zero seconds")
     if elastic:
         if plan is not None or dump is not None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from .arguments import DEVICES, NAMES, OUTPUT_FILE, mesh_option
+from .arguments import DEVICES, NAMES, OUTPUT_FILE, SECONDS, mesh_option
 from .help import (
     SETTINGS,
     CommandWithExamples,
@@ -51,7 +51,7 @@ def _times(function: Decorated) -> Decorated:
         option(
             _RULES,
             "--interval",
-            type=float,
+            type=SECONDS,
             default=60.0,
             show_default=True,
             metavar="SECONDS",
@@ -60,7 +60,7 @@ def _times(function: Decorated) -> Decorated:
         option(
             _RULES,
             "--move-seconds",
-            type=float,
+            type=SECONDS,
             default=20.0,
             show_default=True,
             metavar="SECONDS",
@@ -184,7 +184,7 @@ def simulate(trace: str, json: str | None, draw: str | None, **options: Any) -> 
 @option(
     _RULES,
     "--at",
-    type=float,
+    type=SECONDS,
     required=True,
     metavar="SECONDS",
     help="Explain the newest decision at this time of the trace.",
