@@ -13,6 +13,7 @@ import pytest
 import hxla
 from hxla.__main__ import main
 from support.inside.cli import cli
+from support.inside.scheduler import LIVE_POLICIES, POLICIES
 from support.launched import PATIENCE_SECONDS, own_environment
 from support.paths import ROOT
 
@@ -94,6 +95,15 @@ def test_a_mode_of_schedule_shows_its_own_flags_only(capsys):
         re.findall(r"--[a-z-]+", simulate)
     )
     assert "--learn-speeds" in said(capsys, "schedule", "run", "--help")
+
+
+def test_help_names_the_policies_there_are():
+    def named(text):
+        words = re.search(r"The policies are ([^.]*)\.", " ".join(text.split()))[1]
+        return tuple(re.split(", | and ", words))
+
+    for mode, policies in (("simulate", POLICIES), ("explain", POLICIES), ("run", LIVE_POLICIES)):
+        assert named(COMMANDS[f"schedule {mode}"].help) == tuple(policies)
 
 
 def shell(tmp_path, *words, **environment):

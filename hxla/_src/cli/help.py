@@ -26,8 +26,9 @@ class HeadedOption(click.Option):
         self.heading = heading
 
     def get_help_extra(self, ctx: click.Context) -> OptionHelpExtra:
-        """Show a default in words without parentheses."""
+        """Show a default in words without parentheses, and no limits, which errors name."""
         extra = super().get_help_extra(ctx)
+        extra.pop("range", None)
         if isinstance(self.show_default, str):
             extra["default"] = self.show_default
         return extra

@@ -12,7 +12,7 @@ from .help import SETTINGS, CommandWithExamples, option
 if TYPE_CHECKING:
     from ..inspect.inspection import Inspection
 
-_DUMP, _OUTPUT, _BITS = "What a dump is compared with", "Output", "Bit by bit"
+_DUMP, _OUTPUT, _BITS = "Reading a dump", "Output", "Bit by bit"
 
 
 @click.command(
@@ -67,7 +67,7 @@ _DUMP, _OUTPUT, _BITS = "What a dump is compared with", "Output", "Bit by bit"
     "--html",
     type=OUTPUT_FILE,
     metavar="PAGE.HTML",
-    help="Write one page, of the difference too.",
+    help="Write the result as one page.",
 )
 @option(_OUTPUT, "--json", "as_json", is_flag=True, help="Print JSON.")
 @option(

@@ -31,7 +31,7 @@ def _microbatch_sizes(heading: str, help: str, default: str) -> Callable[[Decora
         "--microbatch-sizes",
         type=SIZES,
         default=(),
-        metavar="SIZE,SIZE,...",
+        metavar="SIZES",
         show_default=default,
         help=help,
     )
@@ -47,7 +47,9 @@ def _microbatch_sizes(heading: str, help: str, default: str) -> Callable[[Decora
     ),
 )
 @mesh_option(_MEASURED, "Measure on each device of this mesh: a built-in name or a mesh file.")
-@_microbatch_sizes(_MEASURED, "Measure microbatches of these sizes.", "those that may be planned")
+@_microbatch_sizes(
+    _MEASURED, "Measure microbatches of these sizes, such as 1,2,4.", "those that may be planned"
+)
 @option(
     _MEASURED,
     "--segments",
@@ -156,7 +158,9 @@ def profile(
     metavar="FOLDER",
     help="Write pictures of the plan, and traces for Perfetto.",
 )
-@_microbatch_sizes(_SEARCH, "Choose among these microbatch sizes.", "those of the script")
+@_microbatch_sizes(
+    _SEARCH, "Choose among these microbatch sizes, such as 1,2,4.", "those of the script"
+)
 @option(
     _SEARCH,
     "--segments",
@@ -178,9 +182,9 @@ def profile(
     "--tensor",
     type=SIZES,
     default=(),
-    metavar="SIZE,SIZE,...",
+    metavar="SIZES",
     show_default="all that the links allow",
-    help="Choose among these sizes of the tensor axis.",
+    help="Choose among these sizes of the tensor axis, such as 2,4.",
 )
 @option(
     _SEARCH,

@@ -34,13 +34,15 @@ def schedule(ctx: click.Context) -> None:
     show_help_alone(ctx)
 
 
-def _policy(help: str, *, default: str | None = None) -> Callable[[Decorated], Decorated]:
+def _policy(
+    help: str, *, metavar: str = "NAME", default: str | None = None
+) -> Callable[[Decorated], Decorated]:
     return option(
         _RULES,
         "--policy",
         type=NAMES,
         default=(),
-        metavar="NAME,NAME,...",
+        metavar=metavar,
         show_default=default,
         help=help,
     )
@@ -148,7 +150,7 @@ def _options(
     ),
 )
 @_trace
-@_policy("Simulate these policies.", default="all")
+@_policy("Simulate these policies, such as easyscale,weighing.", metavar="NAMES", default="all")
 @option(_OUTPUT, "--json", type=OUTPUT_FILE, metavar="FILE", help="Write the figures.")
 @option(
     _OUTPUT,
@@ -160,7 +162,8 @@ def _options(
 def simulate(trace: str, json: str | None, draw: str | None, **options: Any) -> int:
     """Simulate policies on a trace of jobs, and print a table of their completion times.
 
-    TRACE is a CSV file of jobs: hxla's form, EasyScale's or Pollux's.
+    TRACE is a CSV file of jobs: hxla's form, EasyScale's or Pollux's. The policies are
+    one-at-a-time, backfill, shortest-remaining, easyscale-alike, easyscale and weighing.
     """
     from ..scheduler.schedule_commands import simulate_command
 
@@ -190,9 +193,10 @@ def simulate(trace: str, json: str | None, draw: str | None, **options: Any) -> 
     help="Explain the newest decision at this time of the trace.",
 )
 def explain(trace: str, at: float, **options: Any) -> int:
-    """Explain one decision of a policy on a trace: the devices of each job before and after, why.
+    """Explain one decision of a policy on a trace: the devices of each job before, after, and why.
 
-    TRACE is a CSV file of jobs: hxla's form, EasyScale's or Pollux's.
+    TRACE is a CSV file of jobs: hxla's form, EasyScale's or Pollux's. The policies are
+    one-at-a-time, backfill, shortest-remaining, easyscale-alike, easyscale and weighing.
     """
     from ..scheduler.schedule_commands import explain_command
 
@@ -249,7 +253,7 @@ def run(
 ) -> int:
     """Run several elastic jobs on shared devices, as a policy decides.
 
-    JOBS is a TOML file of the jobs.
+    JOBS is a TOML file of the jobs. The policies are easyscale-alike, easyscale and weighing.
     """
     from ..scheduler.live_commands import LiveOptions, run_command
 
