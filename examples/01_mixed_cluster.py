@@ -3,7 +3,7 @@
     hxla run --mesh cpu-1.0-0.33 examples/01_mixed_cluster.py            (or: make demo)
     hxla run --mesh cpu-1.0-0.33 examples/01_mixed_cluster.py --long     (or: make demo ARGS=--long)
 
-It takes about a minute on two quiet cores. With `--long`, it takes three, and the model spells.
+It takes one to two minutes on two quiet cores, and with `--long` three: the model then spells.
 Two processes share this machine, one with a whole core and one with a third of a core, and a small
 GPT learns Python from the sources of the standard library. One job is opened four times:
 
@@ -35,11 +35,11 @@ import hxla
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--long", action="store_true", help="train until it spells")
-parser.add_argument("--steps", type=int, help="default: 40, with --long 140")
-parser.add_argument("--compared-steps", type=int, default=4, help="of each of the four ways")
+parser.add_argument("--steps", type=int, help="default: 24, with --long 140")
+parser.add_argument("--compared-steps", type=int, default=3, help="of each of the four ways")
 parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/demo"))
 args = parser.parse_args()
-num_steps = args.steps or (140 if args.long else 40)
+num_steps = args.steps or (140 if args.long else 24)
 args.folder.mkdir(parents=True, exist_ok=True)
 
 

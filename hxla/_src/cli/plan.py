@@ -73,6 +73,7 @@ def _microbatch_sizes(heading: str, help: str, default: str) -> Callable[[Decora
 @click.pass_context
 def profile(
     ctx: click.Context,
+    /,
     script: str,
     arguments: tuple[str, ...],
     is_module: bool,
@@ -204,6 +205,7 @@ def profile(
 @click.pass_context
 def plan(
     ctx: click.Context,
+    /,
     script: str,
     arguments: tuple[str, ...],
     is_module: bool,

@@ -120,6 +120,7 @@ _RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 @click.pass_context
 def run(
     ctx: click.Context,
+    /,
     script: str,
     arguments: tuple[str, ...],
     is_module: bool,

@@ -299,7 +299,7 @@ class Plan(PlanValue):
     @property
     def decisions(self) -> "Plan":
         """The plan without its prediction, runners-up, reasons, and mesh file with its path."""
-        without = {"prediction": None, "runners_up": (), "reasons": ()}
+        without: dict[str, Any] = {"prediction": None, "runners_up": (), "reasons": ()}
         without |= {"mesh_file": "", "mesh": ""}
         return self.model_copy(update=without)
 
