@@ -112,7 +112,7 @@ def machine(is_tiny: bool, torch: str) -> dict[str, Any]:
     if probe.returncode:
         raise SystemExit(
             f"{probe.stderr[-3000:]}\n{sys.executable} needs hxla's dependencies, and jax with its "
-            "CUDA plugin: pip install 'hxla[cuda]' brings both"
+            "CUDA plugin: pip install 'hxla[cuda13]' brings both"
         )
     found = json.loads(probe.stdout.splitlines()[-1])
     if not is_tiny and found["platform"] == "cpu":

@@ -14,7 +14,7 @@ import tempfile
 ROOT = pathlib.Path(__file__).parent.parent
 #: How each is started, and how many steps show enough.
 COMMANDS = {
-    "01_mixed_cluster": ("hxla run --mesh cpu-1.0-0.33", ""),
+    "01_mixed_cluster": ("hxla run --mesh cpu-1.0-0.33", "--long"),
     "02_split_classifier": ("python", "--steps 10"),
     "03_experts": ("python", "--steps 10"),
     "04_rules": ("python", "--steps 10"),

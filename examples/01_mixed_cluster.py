@@ -1,7 +1,9 @@
 """The main job: one model, two unequal devices, all of their speed, the same bits.
 
-    hxla run --mesh cpu-1.0-0.33 examples/01_mixed_cluster.py        (or: make demo)
+    hxla run --mesh cpu-1.0-0.33 examples/01_mixed_cluster.py            (or: make demo)
+    hxla run --mesh cpu-1.0-0.33 examples/01_mixed_cluster.py --long     (or: make demo ARGS=--long)
 
+It takes one to two minutes on two quiet cores, and with `--long` three: the model then spells.
 Two processes share this machine, one with a whole core and one with a third of a core, and a small
 GPT learns Python from the sources of the standard library. One job is opened four times:
 
@@ -11,6 +13,10 @@ GPT learns Python from the sources of the standard library. One job is opened fo
 - the whole training with planned counts, which follow the measured speeds.
 
 After those steps all four have the same parameters, to the last bit.
+
+Its times mean something only where each process gets its share of a core. Alone, the devices should
+be as far apart in speed as their shares are. A factor below 0.75 or above 1.5 of that says that the
+machine is busy. Parameters are the same all the same.
 """
 
 import argparse
@@ -28,15 +34,17 @@ from matplotlib.figure import Figure
 import hxla
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=140)
-parser.add_argument("--compared-steps", type=int, default=5)
+parser.add_argument("--long", action="store_true", help="train until it spells")
+parser.add_argument("--steps", type=int, help="default: 24, with --long 140")
+parser.add_argument("--compared-steps", type=int, default=3, help="of each of the four ways")
 parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/demo"))
 args = parser.parse_args()
+num_steps = args.steps or (140 if args.long else 24)
 args.folder.mkdir(parents=True, exist_ok=True)
 
 
 class SmallGPT(gpt.GPT):
-    """0.5 million parameters that spell after a minute on one core.
+    """0.5 million parameters that spell after some minutes on one core.
 
     Each position also embeds the three bytes before it, which a first layer would have to learn to
     look up, and each block begins as the identity.
@@ -61,7 +69,7 @@ class SmallGPT(gpt.GPT):
 
 text = gpt.library()["text"]
 seen, held_out = {"text": text[:-512]}, {"text": text[-512:]}  # the last files of the alphabet
-rate = optax.warmup_cosine_decay_schedule(0.0, 6e-3, -(-args.steps // 10), args.steps)
+rate = optax.warmup_cosine_decay_schedule(0.0, 6e-3, -(-num_steps // 10), num_steps)
 job = hxla.Job(
     SmallGPT(nnx.Rngs(0)),
     seen,
@@ -86,7 +94,7 @@ for name, counts in {"fast": (num, 0), "slow": (0, num), "even": plan.counts}.it
         records[name] = list(session)
         hashes[name] = sha256(session)
 
-with job.open(plan, steps=args.steps, balance=True, run_dir=args.folder) as session:
+with job.open(plan, steps=num_steps, balance=True, run_dir=args.folder) as session:
     records["planned"] = []
     for record in session:
         records["planned"].append(record)
@@ -106,7 +114,15 @@ def median_seconds(name: str, device: int | None = None) -> float:
 
 
 tokens = records["even"][0].num_tokens
-attainable = tokens / median_seconds("fast", 0) + tokens / median_seconds("slow", 1)
+alone = [tokens / median_seconds("fast", 0), tokens / median_seconds("slow", 1)]
+attainable = sum(alone)
+shares = [device.core_share for device in hxla.load_cluster(plan.mesh_file or plan.cluster).devices]
+apart, wanted = alone[0] / alone[1], shares[0] / shares[1]
+if not 0.75 < apart / wanted < 1.5:
+    print(
+        "\nthis machine is busy: the times below mean nothing\n"
+        f"(alone, one device is {apart:.1f} times as fast as the other; their shares: {wanted:.1f})"
+    )
 print(f"\nattainable      {attainable:7,.0f} bytes/s, the sum of both devices' own speeds")
 for name in ("even", "planned"):
     speed = tokens / median_seconds(name)
@@ -136,7 +152,7 @@ bars.set_xlabel("seconds per step")
 bars.legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1))
 losses.plot([r.loss for r in records["even"]], label="even", color="#d9a441", lw=4)
 losses.plot([r.loss for r in records["planned"]], label="planned: the same bits", color="#2f6f9f")
-losses.plot(args.steps, evaluation.loss, "o", label="text it has not seen", color="#2f6f9f")
+losses.plot(num_steps, evaluation.loss, "o", label="text it has not seen", color="#2f6f9f")
 losses.set_xlabel("step")
 losses.set_ylabel("loss (nats per byte)")
 losses.legend(frameon=False)

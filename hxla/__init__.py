@@ -6,6 +6,9 @@ import sys as _sys
 
 import lazy_loader as _lazy_loader
 
+#: The version of hxla.
+__version__ = "0.2.0"
+
 #: A name is imported when it is first used, from where `__init__.pyi` has it: each process of a job
 #: waits for what it needs only.
 _loaded, __dir__, __all__ = _lazy_loader.attach_stub(__name__, __file__)

@@ -1,5 +1,7 @@
 # The public names, in the order of the data's way, and where each of them is.
 
+__version__: str
+
 from ._src.model.annotations import replicate as replicate, split as split, stage as stage
 from ._src.model.annotations import Strategy as Strategy
 from ._src.model.loss import metric as metric, Metric as Metric

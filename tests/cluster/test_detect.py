@@ -100,7 +100,7 @@ def test_a_file_that_is_there_or_whose_folder_is_missing_is_refused(tmp_path, no
     assert main(["devices", "--write", str(file)]) == 2
     assert "here.toml exists: remove it" in capsys.readouterr().err
     assert main(["devices", "--write", str(tmp_path / "no" / "here.toml")]) == 2
-    assert "cannot be written: No such file" in capsys.readouterr().err
+    assert "there is no folder" in capsys.readouterr().err
 
 
 def test_more_devices_than_cores_are_said(no_driver, capsys):

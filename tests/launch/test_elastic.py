@@ -279,11 +279,14 @@ def test_a_job_that_waits_for_devices_says_what_is_lost_with_it(tmp_path):
 
 HOSTILE = {
     "min above max": (["--elastic", "--min", "3", "--max", "2", "-n", "2"], "--min 3 --max 2"),
-    "min without elastic": (["--min", "2", "-n", "2"], "--min is of --elastic"),
+    "min without elastic": (["--min", "2", "-n", "2"], "--min needs --elastic"),
     "no time": (["--elastic", "--heartbeat", "0.1", "-n", "2"], "--heartbeat 0.1"),
     "no time for steps": (["--elastic", "--grace", "-1", "-n", "2"], "--grace -1"),
-    "a plan": (["--elastic", "--plan", "x.json", "-n", "2"], "leave out --plan"),
-    "no folder": (["--elastic", "-n", "1", "--events", "/nowhere/x"], "--events /nowhere/x"),
+    "a plan": (["--elastic", "--plan", str(elastic_chaos.JOB), "-n", "2"], "leave out --plan"),
+    "no folder": (
+        ["--elastic", "-n", "1", "--events", "/nowhere/x"],
+        "there is no folder '/nowhere'",
+    ),
 }
 
 

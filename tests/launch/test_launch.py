@@ -19,7 +19,7 @@ from hxla import LaunchError, MeshError, load_cluster
 from hxla.__main__ import main
 from support import left_behind
 from support.inside.core import names
-from support.inside.launch import Logs, _throttle
+from support.inside.launch import Logs, _throttle, planned_mesh
 from support.inside.launch import _launcher as _run
 from support.launched import PATIENCE_SECONDS, end_of, lines_with, start
 from support.left_behind import wait_until
@@ -476,25 +476,27 @@ def test_of_the_folders_of_jobs_that_are_over_the_last_ten_are_kept(tmp_path, mo
     assert all((folder / "rank-0.log").exists() for folder in others)
 
 
-def test_a_plan_finds_the_mesh_file_of_the_user_where_it_was_or_beside_it(tmp_path):
-    mesh, out = tmp_path / "own" / "processors.toml", tmp_path / "out"
-    for folder in (mesh.parent, out):
-        folder.mkdir()
-    mesh.write_text('name = "mine"\n[[device]]\nkind = "cpu"\n')
+def planned(mesh, file):
+    """A plan for a mesh, also in a file."""
     graph = hxla.trace(
         nnx.Linear(4, 2, rngs=nnx.Rngs(0)),
         lambda model, batch: model(batch["x"]).mean(-1),
         {"x": np.ones((4, 4), np.float32)},
     )
     plan = hxla.make_plan(graph, load_cluster(str(mesh)), batch_size=8)
-    built_in = hxla.make_plan(graph, load_cluster("cpu-4-equal"), batch_size=8)
-    assert (plan.cluster, built_in.mesh_file) == ("mine", "")
-    file, script = out / "plan.json", tmp_path / "script.py"
     plan.write(file)
-    script.write_text("import os; print(os.environ['HXLA_MESH'], file=open('told', 'w'))")
-    command = [f"--plan={file}", str(script)]
+    return plan
+
+
+def test_a_plan_runs_on_its_mesh_which_it_carries(tmp_path):
+    mesh, file, script = (tmp_path / name for name in ("mine.toml", "plan.json", "script.py"))
+    mesh.write_text('name = "mine"\n[[device]]\nkind = "cpu"\ncore_share = 0.5\n')
+    plan = planned(mesh, file)
+    assert (plan.cluster, plan.mesh_file) == ("mine", str(mesh))
+    mesh.unlink()
+    script.write_text("import os, shutil; shutil.copy(os.environ['HXLA_MESH'], 'seen.toml')")
     ran = subprocess.run(
-        [sys.executable, "-m", "hxla", "run", *command],
+        [sys.executable, "-m", "hxla", "run", "--plan", str(file), str(script)],
         check=False,
         capture_output=True,
         text=True,
@@ -502,10 +504,36 @@ def test_a_plan_finds_the_mesh_file_of_the_user_where_it_was_or_beside_it(tmp_pa
         env=os.environ | {"PYTHONPATH": PYTHONPATH},
     )
     assert ran.returncode == 0, ran.stderr
-    assert (tmp_path / "told").read_text().strip() == str(mesh)
-    mesh.rename(tmp_path / "moved.toml")
-    with pytest.raises(LaunchError, match=r"'mine'.* not at .*processors.toml.*pass --mesh FILE"):
-        _run.run([str(script)], plan=str(file))
-    (tmp_path / "moved.toml").rename(out / mesh.name)
-    assert _run._mesh_of(plan, str(file)) == str(out / mesh.name)
-    assert _run._mesh_of(built_in, str(file)) == "cpu-4-equal"
+    assert "has changed" not in ran.stderr
+    assert load_cluster(str(tmp_path / "seen.toml")).devices[0].core_share == 0.5
+
+
+def test_a_changed_mesh_file_is_told_and_the_mesh_of_the_plan_is_used(tmp_path, capsys):
+    mesh, file = tmp_path / "mine.toml", tmp_path / "plan.json"
+    mesh.write_text('name = "mine"\n[[device]]\nkind = "cpu"\n')
+    plan = planned(mesh, file)
+    with planned_mesh(plan, str(file)) as used:
+        assert used == str(mesh)
+    mesh.write_text('# A comment changes nothing.\nname = "mine"\n[[device]]\nkind = "cpu"\n')
+    with planned_mesh(plan, str(file)) as used:
+        assert used == str(mesh)
+    assert not capsys.readouterr().err
+    for changed in ('name = "mine"\n[[device]]\nkind = "cpu"\ncount = 2\n', "damaged"):
+        mesh.write_text(changed)
+        with planned_mesh(plan, str(file)) as used:
+            assert used != str(mesh)
+            assert len(load_cluster(used).devices) == 1
+        assert not os.path.exists(used)
+        said = capsys.readouterr().err
+        assert said.startswith(f"hxla: mesh {mesh} has changed since {file} was made, and the mesh")
+
+
+def test_a_built_in_mesh_and_one_made_in_python_are_in_their_plans_too(tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    plan = planned("cpu-4-equal", file)
+    with planned_mesh(plan, str(file)) as used:
+        assert used == "cpu-4-equal"
+    with planned_mesh(plan.replaced(cluster="of-python"), str(file)) as used:
+        assert load_cluster(used).devices == load_cluster("cpu-4-equal").devices
+    assert not capsys.readouterr().err
+    assert plan.decisions.mesh == ""

@@ -13,6 +13,7 @@ import pytest
 import hxla
 from hxla import testing
 from support.doc_pages import PAGES, ROOT, run
+from support.inside.cli import cli
 from support.sentences import mean_words, sentences
 
 
@@ -160,17 +161,13 @@ def test_the_configuration_page_has_every_setting_with_its_default():
     assert sorted(shown) == sorted(settings(hxla.Config))
 
 
-def options():
-    """The long options of each command of `hxla`."""
+def options(command=cli):
+    """The long options of each command of `hxla`, a group's being those of its commands."""
     found = {}
-    source = ast.parse((ROOT / "hxla/__main__.py").read_text())
-    for node in ast.walk(source):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            texts = [a.value for a in node.args if isinstance(a, ast.Constant)]
-            if node.func.attr == "add_argument" and texts[0].startswith("--"):
-                command = ast.unparse(node.func.value)
-                command = "run" if command in ("where", "kept") else command
-                found.setdefault(command, set()).add(texts[0])
+    for name, inner in command.commands.items():
+        below = options(inner).values() if hasattr(inner, "commands") else ()
+        found[name] = {o for param in inner.params for o in param.opts if o[:2] == "--"}
+        found[name] = found[name].union(*below)
     return found
 
 

@@ -40,6 +40,7 @@ LAYERS = (
     "inspect",
     "session",
     "scheduler",
+    "cli",
     "_src",
     "testing",
     "__init__",

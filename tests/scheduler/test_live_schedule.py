@@ -297,7 +297,6 @@ def test_a_file_of_jobs_is_read_and_all_its_faults_are_told(tmp_path):
         (["--policy", "weighing"], "say where devices are: give --mesh FILE"),
         (["--policy", "weighing", "--mesh", "cpu-1.0-0.5"], "has cpu, and the jobs have seconds"),
         (["--policy", "weighing", "--mesh", "whale-8v100-8p100"], "nodes and hxla run starts"),
-        (["--policy", "weighing", "--mesh", "x", "--at", "3"], "--at is of simulate and explain"),
         (["--policy", "weighing", "--mesh", "x", "--out", "."], "--out .: it is not empty"),
     ],
 )

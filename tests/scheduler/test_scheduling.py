@@ -265,8 +265,6 @@ def test_hxla_schedule_simulates_and_explains(own, tmp_path, capsys):
         (["simulate", "OWN"], "devices none: the trace has speeds on V100, T4; give --devices"),
         (["simulate", "OWN", "--devices", "A100=4"], "devices {'A100': 4}: the trace has speeds"),
         (["simulate", "OWN", "--policy", "best"], "no policy best: there are one-at-a-time"),
-        (["simulate", "OWN", "--at", "3"], "leave out --at"),
-        (["explain", "OWN"], "give --at SECONDS"),
         (["explain", "OWN", "--at", "3"], "give --policy one of"),
         (["simulate", "OWN", "--interval", "0"], "give at least 0 s, and more than 0 s"),
     ],

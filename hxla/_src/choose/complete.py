@@ -6,6 +6,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..cluster.card_dtypes import slow_cards
 from ..cluster.cluster import Cluster, Device
+from ..cluster.mesh_file import dump_cluster
 from ..core.types import STAGE_AXIS
 from ..graph.graph import Graph, params_of
 from ..graph.parts import ChainPart, graph_at, parts_of
@@ -130,6 +131,7 @@ def complete(
         "made_with": versions_for(cluster),
         "cluster": cluster.name,
         "mesh_file": cluster.file,
+        "mesh": dump_cluster(cluster) if cluster.name else "",
         "batch_size": batch_size,
         "microbatch_size": microbatch_size,
         "devices": tuple(

@@ -7,7 +7,7 @@ import os
 import pathlib
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from ..core.errors import MeshError
 from ..jax.devices import multiprocessors
 from . import hardware
 from . import nvml as _nvml
+from .card_support import extra_for, installed_cuda, unsupported
 from .cluster import Cluster, Device, Link, Node, Rate
 from .mesh_file import dump_cluster
 
@@ -107,6 +108,7 @@ def detect(num_cores: int) -> Here:
         platforms = os.environ.get("JAX_PLATFORMS", "")
         notes.append(f"JAX found no devices: {str(error) or f'JAX_PLATFORMS={platforms}'}")
     handles = tuple(d for d in local if d.platform != "cpu")
+    notes += unsupported(cards, _nvml.driver_version(), installed_cuda())
     if not handles and not cards:
         return _cores(tuple(local), num_cores, notes)
     if handles:
@@ -123,7 +125,7 @@ def detect(num_cores: int) -> Here:
             (_described_handle(d, card), card) for d, card in zip(handles, chosen, strict=True)
         ]
     else:
-        notes.append("JAX does not see the GPUs: install hxla[cuda], or unset JAX_PLATFORMS")
+        notes.append(f"JAX does not see the GPUs: {_how_to_see(cards)}")
         pairs = [(_described_card(card), card) for card in cards]
     position = {card.index: i for i, (_, card) in enumerate(pairs) if card is not None}
     return Here(
@@ -137,6 +139,15 @@ def detect(num_cores: int) -> Here:
         handles=handles,
         notes=tuple(notes),
     )
+
+
+def _how_to_see(cards: Sequence[_nvml.Card]) -> str:
+    if platforms := os.environ.get("JAX_PLATFORMS"):
+        return f"unset JAX_PLATFORMS={platforms}"
+    extra = extra_for(cards, _nvml.driver_version())
+    if installed_cuda() is None and extra is not None:
+        return f"pip install 'hxla[{extra}]'"
+    return "python -c 'import jax; jax.devices(\"cuda\")' says why"
 
 
 def _described_card(card: _nvml.Card) -> Device:

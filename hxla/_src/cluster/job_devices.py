@@ -42,8 +42,8 @@ def resolve(
             devices = jax.devices() if not is_local() else _one_of_each_process()
         except (RuntimeError, AssertionError) as error:  # jax asserts that some platform is left
             raise MeshError(
-                f"JAX found no devices: {error}\ninstall jax[cuda13] for NVIDIA GPUs, or set "
-                "JAX_PLATFORMS=cpu to train on the CPU"
+                f"JAX found no devices: {error}\nfor NVIDIA GPUs install what hxla devices says, "
+                "or set JAX_PLATFORMS=cpu to train on the CPU"
             ) from error
     if not devices:
         raise MeshError("the mesh has no devices: pass mesh=None to use every device there is")

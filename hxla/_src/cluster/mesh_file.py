@@ -1,5 +1,6 @@
 """Mesh files: a described cluster as TOML that people read, review and contribute."""
 
+import functools
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -328,6 +329,7 @@ def _link_faults(links: Sequence[Mapping[str, Any]], counts: Mapping[str, int]) 
             )
 
 
+@functools.lru_cache(maxsize=64)  # each plan of a search has it
 def dump_cluster(cluster: Cluster) -> str:
     """The mesh file of a cluster, which `load_cluster` reads back as an equal one.
 

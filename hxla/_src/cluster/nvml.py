@@ -28,6 +28,7 @@ class Card:
     Attributes:
         index: In NVML, which counts all cards.
         pcie: Generation and lanes of its slot; None if not known.
+        capability: CUDA's compute capability, such as (7, 0) of a V100; None if not known.
     """
 
     index: int
@@ -36,6 +37,7 @@ class Card:
     total_bytes: int
     free_bytes: int
     pcie: tuple[int, int] | None
+    capability: tuple[int, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +87,14 @@ def name_of(nvml: Any, index: int) -> str:
     return _text(nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByIndex(index)))
 
 
+def driver_version() -> int | None:
+    """The first number of the driver's version, 580; None without a driver."""
+    with driver() as nvml:
+        text = None if nvml is None else _ask(nvml, nvml.nvmlSystemGetDriverVersion)
+    first = "" if text is None else _text(text).partition(".")[0]
+    return int(first) if first.isdigit() else None
+
+
 def read() -> tuple[tuple[Card, ...], tuple[Wire, ...]]:
     """All cards and the wire between each two; nothing without a driver."""
     with driver() as nvml:
@@ -117,6 +127,7 @@ def _card(nvml: Any, index: int, handle: Any) -> Card:
     # The current generation drops while a card idles.
     generation = _ask(nvml, nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle)
     lanes = _ask(nvml, nvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
+    capability = _ask(nvml, nvml.nvmlDeviceGetCudaComputeCapability, handle)
     return Card(
         index=index,
         name=_text(nvml.nvmlDeviceGetName(handle)),
@@ -124,6 +135,7 @@ def _card(nvml: Any, index: int, handle: Any) -> Card:
         total_bytes=int(memory.total),
         free_bytes=int(memory.free),
         pcie=(generation, lanes) if generation and lanes else None,
+        capability=None if capability is None else (int(capability[0]), int(capability[1])),
     )
 
 

@@ -13,14 +13,6 @@ import jax
 _INSTRUCTIONS = ("amx", "avx512f", "avx2", "avx", "sse4_2")
 
 
-def hxla_version() -> str:
-    """The version of the installed package."""
-    try:
-        return importlib.metadata.version("hxla")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def jax_versions() -> tuple[str, str]:
     """The versions of jax and jaxlib."""
     return jax.__version__, importlib.metadata.version("jaxlib")

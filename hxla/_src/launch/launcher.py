@@ -84,7 +84,7 @@ def run(
 
     Args:
         number: Number of processes, instead of a mesh.
-        plan: Plan file; only the devices of the plan get a process.
+        plan: Plan file; only the devices of the plan get a process, by default on its mesh.
         grace_seconds: From SIGTERM to SIGKILL; longer for a process that finishes and saves a step.
         dump: New folder for XLA's dumps, with a folder `process-0` and so on for each process.
         program: Module that runs the command in each process, and its arguments.
@@ -94,35 +94,60 @@ def run(
         signal's number if it was killed), or of the user's signal: see docs/how-to/launching.md.
 
     Raises:
-        LaunchError: As `describe`.
+        LaunchError: As `describe`, or if the mesh is not the plan's.
     """
-    asked = None
-    if plan is not None:
-        from ..plan.plan import Plan  # imports jax, which a launcher does not need
+    start = functools.partial(
+        _run, command, folder=new_dump(dump), grace_seconds=grace_seconds, program=program
+    )
+    if plan is None:
+        devices = describe(mesh, None if mesh is not None else number)
+        return start(devices, range(len(devices)), mesh=mesh, settings={})
+    from ..plan.plan import Plan  # imports jax, which other launchers do not need
+    from .planned_mesh import check_mesh, planned_mesh
 
-        asked = Plan.read(plan)
-    if asked is not None and mesh is None and number is None:
-        mesh, number = _mesh_of(asked, str(plan)), len(asked.devices)
-    devices = describe(mesh, None if mesh is not None else number)
-    ranks: Sequence[int] = range(len(devices))
-    settings: dict[str, str] = {}
-    if plan is not None and asked is not None:
+    asked = Plan.read(plan)
+    with contextlib.ExitStack() as stack:
+        if mesh is None and number is None:
+            mesh, number = stack.enter_context(planned_mesh(asked, plan)), len(asked.devices)
+        devices = describe(mesh, None if mesh is not None else number)
+        if mesh is not None:
+            check_mesh(asked, plan, mesh, devices)
         ranks = _planned_ranks(asked, len(devices))
         settings = {"HXLA_PLAN": os.path.abspath(plan)}
         if len(ranks) < len(devices):
             settings["HXLA_DEVICES"] = ",".join(map(str, ranks))
+        return start(devices, ranks, mesh=mesh, settings=settings)
+
+
+def _run(
+    command: Sequence[str],
+    devices: Sequence[Device],
+    ranks: Sequence[int],
+    *,
+    mesh: str | None,
+    settings: Mapping[str, str],
+    folder: str | None,
+    grace_seconds: float,
+    program: Sequence[str],
+) -> int:
+    """Run a process for each of some ranks.
+
+    Args:
+        settings: Environment variables of all processes.
+        folder: Absolute path for dumps.
+    """
     chosen = [devices[rank] for rank in ranks]
     kinds = [device.kind for device in chosen]
     if are_unlike(kinds):
         note = f"{in_words(kinds)} share no library for collectives: they meet in their hosts"
         print(f"hxla: {note}", file=sys.stderr)
-    folder, envs = new_dump(dump), list[dict[str, str]]()
+    envs = list[dict[str, str]]()
     for rank, device in zip(ranks, chosen, strict=True):
-        env = process_environment(place_of(rank, devices), device, chosen, mesh) | settings
+        env = process_environment(place_of(rank, devices), device, chosen, mesh) | dict(settings)
         envs.append(env if folder is None else env | dumping(env, folder, str(len(envs))))
 
     def read_devices() -> list[Device]:
-        now = devices if mesh is None else describe(mesh, None)
+        now: Sequence[Device] = devices if mesh is None else describe(mesh, None)
         if len(now) <= max(ranks):
             raise LaunchError(f"{mesh} now has {len(now)} devices")
         return [now[rank] for rank in ranks]
@@ -197,24 +222,6 @@ def _needing_ray() -> Iterator[None]:
         yield
     except ModuleNotFoundError:
         raise LaunchError("--ray needs Ray: pip install 'hxla[ray]', on every node") from None
-
-
-def _mesh_of(plan: "Plan", file: str) -> str | None:
-    """The mesh file of a plan: built in, at its path, or beside the plan; None if it had none.
-
-    Raises:
-        LaunchError: If the file is missing.
-    """
-    if not plan.mesh_file:
-        return plan.cluster or None
-    recorded = pathlib.Path(plan.mesh_file)
-    for path in (recorded, pathlib.Path(file).with_name(recorded.name)):
-        if path.is_file():
-            return str(path)
-    raise LaunchError(
-        f"plan {file} is for the mesh file {plan.cluster!r}, which is not at {recorded} and not "
-        "beside the plan: put it there, or pass --mesh FILE"
-    )
 
 
 def _planned_ranks(plan: "Plan", num_devices: int) -> Sequence[int]:

@@ -5,8 +5,9 @@ from typing import Literal
 
 import pydantic
 
+from ... import __version__
 from ..core.files import shown
-from ..core.versions import hxla_version, jax_versions, processor
+from ..core.versions import jax_versions, processor
 from ..jax.settings import bit_settings
 from ..schedule.schedules import needs_even_counts
 from .layout import PlanValue
@@ -49,7 +50,7 @@ def versions_here(*, on_cpu: bool) -> Versions:
     """The versions and settings of this process."""
     jax, jaxlib = jax_versions()
     return Versions(
-        hxla=hxla_version(),
+        hxla=__version__,
         jax=jax,
         jaxlib=jaxlib,
         processor=processor() if on_cpu else "",

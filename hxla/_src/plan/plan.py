@@ -116,6 +116,7 @@ class Plan(PlanValue):
         made_with: The versions and settings that decide bits.
         cluster: The name of the mesh file; empty for the devices of this machine or job.
         mesh_file: The path of a mesh file that is not built in, where the plan was made.
+        mesh: The contents of the mesh file, so that `hxla run --plan` needs the plan only.
         batch_size: The examples of a global batch.
         microbatch_size: The examples of a microbatch.
         devices: The devices that take part.
@@ -153,6 +154,7 @@ class Plan(PlanValue):
     made_with: Versions
     cluster: str = ""
     mesh_file: str = ""
+    mesh: str = ""
     batch_size: Annotated[int, pydantic.Field(ge=1, le=2**48)]
     microbatch_size: Annotated[int, pydantic.Field(ge=1, le=2**48)]
     devices: tuple[PlannedDevice, ...] = pydantic.Field(min_length=1)
@@ -299,8 +301,9 @@ class Plan(PlanValue):
 
     @property
     def decisions(self) -> "Plan":
-        """The plan without its prediction, runners-up, reasons and mesh file's path."""
-        without = {"prediction": None, "runners_up": (), "reasons": (), "mesh_file": ""}
+        """The plan without its prediction, runners-up, reasons, and mesh file with its path."""
+        without: dict[str, Any] = {"prediction": None, "runners_up": (), "reasons": ()}
+        without |= {"mesh_file": "", "mesh": ""}
         return self.model_copy(update=without)
 
     # -- other plans -----------------------------------------------------------------------------

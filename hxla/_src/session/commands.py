@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from ..choose.make_plan import make_plan
 from ..choose.search_options import SearchOptions
+from ..cluster.mesh_file import load_cluster
 from ..core.errors import ConfigError
 from ..core.files import local_path
 from ..lower.determinism import determinism
@@ -38,10 +39,11 @@ def plan_script(
     Raises:
         HxlaError: If the script has no job, or no plan fits.
     """
+    clusters = [load_cluster(mesh) for mesh in meshes]  # before a script that may take long
     job, request = job_of(command)
     plans = []
-    for mesh in meshes:
-        made = make_plan(job, mesh, request, SessionMeasure, profile=profile, search=search)
+    for cluster in clusters:
+        made = make_plan(job, cluster, request, SessionMeasure, profile=profile, search=search)
         plans.append(made.plan)
         print(f"{made.plan.cluster}: {made.plan.explain()}")
         print(f"  {determinism(job.graph(made.plan.microbatch_size), made.plan)}")

@@ -54,6 +54,7 @@ from hxla._src.launch.membership import (
     Vanished,
 )
 from hxla._src.launch.output import SAID, Forwarder, Logs, Output, Streams
+from hxla._src.launch.planned_mesh import planned_mesh
 from hxla._src.launch.ranks import RanksStart, Seat
 from hxla._src.launch.ray_cluster import connect
 from hxla._src.launch.ray_host import RayHost

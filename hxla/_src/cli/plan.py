@@ -1,0 +1,273 @@
+"""`hxla profile` and `hxla plan`."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from ..core.errors import HxlaError, PlanError
+from .arguments import (
+    INPUT_FILE,
+    OUTPUT_FILE,
+    SCRIPT_SETTINGS,
+    SECONDS,
+    SIZES,
+    mesh_option,
+    misplaced,
+    note_misplaced,
+    script_arguments,
+    script_command,
+)
+from .help import SETTINGS, CommandWithExamples, Decorated, option
+
+_MEASURED, _INPUT, _OUTPUT, _SEARCH = "What is measured", "Input", "Output", "Search"
+
+
+def _microbatch_sizes(heading: str, help: str, default: str) -> Callable[[Decorated], Decorated]:
+    return option(
+        heading,
+        "--microbatch-sizes",
+        type=SIZES,
+        default=(),
+        metavar="SIZES",
+        show_default=default,
+        help=help,
+    )
+
+
+@click.command(
+    cls=CommandWithExamples,
+    context_settings=SETTINGS | SCRIPT_SETTINGS,
+    short_help="Measure a script's model on these devices, for hxla plan.",
+    examples=(
+        ("profile --write times.json train.py", "Measure on one process."),
+        ("profile --mesh cpu-1.0-0.33 train.py", "Measure each device of a mesh."),
+    ),
+)
+@mesh_option(_MEASURED, "Measure on each device of this mesh: a built-in name or a mesh file.")
+@_microbatch_sizes(
+    _MEASURED, "Measure microbatches of these sizes, such as 1,2,4.", "those that may be planned"
+)
+@option(
+    _MEASURED,
+    "--segments",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    metavar="NUMBER",
+    help="Measure the model in at most this many segments.",
+)
+@option(
+    _OUTPUT,
+    "--write",
+    type=OUTPUT_FILE,
+    default="profile.json",
+    show_default=True,
+    metavar="PROFILE.JSON",
+    help="Write the measured times to this file.",
+)
+@click.option("--joined", is_flag=True, hidden=True)
+@script_arguments
+@click.pass_context
+def profile(
+    ctx: click.Context,
+    /,
+    script: str,
+    arguments: tuple[str, ...],
+    is_module: bool,
+    joined: bool,
+    mesh: str | None,
+    microbatch_sizes: tuple[int, ...],
+    segments: int,
+    write: str,
+) -> int:
+    """Measure how long the model of a training script takes on these devices.
+
+    The script runs up to its training, which is left out.
+    """
+    command = script_command(script, arguments, is_module=is_module)
+    if mesh is not None and not joined:
+        from ..launch import launcher
+
+        note_misplaced(ctx, script, arguments)
+        flags = ["--joined", "--write", os.path.abspath(write), "--segments", str(segments)]
+        if microbatch_sizes:
+            flags += ["--microbatch-sizes", ",".join(map(str, microbatch_sizes))]
+        return launcher.run(command, mesh=mesh, program=("hxla", "profile", *flags))
+    from ..launch.join import run_joined
+    from ..session.capture import job_of
+    from ..session.profiling import profile
+
+    def work() -> None:
+        try:
+            job, request = job_of(command)
+            profile(
+                job,
+                request,
+                file=os.path.abspath(write),
+                microbatch_sizes=microbatch_sizes,
+                num_segments=segments,
+            )
+        except HxlaError as error:
+            sys.exit(f"hxla: {error}")
+
+    if not joined:
+        note_misplaced(ctx, script, arguments)
+    run_joined(work)
+    return 0
+
+
+@click.command(
+    cls=CommandWithExamples,
+    context_settings=SETTINGS | SCRIPT_SETTINGS,
+    short_help="Plan a script's training for any mesh, without its devices.",
+    examples=(
+        ("plan --mesh whale-8v100-8p100 train.py", "Plan for a cluster that is not here."),
+        (
+            "plan --mesh mine.toml --profile times.json --write plan.json train.py",
+            "Plan with measured times, and write the plan for hxla run --plan.",
+        ),
+        (
+            "plan --mesh whale-8v100-8p100 --compare whale-4v100-4p100 train.py",
+            "Compare the plans for two meshes.",
+        ),
+    ),
+)
+@mesh_option(_INPUT, "Plan for this mesh: a built-in name or a mesh file. Required.")
+@mesh_option(_INPUT, "Plan for this mesh too, and compare the two plans.", "--compare")
+@option(
+    _INPUT,
+    "--profile",
+    type=INPUT_FILE,
+    metavar="PROFILE.JSON",
+    show_default="estimates",
+    help="Plan with the times that hxla profile measured.",
+)
+@option(
+    _OUTPUT,
+    "--write",
+    type=OUTPUT_FILE,
+    metavar="PLAN.JSON",
+    help="Write the plan, with its mesh, for hxla run --plan.",
+)
+@option(
+    _OUTPUT,
+    "--draw",
+    type=click.Path(file_okay=False),
+    metavar="FOLDER",
+    help="Write pictures of the plan, and traces for Perfetto.",
+)
+@_microbatch_sizes(
+    _SEARCH, "Choose among these microbatch sizes, such as 1,2,4.", "those of the script"
+)
+@option(
+    _SEARCH,
+    "--segments",
+    type=click.IntRange(min=1),
+    metavar="NUMBER",
+    show_default="8 to 96, by the number of devices",
+    help="Divide the model into at most this many segments.",
+)
+@option(
+    _SEARCH,
+    "--stages",
+    type=click.IntRange(min=1),
+    metavar="NUMBER",
+    show_default="no limit",
+    help="Use at most this many pipeline stages.",
+)
+@option(
+    _SEARCH,
+    "--tensor",
+    type=SIZES,
+    default=(),
+    metavar="SIZES",
+    show_default="all that the links allow",
+    help="Choose among these sizes of the tensor axis, such as 2,4.",
+)
+@option(
+    _SEARCH,
+    "--no-recompute",
+    is_flag=True,
+    help="Keep all activations, instead of recomputing some where memory is short.",
+)
+@option(
+    _SEARCH,
+    "--seconds",
+    type=SECONDS,
+    metavar="SECONDS",
+    show_default="15, and for long steps up to 40",
+    help="Search for this many seconds of CPU time.",
+)
+@script_arguments
+@click.pass_context
+def plan(
+    ctx: click.Context,
+    /,
+    script: str,
+    arguments: tuple[str, ...],
+    is_module: bool,
+    mesh: str | None,
+    **options: Any,
+) -> int:
+    """Plan the training of a script for any mesh, whose devices need not be here.
+
+    The script runs up to its training, which is left out.
+    """
+    if mesh is None:
+        late = any(word.startswith("--mesh") for word in misplaced(ctx, arguments))
+        words = (
+            f"--mesh stands after {script}: write it before the script."
+            if late
+            else ("Missing option '--mesh': name the mesh to plan for.")
+        )
+        raise click.UsageError(words, ctx)
+    if options["seconds"] is not None and options["seconds"] <= 0:
+        raise PlanError(f"--seconds {options['seconds']:g}: use more than zero seconds")
+    command = script_command(script, arguments, is_module=is_module)
+    note_misplaced(ctx, script, arguments)
+    return _plan(command, mesh=mesh, **options)
+
+
+def _plan(
+    command: list[str],
+    *,
+    mesh: str,
+    compare: str | None,
+    profile: str | None,
+    write: str | None,
+    draw: str | None,
+    microbatch_sizes: tuple[int, ...],
+    segments: int | None,
+    stages: int | None,
+    tensor: tuple[int, ...],
+    no_recompute: bool,
+    seconds: float | None,
+) -> int:
+    import jax
+
+    from ..choose.search_options import SearchOptions
+    from ..session.commands import plan_script
+
+    jax.config.update("jax_platforms", "cpu")  # planning needs no accelerator
+    budget = {"seconds": 15.0}
+    if seconds is not None:
+        budget = {"seconds": seconds, "most_seconds": seconds}
+    plan_script(
+        command,
+        meshes=(mesh,) if compare is None else (mesh, compare),
+        profile=profile,
+        write=write,
+        draw=draw,
+        search=SearchOptions(
+            microbatch_sizes=microbatch_sizes,
+            num_segments=segments,
+            **budget,
+            max_stages=stages,
+            tensors=tensor,
+            recompute=not no_recompute,
+        ),
+    )
+    return 0

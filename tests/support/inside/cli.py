@@ -1,0 +1,3 @@
+"""What tests know of the insides of `hxla._src.cli`."""
+
+from hxla._src.cli.main import cli
