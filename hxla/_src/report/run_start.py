@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from ..core.versions import hxla_version
+from ... import __version__
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 _GIT_SECONDS = 5.0  # a large repository on a slow disk
@@ -87,7 +87,7 @@ def run_start(
         num_processes=len(hosts),
         devices=dict(collections.Counter(devices)),
         job=dict(job),
-        versions={"hxla": hxla_version(), **versions, "Python": platform.python_version()},
+        versions={"hxla": __version__, **versions, "Python": platform.python_version()},
     )
 
 
