@@ -32,7 +32,7 @@ test = {"image": images[1536:], "label": labels[1536:]}
 class Net(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.conv = nnx.Conv(1, 16, (3, 3), rngs=rngs)
-        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, momentum=0.9, rngs=rngs)
         self.out = nnx.Linear(256, 10, rngs=rngs)
 
     def __call__(self, image: jax.Array) -> jax.Array:
