@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 import hxla
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--steps", type=int, default=100)
 parser.add_argument("--file", type=pathlib.Path, default=pathlib.Path("base.safetensors"))
 args = parser.parse_args()
 
@@ -49,10 +49,10 @@ hxla.save_weights(args.file, hxla.train(base, steps=args.steps, microbatch_size=
 
 weights = hxla.Weights(args.file, fresh=["{path*}/lora_a", "{path*}/lora_b"])
 adapted = hxla.Job(
-    network(nnx.Rngs(1), lora_rank=4),
+    network(nnx.Rngs(1), lora_rank=8),
     second,
     loss,
-    optax.adam(1e-2),
+    optax.adam(3e-2),
     batch_size=64,
     weights=weights,
     trainable=nnx.LoRAParam,
