@@ -20,9 +20,10 @@ def path():
     return found
 
 
-def run(page, *options, width=1280, height=1600):
+def run(page, *options, query="", width=1280, height=1600):
     command = [path(), "--headless", "--no-sandbox", "--hide-scrollbars", "--disable-gpu"]
-    command += [f"--window-size={width},{height}", *options, pathlib.Path(page).as_uri()]
+    command += [f"--window-size={width},{height}", *options]
+    command += [pathlib.Path(page).as_uri() + query]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
     )
