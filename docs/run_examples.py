@@ -41,14 +41,14 @@ def main(names: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             ran = subprocess.run(
                 [*own[first], *rest, str(script), *options.split()],
-                capture_output=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 text=True,
                 check=True,
                 cwd=folder,
             )
         shown = ran.stdout.replace(str(ROOT) + "/", "").replace("\r", "\n")
         shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
-        shown = "".join(line for line in shown.splitlines(True) if "[Gloo] Rank" not in line)
         text = f"$ {start} examples/{name}.py {options}".rstrip() + f"\n{shown.rstrip()}\n"
         (ROOT / f"docs/outputs/{name}.txt").write_text(text)
         print(f"{name}: {len(text.splitlines())} lines")

@@ -221,7 +221,7 @@ def test_steps_that_a_resume_makes_again_count_once(tmp_path, run):
             for record in records:
                 writer.write(record)
     again, starts = read_metrics(tmp_path / "metrics.jsonl")
-    assert [record.step for record in again.steps] == [0, 1, 2]
+    assert [record.step for record in again.steps] == [1, 2, 3]
     assert [some.step for some in starts] == [0, 3]
 
 
@@ -243,7 +243,7 @@ def test_the_page_says_that_a_run_goes_on_and_how_it_ended(tmp_path):
 
     def look(record, session):
         seen.append(Page(tmp_path / "report.html").text)
-        if record.step == 1:
+        if record.step == 2:
             raise ValueError("a < b")
 
     with pytest.raises(ValueError, match="a < b"):

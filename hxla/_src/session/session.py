@@ -190,9 +190,7 @@ class Session:
         self._recorder.log(f"{self.plan.explain()}\n  {bits.summary}")
 
     def __repr__(self) -> str:
-        end = "" if self.num_steps is None else f" of {self.num_steps}"
-        closed = ", closed" if self._is_closed else ""
-        return f"Session(step {self.step_number}{end}, {self.plan!r}{closed})"
+        return f"Session(step {self.step_number}, {self.plan!r})"
 
     def __enter__(self) -> "Session":
         return self
