@@ -160,8 +160,8 @@ class Session:
             self.after_save = self._saver.after_save
             local_bytes = [self.memory_bytes] * len(self._reducer.local)
             self._replica_bytes = shared_numbers(self._reducer, local_bytes)
-            parts = plan, self._cluster, self._replica_bytes, inputs, self._programs.most_inputs
-            limits = count_limits(*parts)
+            sizes = self._replica_bytes, inputs, self._programs.most_inputs
+            limits = count_limits(plan, self._cluster, *sizes)
             moves = options.balance or job.settings.balance
             self.plan, self.balancer = balanced(plan, moves, limits, seconds)
             self._watch_pipelines = PipelineWatch(self._stepper, self._programs, job.gather)
