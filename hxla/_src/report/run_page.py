@@ -195,8 +195,8 @@ def _metrics(history: History, marks: Mapping[float, str]) -> Iterator[str]:
         "gradient norm": [(r.step + 1, r.gradient_norm) for r in history.steps],
         "loss scale": [(r.step + 1, r.loss_scale) for r in history.steps],
     }
-    for title, points in applied.items():
-        if known := [(step, value) for step, value in points if value is not None]:
+    for title, values in applied.items():
+        if known := [(step, value) for step, value in values if value is not None]:
             is_norm = title == "gradient norm"
             curve = dataclasses.replace(_curve(title, known), is_noisy=is_norm)
             yield curve_chart(title, [curve], marks=marks, from_zero=not is_norm, height=140)
