@@ -100,21 +100,24 @@ def curve_chart(
     odd_steps: Sequence[int] = (),
     text: Callable[[float], str] = number,
     from_zero: bool = False,
+    is_linear: bool = False,
     height: int = 200,
 ) -> str:
-    """Draw curves over steps; the axis is logarithmic where values span a factor of 30.
+    """Draw curves over steps.
 
     Args:
         marks: The label of a dashed line, by step.
         odd_steps: Steps with a cross at the bottom.
         text: A value as text.
         from_zero: Whether the axis begins at zero.
+        is_linear: Whether the axis is never logarithmic; otherwise it is if the values span a
+            factor of 30.
         height: In pixels.
     """
     values = np.concatenate([curve.y for curve in curves])
     values = values[np.isfinite(values)]
     low, high = (values.min(), values.max()) if values.size else (0.0, 1.0)
-    is_log = low > 0 and high > 30 * low and not from_zero
+    is_log = low > 0 and high > 30 * low and not (from_zero or is_linear)
     axes = _axes([c.x for c in curves], 0.0 if from_zero else float(low), float(high), is_log)
     drawn = "".join(part for curve in curves for part in _curve(curve, axes))
     dots = "".join(part for curve in curves for part in _dots(curve, axes))
