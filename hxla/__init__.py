@@ -2,8 +2,7 @@
 
 import lazy_loader
 
-#: The version of hxla.
-__version__ = "0.2.0"
+from ._src.core.version import __version__ as __version__
 
 #: A name is imported when it is first used, from where `__init__.pyi` has it: each process of a job
 #: waits for what it needs only.
