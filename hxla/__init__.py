@@ -6,8 +6,7 @@ import sys as _sys
 
 import lazy_loader as _lazy_loader
 
-#: The version of hxla.
-__version__ = "0.2.0"
+from ._src.core.version import __version__ as __version__
 
 #: A name is imported when it is first used, from where `__init__.pyi` has it: each process of a job
 #: waits for what it needs only.

@@ -47,7 +47,7 @@ def test_hxla_alone_shows_its_help_with_three_examples(capsys):
 def test_the_version_has_one_place(capsys):
     assert said(capsys, "--version") == f"hxla {hxla.__version__}\n"
     assert re.fullmatch(r"\d+\.\d+\.\d+", hxla.__version__)
-    assert 'path = "hxla/__init__.py"' in (ROOT / "pyproject.toml").read_text()
+    assert 'path = "hxla/_src/core/version.py"' in (ROOT / "pyproject.toml").read_text()
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -48,7 +48,8 @@ def test_the_newest_cuda_that_supports_every_card_and_the_driver_is_named(cards,
 def test_a_card_that_cuda_13_does_not_support_is_named_with_the_extra_to_install():
     assert list(unsupported([V100, V100, T4, P100], 580, 13)) == [
         f"Tesla {name} has compute capability {capability}, and this jax with CUDA 13 needs 7.5 "
-        "or more: pip uninstall jax-cuda13-plugin jax-cuda13-pjrt; pip install 'hxla[cuda12]'"
+        "or more: pip uninstall jax-cuda13-plugin jax-cuda13-pjrt; pip install 'jax[cuda12]', "
+        "hxla's extra cuda12"
         for name, capability in (("V100", "7.0"), ("P100", "6.0"))
     ]
 
@@ -56,7 +57,7 @@ def test_a_card_that_cuda_13_does_not_support_is_named_with_the_extra_to_install
 def test_an_old_driver_is_named_and_a_card_that_nothing_supports_too():
     [said] = unsupported([T4], 535, 13)
     assert said.startswith("the NVIDIA driver is version 535, and this jax with CUDA 13 needs 580")
-    assert said.endswith("pip install 'hxla[cuda12]'")
+    assert said.endswith("pip install 'jax[cuda12]', hxla's extra cuda12")
     [said] = unsupported([K80], 525, 12)
     assert "capability 3.7" in said
     assert said.endswith("no version of jax that hxla supports can use all of these cards")
@@ -86,6 +87,9 @@ def test_the_driver_is_asked(monkeypatch):
     for name, answer in answers.items():
         monkeypatch.setattr(pynvml, name, answer)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    assert "JAX does not see the GPUs: pip install 'hxla[cuda12]'" in detect(2).notes
+    assert (
+        "JAX does not see the GPUs: pip install 'jax[cuda12]', hxla's extra cuda12"
+        in detect(2).notes
+    )
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert "JAX does not see the GPUs: unset JAX_PLATFORMS=cpu" in detect(2).notes

@@ -9,8 +9,8 @@ import click
 from click.exceptions import Exit
 from click.shell_completion import get_completion_class, shell_complete
 
-from ... import __version__
 from ..core.errors import HxlaError
+from ..core.version import __version__
 from .devices import devices
 from .help import SETTINGS, CommandWithExamples, GroupWithExamples, refusal, show_help_alone
 from .inspect import inspect

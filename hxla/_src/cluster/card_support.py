@@ -59,7 +59,7 @@ def unsupported(cards: Sequence[Card], driver: int | None, cuda: int | None) -> 
     remedy = "no version of jax that hxla supports can use all of these cards"
     if extra is not None:
         packages = f"jax-cuda{cuda}-plugin jax-cuda{cuda}-pjrt"
-        remedy = f"pip uninstall {packages}; pip install 'hxla[{extra}]'"
+        remedy = f"pip uninstall {packages}; pip install 'jax[{extra}]', hxla's extra {extra}"
     yield from (f"{fault}: {remedy}" for fault in faults)
 
 

@@ -146,7 +146,7 @@ def _how_to_see(cards: Sequence[_nvml.Card]) -> str:
         return f"unset JAX_PLATFORMS={platforms}"
     extra = extra_for(cards, _nvml.driver_version())
     if installed_cuda() is None and extra is not None:
-        return f"pip install 'hxla[{extra}]'"
+        return f"pip install 'jax[{extra}]', hxla's extra {extra}"
     return "python -c 'import jax; jax.devices(\"cuda\")' says why"
 
 

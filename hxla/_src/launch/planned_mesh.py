@@ -7,8 +7,8 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 
-from ..cluster.cluster import Cluster, Device
-from ..cluster.mesh_file import load_cluster
+from ..cluster.cluster import Device
+from ..cluster.mesh_file import dump_cluster, load_cluster
 from ..core.catalogue import names
 from ..core.errors import LaunchError, MeshError
 from ..plan.plan import Plan
@@ -33,9 +33,7 @@ def planned_mesh(plan: Plan, file: str) -> Iterator[str | None]:
         try:
             planned = _contents(str(path))
         except MeshError as error:
-            words = (
-                str(error).replace(f"mesh file {path}", str(path)).replace(str(path), "key 'mesh'")
-            )
+            words = str(error).replace("mesh file ", "").replace(str(path), "key 'mesh'")
             raise LaunchError(f"plan {file}: {words}") from None
         source = plan.mesh_file or plan.cluster
         is_known = os.path.exists(plan.mesh_file) or source in names("meshes")
@@ -52,8 +50,9 @@ def planned_mesh(plan: Plan, file: str) -> Iterator[str | None]:
         yield source if is_same else str(path)
 
 
-def _contents(mesh: str) -> Cluster:
-    return load_cluster(mesh).model_copy(update={"file": ""})
+def _contents(mesh: str) -> str:
+    """A mesh file without its comments, with figures as plans have them."""
+    return dump_cluster(load_cluster(mesh))
 
 
 def check_mesh(plan: Plan, file: str, mesh: str, devices: Sequence[Device]) -> None:

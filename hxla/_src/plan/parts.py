@@ -5,8 +5,8 @@ from typing import Literal
 
 import pydantic
 
-from ... import __version__
 from ..core.files import shown
+from ..core.version import __version__
 from ..core.versions import jax_versions, processor
 from ..jax.settings import bit_settings
 from ..schedule.schedules import needs_even_counts

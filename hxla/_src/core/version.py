@@ -1,0 +1,3 @@
+"""The version of hxla: its only place."""
+
+__version__ = "0.2.0"
