@@ -230,4 +230,4 @@ Two words. It counts `hxla run --mesh x` once, with [a link](where/it/leads.md) 
 code = "is not counted."
 ```
 """
-    assert [len(words) for words in sentences(page)] == [2, 10, 2, 4]
+    assert [len(words) for words in sentences(page)] == [2, 9, 2, 4]
