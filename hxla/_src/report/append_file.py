@@ -64,7 +64,7 @@ class AppendFile:
         """Replace everything, by one rename."""
         self._file.close()
         new = self._path.with_name(self._path.name + ".part")
-        self._file = new.open("ab", buffering=0)
+        self._file = new.open("wb", buffering=0)
         self.append(text)
         new.rename(self._path)
 
