@@ -123,7 +123,7 @@ def expected(evaluations):
         else:
             waited += 1
         if waited == PATIENCE:
-            return best, record.step
+            return best, record.step + 1
     raise AssertionError("the loss grows at last")
 
 
@@ -163,7 +163,7 @@ def test_a_record_has_epoch_learning_rate_and_gradient_norm(run):
     steps = result.history.steps
     assert [r.epoch for r in steps] == [r.step / EPOCH for r in steps]
     np.testing.assert_array_equal(
-        [r.learning_rate for r in steps], [float(schedule(r.step)) for r in steps]
+        [r.learning_rate for r in steps], [float(schedule(r.step - 1)) for r in steps]
     )
     assert steps[-1].gradient_norm == pytest.approx(float(result.opt_state[0]), rel=1e-5)
 
@@ -201,7 +201,7 @@ def test_a_resumed_run_ends_as_the_whole_one_and_its_files_have_no_row_twice(run
         train(tmp_path, more=[end_after_7])
     shutil.rmtree(tmp_path / "checkpoints" / "7")  # which a kill would not have written
     resumed = train(tmp_path)
-    assert resumed.history.steps[0].step == 6
+    assert resumed.history.steps[0].step == 7
     assert (resumed.step, resumed.sha256) == (result.step, result.sha256)
     best, _ = expected(result.history.evaluations)
     path = tmp_path / "run" / "best" / "model.safetensors"
@@ -212,7 +212,7 @@ def test_a_resumed_run_ends_as_the_whole_one_and_its_files_have_no_row_twice(run
     lines = (tmp_path / "rows.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == every
     kinds = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [x["step"] + 1 for x in kinds if x["kind"] == "step"] == every
+    assert [x["step"] for x in kinds if x["kind"] == "step"] == every
     assert [x["step"] for x in kinds if x["kind"] == "eval"] == [*range(2, result.step + 1, 2)]
     history, _ = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert history.steps[-1].loss == result.history.steps[-1].loss
@@ -291,7 +291,7 @@ def test_a_resume_cuts_lines_of_later_steps_though_an_earlier_gain_comes_after_t
     MetricsWriter(tmp_path, first_step=3).close()
     kept = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(x["kind"], x["step"]) for x in kept] == [
-        ("step", 0), ("step", 1), ("eval", 2), ("step", 2)
+        ("run", 0), ("step", 1), ("step", 2), ("eval", 2), ("step", 3)
     ]  # fmt: skip
     path.write_text("".join([*lines[:4], gain]))
     MetricsWriter(tmp_path, first_step=3).close()
