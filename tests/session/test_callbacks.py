@@ -224,9 +224,14 @@ def test_a_resumed_run_ends_as_the_whole_one_and_its_files_have_no_row_twice(run
 
 def test_no_callback_or_period_moves_a_bit(run):
     _, result, *_ = run
-    fixed = {"microbatch_size": 8, "mesh": models.mesh(data=1), "counts": "even"}
+    fixed = {"microbatch_size": 8, "mesh": models.mesh(data=2), "counts": "even"}
     plain = hxla.train(job(), steps=result.step, **fixed)
     assert plain.sha256 == result.sha256
+    for name in ("epoch", "learning_rate", "gradient_norm", "loss"):
+        alone, together = (
+            [getattr(record, name) for record in each.history.steps] for each in (result, plain)
+        )
+        assert alone == together
     weights = plain.weights
     assert sorted(weights) == ["norm", "out"]  # no random streams
     assert sorted(weights["norm"]) == ["bias", "mean", "scale", "var"]
