@@ -308,6 +308,15 @@ def test_a_broken_chain_in_a_plan_is_refused(change, said):
         hxla.Plan.checked(fields)
 
 
+def test_the_last_segment_has_no_forward_of_its_own():
+    _, plan = chained("none", 3)
+    last = len(plan.chain.segments) - 1
+    sequence = list(plan.chain.sequence)
+    sequence.insert(sequence.index(f"B{last}:input"), f"F{last}+")
+    with pytest.raises(hxla.PlanError, match="whose forward and backward are one program"):
+        plan.replaced(chain=plan.chain.model_copy(update={"sequence": tuple(sequence)}))
+
+
 def test_a_chain_of_another_loss_is_refused():
     own, plan = chained("none")
     last = plan.chain.segments[-1].model_copy(update={"first": 10_000})

@@ -404,6 +404,12 @@ def _chain_faults(plan: Any) -> Iterator[str]:
     except PlanError as error:
         yield f"chain.sequence: {error}"
         return
+    last = len(firsts) - 1
+    if sequence.num_forwards[last]:
+        yield (
+            f"chain.sequence: segment {last} is the last, whose forward and backward are one "
+            f"program, 'B{last}:{INPUT}': leave its 'F{last}' out"
+        )
     if sequence.offloads and plan.placement.stash == "device":
         yield "placement.stash: `chain.sequence` offloads to host memory, set 'host'"
 
