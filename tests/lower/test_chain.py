@@ -253,7 +253,7 @@ def test_what_cannot_be_a_chain_is_refused():
         (refusal({"memory": {"segments": 3}}), "memory.segments needs memory.recompute"),
         (refusal({"memory": {"recompute": "some"}}), "memory.recompute"),
         (refusal(with_recompute("none", segments=0)), "memory.segments"),
-        (refusal(with_recompute("none"), cluster=four, stages=2), "cut by stage"),
+        (refusal(with_recompute("none", segments=2), cluster=four, stages=2), "are the segments"),
         (refusal(with_recompute("auto")), "no device is described with its memory"),
         (
             refusal(

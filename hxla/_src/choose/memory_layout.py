@@ -27,7 +27,8 @@ class Candidate:
 
     Attributes:
         zero: The stage of ZeRO.
-        recompute: How the chain of segments recomputes; None: a microbatch is one program.
+        recompute: How the chain of segments recomputes; None: a microbatch is one program, or a
+            pipeline whose stages keep what its plan says.
         shard_groups: The number of groups of replicas, each of which shards the state.
         optimizer: Where the optimizer's state is between updates.
         stash: Where the residuals of a chain are.
@@ -90,7 +91,10 @@ class MemoryLayout:
     def __str__(self) -> str:
         candidate = self.candidate
         parts = [f"memory.zero {candidate.zero}" if candidate.zero else "whole state"]
-        if candidate.recompute is not None:
+        if candidate.recompute is not None and not self.sequence:
+            keeps_all = candidate.recompute == "none"
+            parts.append("residuals are kept" if keeps_all else "forwards run again")
+        elif candidate.recompute is not None:
             again = num_again(self.sequence)
             parts.append(
                 f"{again} of its forwards run again" if again else "a chain that keeps all"
@@ -130,6 +134,11 @@ def asked_candidates(work: Workload, plan: Plan, cluster: Cluster) -> list[Candi
         PlanError: If the settings contradict each other or this plan.
     """
     memory, offload = work.settings.memory, work.settings.memory.offload
+    if memory.recompute == "auto" and not is_described(plan, cluster):
+        raise PlanError(
+            "memory.recompute is 'auto', but no device is described with its memory: give it in "
+            "the mesh file, or set 'none' or 'boundaries'"
+        )
     stages, groups = _stages(work, plan), _groups(work, plan, cluster)
     stages = _at_least(stages, 1, "shard_groups", None if 1 in groups else groups[0])
     if not is_estimated(plan):
@@ -139,11 +148,6 @@ def asked_candidates(work: Workload, plan: Plan, cluster: Cluster) -> list[Candi
     if plan.axes and offload.optimizer == "disk":
         raise PlanError(_no_disk(plan))
     _check_chain(work, plan)
-    if memory.recompute == "auto" and not is_described(plan, cluster):
-        raise PlanError(
-            "memory.recompute is 'auto', but no device is described with its memory: give it in "
-            "the mesh file, or set 'none' or 'boundaries'"
-        )
     return _candidates(work, plan, cluster, stages, groups, _asked_tiers(offload))
 
 
@@ -266,13 +270,8 @@ def _program_candidates(
         raise PlanError(
             f"memory.waves: {cut}, which run all microbatches of a step in one wave: leave it out"
         )
-    if memory.recompute is not None:
-        raise PlanError(
-            f"memory.recompute: {cut}; there, pipeline.recompute "
-            "is the setting of stages, and XLA decides else: leave memory.recompute out"
-        )
-    if offload.optimizer == "disk":
-        raise PlanError(_no_disk(plan))
+    if memory.segments is not None and plan.pipeline is not None:
+        raise PlanError(f"memory.segments: {cut}, and the stages are the segments: leave it out")
     for name in ("stash", "parameters"):
         if _if_offloaded(place := getattr(offload, name)):
             raise PlanError(
@@ -281,9 +280,25 @@ def _program_candidates(
             )
     is_open = plan.pipeline is not None and memory.zero is None and _cut_may_share(plan)
     return [
-        dataclasses.replace(_asked_tiers(offload), zero=zero, shard_groups=groups)
+        dataclasses.replace(
+            _asked_tiers(offload), zero=zero, recompute=recompute, shard_groups=groups
+        )
+        for recompute in _kept_in_programs(work, plan)
         for zero in (ZERO_STAGES[least:] if is_open else (least,))
     ]
+
+
+def _kept_in_programs(work: Workload, plan: Plan) -> tuple[Recompute | None, ...]:
+    """What stages, or segments in one program, may keep; None: what the plan says."""
+    pipeline, word = plan.pipeline, work.settings.memory.recompute
+    if word != "auto":
+        return (word if pipeline is None else None,)
+    before = pinned().recomputes
+    if before is not None:  # the bits of an elastic job
+        return ("boundaries",) if before else ("none",)
+    if pipeline is not None and (pipeline.recompute or pipeline.has_weight):
+        return (None,)
+    return "none", "boundaries"
 
 
 _NEEDS = {
