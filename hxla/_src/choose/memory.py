@@ -263,8 +263,8 @@ def _sharded(
             f"the replicas are {candidate.shard_groups} groups of {members}: each group shards the "
             "whole state"
         )
-    if work.settings.optimizer.num_apply_groups > 1:
-        notes.append("optimizer.num_apply_groups: not used, a replica updates only its shard")
+    if work.settings.optimizer.num_apply_groups > 1 and whole:
+        notes.append("optimizer.num_apply_groups: not used, some parameters have one owner each")
     return placement, notes
 
 

@@ -145,8 +145,6 @@ def asked_candidates(work: Workload, plan: Plan, cluster: Cluster) -> list[Candi
         return _program_candidates(work, plan, stages, groups[0])
     stages = _at_least(stages, 2, "waves", memory.waves)
     stages = _at_least(stages, 3, "offload.parameters", _if_offloaded(offload.parameters))
-    if plan.axes and offload.optimizer == "disk":
-        raise PlanError(_no_disk(plan))
     _check_chain(work, plan)
     return _candidates(work, plan, cluster, stages, groups, _asked_tiers(offload))
 
@@ -351,13 +349,6 @@ def _could_be_chain(work: Workload, plan: Plan) -> bool:
 
 def _cut_in_words(plan: Plan) -> str:
     return f"replicas are cut by {', '.join(axis.name for axis in plan.axes)}"
-
-
-def _no_disk(plan: Plan) -> str:
-    return (
-        f"memory.offload.optimizer='disk': {_cut_in_words(plan)}, whose state goes to no disk: "
-        "set 'host', or leave it out"
-    )
 
 
 def _could_share(plan: Plan) -> bool:

@@ -318,8 +318,6 @@ def _sharded_replica_faults(plan: Any) -> Iterator[str]:
             yield f"placement.parameters: {cut}, whose shards stay on their devices: use 'device'"
     if plan.is_uneven:
         yield f"placement.zero: {cut} in uneven shards, whose state is not shared out: use 0"
-    if placement.optimizer == "disk":
-        yield f"placement.optimizer: {cut}, whose state cannot be on disk: use 'host' or 'device'"
 
 
 def _shard_group_faults(plan: Any) -> Iterator[str]:
