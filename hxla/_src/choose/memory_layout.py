@@ -171,7 +171,7 @@ def candidates_on_hosts(work: Workload, plan: Plan, cluster: Cluster) -> list[Ca
         and work.optimizer_bytes > 0
         and not work.ownership((1,) * (1 if has_one else 2)).summed_state
     )
-    may_chain = _could_be_chain(work, plan)
+    may_chain = not plan.sums.sparse
     may_stash = may_chain and offload.stash is None
     may_parameters = may_chain and offload.parameters is None and shares
     may_parameters = may_parameters and memory.zero in (None, 3)
@@ -239,7 +239,7 @@ def _recomputed(
         yield from ((stage, word) for stage in layered for word in words)
         return
     plain = [stage for stage in stages if stage < 2]
-    is_chain = _could_be_chain(work, plan)
+    is_chain = not plan.sums.sparse
     if places.stash == "device":
         yield from ((stage, None) for stage in plain)
     elif not is_described:  # one program offloads nothing
@@ -329,22 +329,12 @@ def _at_least(stages: tuple[int, ...], least: int, setting: str, value: object) 
 
 def _check_chain(work: Workload, plan: Plan) -> None:
     """Refuse a stash on the host if a microbatch cannot be a chain of segments."""
-    if not _if_offloaded(work.settings.memory.offload.stash) or _could_be_chain(work, plan):
-        return
-    why = (
-        "each microbatch's own gradient is clipped (communication.clip)"
-        if work.settings.communication.microbatch_clip_norm is not None
-        else "rows of a gradient travel alone (communication.sparse_embeddings)"
-    )
-    raise PlanError(
-        f"memory.offload.stash='host': {why}, so that a microbatch is one program, in which "
-        "nothing can be moved: leave either out"
-    )
-
-
-def _could_be_chain(work: Workload, plan: Plan) -> bool:
-    """Whether a microbatch may be a chain of segments."""
-    return not plan.sums.sparse and work.settings.communication.microbatch_clip_norm is None
+    if _if_offloaded(work.settings.memory.offload.stash) and plan.sums.sparse:
+        raise PlanError(
+            "memory.offload.stash='host': rows of a gradient travel alone "
+            "(communication.sparse_embeddings), so that a microbatch is one program, in which "
+            "nothing can be moved: leave either out"
+        )
 
 
 def _cut_in_words(plan: Plan) -> str:
@@ -380,8 +370,9 @@ def _stages(work: Workload, plan: Plan) -> tuple[int, ...]:
     Raises:
         PlanError: If the settings make each of several unlike devices update everything.
     """
-    asked, kinds = work.settings.memory.zero, [device.kind for device in plan.devices]
-    offload = work.settings.memory.offload.optimizer
+    memory, kinds = work.settings.memory, [device.kind for device in plan.devices]
+    asked = memory.zero
+    offload = memory.offload.optimizer
     least = int(are_unlike(kinds) or offload is not None)
     if offload is not None and asked == 0:
         raise PlanError(
@@ -394,9 +385,19 @@ def _stages(work: Workload, plan: Plan) -> tuple[int, ...]:
             f"memory.zero=0: {in_words(kinds)} would each round the whole update in its own way, "
             "and the replicas drift apart: leave it out or set it to 1"
         )
+    is_clipped = work.settings.communication.microbatch_clip_norm is not None
+    most = 1 if is_clipped and memory.segments != 1 else 3
+    if asked is not None and asked > most:
+        raise PlanError(
+            f"memory.zero={asked}: the gradients of a segment are summed over all microbatches "
+            "before those of the next exist, and communication.clip='before' needs the whole "
+            "gradient of a microbatch: use 0 or 1, or clip='after'"
+        )
     if asked is not None or not _may_share(plan):
         return (asked or least,)
-    return ZERO_STAGES[least:] if plan.sums.over == "device" else ZERO_STAGES[least:-1]
+    if plan.sums.over != "device":
+        most = min(most, 2)
+    return ZERO_STAGES[least : most + 1]
 
 
 def _groups(work: Workload, plan: Plan, cluster: Cluster) -> tuple[int, ...]:

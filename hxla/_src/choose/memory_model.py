@@ -117,7 +117,10 @@ def chain_bytes(work: Workload, plan: Plan, sharded: Sharded) -> ChainBytes:
     """Costs of the segments of a microbatch; `sharded` is the graph inside a replica."""
     graph, shapes = graph_of(work.graph), plan.device_shapes
     points, segments = segments_of(work)
-    costs, fused = costs_of(work.graph, points, work.model.trained_places, sharded=sharded)
+    clips = work.settings.communication.microbatch_clip_norm is not None
+    costs, fused = costs_of(
+        work.graph, points, work.model.trained_places, sharded=sharded, keeps_gradients=clips
+    )
     param_of = params_of(graph)
     parameter_bytes, gathered_bytes = [], []
     for segment in segments:
@@ -253,12 +256,14 @@ def costs_of(
     trained: Collection[int],
     *,
     sharded: Sharded | None = None,
+    keeps_gradients: bool = False,
 ) -> tuple[tuple[SegmentCost, ...], tuple[SegmentCost, ...]]:
     """Estimated cost of each segment, as separate programs and as a part of one.
 
     Args:
         trained: Places of the trained parameters.
         sharded: The graph inside a replica; None: one device.
+        keeps_gradients: Whether separate programs leave them until the end of a microbatch.
     """
     ordered, segments = graph_at(graph, "work", points)
     wanted = wanted_values(ordered, trained)
@@ -277,5 +282,6 @@ def costs_of(
         for part in direct_parts(ordered, segments)
     ]
     cut = (sharded or Sharded(graph, {})).over(ordered)
-    alone, fused = (segment_costs(cut, stages, fused=one) for one in (False, True))
+    alone = segment_costs(cut, stages, keeps_gradients=keeps_gradients)
+    fused = segment_costs(cut, stages, fused=True)
     return tuple(alone), tuple(fused)

@@ -72,6 +72,18 @@ class ChainSpec:
         """Whether a microbatch is one program."""
         return len(self.parts) == 1
 
+    @property
+    def joins_at_end(self) -> bool:
+        """Whether gradients of all parts wait for the last backward, to be clipped together."""
+        return self.clip_norm is not None and not self.is_whole
+
+    @property
+    def shared(self) -> frozenset[int]:
+        """Tensors to whose sums a microbatch adds several terms."""
+        if self.joins_at_end:
+            return frozenset()
+        return shared_tensors(self.graph, self.parts, self.trained)
+
     def specs_of(self, values: Sequence[int]) -> list[P]:
         """PartitionSpecs of values of the graph."""
         return list(map(self.sharded.spec_of, values))
@@ -131,10 +143,11 @@ def chain_spec(
         PlanError: If each microbatch's gradient is to be clipped, but is never whole.
     """
     points = () if plan.chain is None else plan.chain.points
-    if points and training.microbatch_clip_norm is not None:
+    if points and training.microbatch_clip_norm is not None and plan.placement.zero > 1:
         raise PlanError(
-            "chain: each microbatch's own gradient is clipped, which needs all of it at once: "
-            "leave memory.recompute out, or set communication.clip to 'after'"
+            f"placement.zero: in stage {plan.placement.zero} the gradients of a segment are summed "
+            "before those of the next exist, so no microbatch's own gradient can be clipped: use "
+            "stage 0 or 1, or set communication.clip to 'after'"
         )
     if isinstance(inner, Uneven) and points:
         inner, points = inner.in_segments(_segments_again(graph, plan)), ()
