@@ -27,10 +27,10 @@ def loss(model, batch):
 
 
 @functools.cache
-def traced(batch_size=BATCH, length=LENGTH, **pipeline):
+def traced(batch_size=BATCH, length=LENGTH, *, recompute=None, **pipeline):
     model = nnx.eval_shape(lambda: Blocks(nnx.Rngs(0)))
     data = {"x": jax.ShapeDtypeStruct((batch_size, length, WIDTH), np.float32)}
-    config = {"pipeline": pipeline}
+    config = {"pipeline": pipeline, "memory": {"recompute": recompute}}
     return hxla.Job(model, data, loss, optax.sgd(0.1), batch_size=batch_size, config=config)
 
 
@@ -101,13 +101,34 @@ def test_sizes_of_microbatches_that_are_tried_are_made_finer_until_one_fits():
     assert any("finer ones were tried" in reason for reason in plan.reasons)
 
 
+def test_stages_recompute_where_residuals_do_not_fit():
+    options = {"stages": 2, "microbatch_size": 2, "counts": "even"}
+    kept = traced(recompute="auto").plan(TWO, **options)
+    assert not kept.pipeline.recompute
+    assert kept.numerics == traced(recompute="none").plan(TWO, **options).numerics
+    less = cluster(*[int(kept.prediction.devices[0].memory_bytes) - 1] * 2)
+    again = traced(recompute="auto").plan(less, **options)
+    assert again.pipeline.recompute
+    assert again.prediction.devices[0].memory_bytes < kept.prediction.devices[0].memory_bytes
+    assert again.numerics == traced(recompute="boundaries").plan(TWO, **options).numerics
+
+
 REFUSED = [
     ({"stages": 3}, {}, "4 devices cannot make pipelines of 3 stages: use 2 or 4 stages"),
     ({"stages": "two"}, {}, "neither a number of stages nor one share"),
     ({"stages": (1, -1)}, {}, "must be positive shares of the work"),
     ({"stages": 2}, {"num_chunks": 2}, "needs pipeline.schedule='interleaved'"),
-    ({"stages": 2}, {"schedule": "zb-h1", "recompute": True}, "run each forward three times"),
+    (
+        {"stages": 2},
+        {"schedule": "zb-h1", "recompute": "boundaries"},
+        "run each forward three times",
+    ),
     ({"mesh": {"stage": 2, "tensor": 2}}, {}, "neither rules nor a hxla.split in the model say"),
+    (
+        {"mesh": {"stage": 2, "tensor": 2}, "rules": "decoder"},
+        {"recompute": "none"},
+        "stages of 2 devices each keep no residuals",
+    ),
     ({"mesh": {"stage": 1, "tensor": 4}}, {}, "a pipeline has at least two stages"),
     ({"mesh": {"stage": 2, "fsdp": 2}}, {}, "would cut the batch inside a stage"),
     ({"mesh": {"data": 3}}, {}, "takes 3 devices, there are 4"),

@@ -227,7 +227,7 @@ def test_no_plan_on_any_places_is_faster_than_its_bound():
         work, times = random_work(rng, described)
         try:
             found, _ = _propose.propose(
-                work, described, times, recompute=False, time_budget_seconds=10
+                work, described, times, recompute=(False,), time_budget_seconds=10
             )
         except _errors.PlanError:
             continue

@@ -170,7 +170,7 @@ def test_a_usual_pattern_is_taken(tmp_path, path):
     [
         ({"checkpoint": {"keep": True}}, "checkpoint.keep: .*found True"),
         ({"checkpoint": {"keep": "3"}}, "checkpoint.keep: .*found '3'"),
-        ({"pipeline": {"recompute": 1}}, "pipeline.recompute: .*found 1"),
+        ({"auto": {"auto_parallel": 1}}, "auto.auto_parallel: .*found 1"),
         (
             {"watchdog": {"heartbeat_timeout_seconds": float("inf")}},
             "heartbeat_timeout_seconds: .*found inf",

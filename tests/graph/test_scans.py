@@ -253,15 +253,15 @@ def test_nnx_is_cut_and_a_checkpoint_of_stacked_arrays_resumes_in_another_cut(tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stages", "pipeline"),
+    ("stages", "settings"),
     [
-        (2, {"schedule": "interleaved", "num_chunks": 2}),
-        (2, {"schedule": "zb-h1"}),
-        (3, {"recompute": True}),
+        (2, {"pipeline": {"schedule": "interleaved", "num_chunks": 2}}),
+        (2, {"pipeline": {"schedule": "zb-h1"}}),
+        (3, {"memory": {"recompute": "boundaries"}}),
     ],
 )
-def test_schedules_run_ranges_of_iterations(stages, pipeline):
-    config = {"cluster": {"visible_devices": list(range(stages))}, "pipeline": pipeline}
+def test_schedules_run_ranges_of_iterations(stages, settings):
+    config = {"cluster": {"visible_devices": list(range(stages))}, **settings}
     same(train(LinenNet(), stages, config=config), whole())
 
 

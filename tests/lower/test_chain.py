@@ -26,10 +26,14 @@ def with_recompute(word, **others):
     return {"memory": {"recompute": word, **others}}
 
 
+#: To less than the gradient of any microbatch.
+CLIPPED = {"communication": {"clip_norm": 0.05, "clip": "before"}}
+
+
 @functools.cache
-def chained(word, num=None, model="layers"):
+def chained(word, num=None, model="layers", *, clips=False):
     """A job whose microbatches are chains of so many segments, and its plan."""
-    own = job(MODELS[model], with_recompute(word, segments=num))
+    own = job(MODELS[model], with_recompute(word, segments=num) | (CLIPPED if clips else {}))
     return own, planned(own)
 
 
@@ -57,25 +61,29 @@ MODELS = {
     "layers": Layers,
     "scanned": Scanned,
 }
-#: With the number of segments, or as many as there are layers.
-CHAINS = [("small", None), ("layers", None), ("layers", 1), ("scanned", None)]
+#: With the number of segments, or as many as there are layers, and whether each microbatch's
+#: gradient is clipped.
+CHAINS = [("small", None, False), ("small", None, True), ("layers", None, False)]
+CHAINS += [("layers", None, True), ("layers", 1, False), ("scanned", None, False)]
+CHAINS += [("scanned", None, True)]
 
 
-@pytest.mark.parametrize("case", rows(CHAINS, ("small", None)))
+@pytest.mark.parametrize("case", rows(CHAINS, *CHAINS[:2]))
 def test_a_chain_trains_as_one_program_does(case):
-    name, num = case
-    usual = trained(job(MODELS[name]))
-    own = trained(*chained("boundaries", num, name))
+    name, num, clips = case
+    usual = trained(job(MODELS[name], CLIPPED if clips else None))
+    own = trained(*chained("boundaries", num, name, clips=clips))
     np.testing.assert_allclose(own[0], usual[0], rtol=1e-5)
     for a, b in zip(jax.tree.leaves(own[1]), jax.tree.leaves(usual[1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("name", rows(MODELS, "small"))
-def test_what_is_recomputed_moves_no_bit(name):
+def test_what_is_recomputed_moves_no_bit(name, clips):
     found = {}
     for word in ("none", "boundaries"):
-        own, plan = chained(word, model=name)
+        own, plan = chained(word, model=name, clips=clips)
         found[word] = plan.numerics, trained(own, plan)[2]
     assert found["none"] == found["boundaries"]
     rng = random.Random(1)
@@ -253,13 +261,11 @@ def test_what_cannot_be_a_chain_is_refused():
         (refusal({"memory": {"segments": 3}}), "memory.segments needs memory.recompute"),
         (refusal({"memory": {"recompute": "some"}}), "memory.recompute"),
         (refusal(with_recompute("none", segments=0)), "memory.segments"),
-        (refusal(with_recompute("none"), cluster=four, stages=2), "cut by stage"),
+        (refusal(with_recompute("none", segments=2), cluster=four, stages=2), "are the segments"),
         (refusal(with_recompute("auto")), "no device is described with its memory"),
         (
-            refusal(
-                with_recompute("none") | {"communication": {"clip_norm": 1.0, "clip": "before"}}
-            ),
-            "communication.clip to 'after'",
+            refusal({"memory": {"zero": 2}} | CLIPPED, cluster=four),
+            "needs the whole gradient of a microbatch: use 0 or 1, or clip='after'",
         ),
         (
             refusal(
@@ -306,6 +312,15 @@ def test_a_broken_chain_in_a_plan_is_refused(change, said):
     fields["chain"] |= change
     with pytest.raises(hxla.PlanError, match=re.escape(said)):
         hxla.Plan.checked(fields)
+
+
+def test_the_last_segment_has_no_forward_of_its_own():
+    _, plan = chained("none", 3)
+    last = len(plan.chain.segments) - 1
+    sequence = list(plan.chain.sequence)
+    sequence.insert(sequence.index(f"B{last}:input"), f"F{last}+")
+    with pytest.raises(hxla.PlanError, match="whose forward and backward are one program"):
+        plan.replaced(chain=plan.chain.model_copy(update={"sequence": tuple(sequence)}))
 
 
 def test_a_chain_of_another_loss_is_refused():

@@ -183,7 +183,7 @@ def test_grouped_updates_have_the_same_bits_on_any_devices_and_train_as_whole_on
     np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
-def train_dense(num_groups, steps):
+def train_dense(num_groups, steps, zero=0):
     return hxla.train(
         hxla.Job(
             lambda: models.Dense(nnx.Rngs(0)),
@@ -192,7 +192,7 @@ def train_dense(num_groups, steps):
             OPTIMIZERS["clipped"],
             batch_size=24,
             shuffle=False,
-            config={"optimizer": {"num_apply_groups": num_groups}},
+            config={"optimizer": {"num_apply_groups": num_groups}, "memory": {"zero": zero}},
         ),
         microbatch_size=3,
         steps=steps,
@@ -201,10 +201,14 @@ def train_dense(num_groups, steps):
     )
 
 
-@pytest.mark.parametrize("num_groups", rows([1, 2], 2))
-def test_grouped_updates_train_as_optax_does(num_groups):
+#: Groups, and the stage of ZeRO.
+GROUPED = [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)]
+
+
+@pytest.mark.parametrize("case", rows(GROUPED, (2, 0), (2, 1)))
+def test_grouped_updates_train_as_optax_does(case):
     steps, data, optimizer = 4, models.regression(), OPTIMIZERS["clipped"]
-    result = train_dense(num_groups, steps)
+    result = train_dense(case[0], steps, zero=case[1])
     graphdef, params = nnx.split(models.Dense(nnx.Rngs(0)))
 
     @jax.jit

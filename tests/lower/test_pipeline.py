@@ -150,7 +150,7 @@ def make_optimizer():
 
 def train(model, loss, data, *, stages=None, num_devices=None, micro=2, **options):
     num = stages if isinstance(stages, int) else len(stages or (1,))
-    pipeline = {k: options.pop(k) for k in ("schedule", "num_chunks", "recompute") if k in options}
+    pipeline = {k: options.pop(k) for k in ("schedule", "num_chunks") if k in options}
     if "num_chunks" in pipeline and not isinstance(stages, int):
         num //= pipeline["num_chunks"]
     arguments = {
@@ -164,6 +164,7 @@ def train(model, loss, data, *, stages=None, num_devices=None, micro=2, **option
         "config": {
             "cluster": {"visible_devices": list(range(num_devices or num))},
             "pipeline": pipeline,
+            "memory": {"recompute": options.pop("recompute", None)},
         },
     }
     result = train_with(model, iter(batches(data)), loss, **(arguments | options))
@@ -274,12 +275,12 @@ def check(name, stages, tolerance=2e-4, **options):
 
 PIPELINES = [
     ("gpt", 8, {}),
-    ("gpt", 2, {"schedule": "interleaved", "num_chunks": 2, "recompute": True}),
+    ("gpt", 2, {"schedule": "interleaved", "num_chunks": 2, "recompute": "boundaries"}),
     ("gpt", (1, 3, 2, 2), {"schedule": "gpipe"}),
-    ("t5", 4, {"recompute": True}),
+    ("t5", 4, {"recompute": "boundaries"}),
     ("resnet", 3, {}),
-    ("lstm", 3, {"recompute": True}),
-    ("linen", 4, {"schedule": "gpipe", "recompute": True}),
+    ("lstm", 3, {"recompute": "boundaries"}),
+    ("linen", 4, {"schedule": "gpipe", "recompute": "boundaries"}),
     ("linen", 2, {"schedule": TABLE}),
     ("linen", 3, {"schedule": "zb-h1"}),
 ]
@@ -302,7 +303,7 @@ def test_a_pipeline_trains_as_one_device_does(row):
 
 SELDOM = [
     ("odd", 2e-4, {}),
-    ("odd", 2e-4, {"recompute": True}),
+    ("odd", 2e-4, {"recompute": "boundaries"}),
     ("odd_in_bfloat16", 4e-2, {"schedule": "gpipe"}),
 ]
 

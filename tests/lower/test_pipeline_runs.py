@@ -210,7 +210,7 @@ def test_shares_say_how_much_of_the_work_a_stage_has(shares, layers):
 
     params = [np.ones((16, 16), np.float32)] * 8
     graph = trace_sums(run, params, {}, np.ones((2, 16), np.float32))
-    planned = PipelineRequest(num=len(shares), shares=shares).planned(graph, recompute=False)
+    planned = PipelineRequest(num=len(shares), shares=shares).planned(graph)
     parts = parts_of(graph_of(graph, planned.cut_by), planned.points)
     assert [len(part.segment.params) for part in parts] == layers
 

@@ -160,10 +160,6 @@ def test_what_cannot_wait_on_the_host_is_refused():
             "memory.offload.stash='host': replicas are cut by stage",
         ),
         (
-            refusal(asked(communication={"clip_norm": 1.0, "clip": "before"})),
-            "memory.offload.stash='host': each microbatch's own gradient is clipped",
-        ),
-        (
             refusal({"memory": away("boundaries", segments=2)}),
             "a chain of 2 segments keeps nothing for longer than one of them runs",
         ),

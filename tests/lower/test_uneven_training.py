@@ -82,9 +82,17 @@ def test_a_checkpoint_resumes_on_other_sizes_and_on_even_ones(tmp_path):
     assert_alike(train_once(*ONE, net=net), resumed)
 
 
-@NET
-def test_bits_do_not_depend_on_counts(net):
-    one, two = (train(dict(PARTS), steps=3, net=net, counts=own) for own in ((2, 0), (1, 1)))
+#: What segments keep; None: the loss is no chain of segments.
+KEPT = [(net, word) for net in NETS for word in (None, "none", "boundaries")]
+
+
+@pytest.mark.parametrize("case", rows(KEPT, ("columns", None), ("columns", "boundaries")))
+def test_bits_do_not_depend_on_counts(case):
+    net, word = case
+    one, two = (
+        train(dict(PARTS), steps=3, net=net, counts=own, recompute=word) for own in ((2, 0), (1, 1))
+    )
+    assert (one[0].plan.num_segments > 1) == (word is not None)
     assert one[0].plan.numerics == two[0].plan.numerics
     assert one[0].sha256 == two[0].sha256
     assert_alike(train_once(*ONE, net=net), one)

@@ -186,16 +186,16 @@ def test_what_is_trained_is_trained_and_resumed_as_in_a_loop_of_ones_own(name, t
 
 
 SCHEDULES = {
-    "1f1b": {"schedule": "1f1b"},
-    "1f1b, recomputed": {"schedule": "1f1b", "recompute": True},
-    "zb-h1": {"schedule": "zb-h1"},
+    "1f1b": {"pipeline": {"schedule": "1f1b"}},
+    "1f1b, recomputed": {"memory": {"recompute": "boundaries"}},
+    "zb-h1": {"pipeline": {"schedule": "zb-h1"}},
 }
 
 
 @pytest.mark.parametrize("name", rows(SCHEDULES, "1f1b, recomputed"))
 def test_stages_hold_what_is_frozen_and_sum_what_is_trained(name):
     """The second stage has frozen adapters with the shapes of the trained ones of the first."""
-    config = {"cluster": {"visible_devices": [0, 1]}, "pipeline": SCHEDULES[name]}
+    config = {"cluster": {"visible_devices": [0, 1]}, **SCHEDULES[name]}
     piped = train(adapted(), SEVERAL, stages=2, counts="even", config=config)
     close(piped.state, reference().state, atol=2e-6)
 

@@ -546,10 +546,6 @@ BROKEN |= {
         at("pipeline.schedule", "zb-h1"),
         ["pipeline.segments: separate weight gradients need `residuals`"],
     ),
-    "state of sharded copies on disk": (
-        also(at("placement.zero", 1), at("placement.optimizer", "disk")),
-        ["placement.optimizer: replicas are sharded over stage, tensor, .* on disk"],
-    ),
     "waves of stages": (
         also(at("placement.zero", 2), at("placement.waves", 2)),
         ["placement.waves: replicas are sharded over stage, tensor, .* in one wave: use 1"],

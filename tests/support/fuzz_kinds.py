@@ -346,7 +346,8 @@ def kinds() -> dict[str, Kind]:
         "config TOML": Kind(
             name="config.toml",
             text=(
-                b'[pipeline]\nnum_micro_batch = 4\nrecompute = true\nschedule = "1f1b"\n'
+                b'[pipeline]\nnum_micro_batch = 4\nschedule = "1f1b"\n'
+                b'[memory]\nrecompute = "none"\n'
                 b"[cluster]\nvisible_devices = [0, 1]\nlayout = [[0], [1]]\n"
                 b"[communication]\nclip_norm = 0.5\nbucket_mib = 64\n"
                 b"[watchdog]\nheartbeat_timeout_seconds = 8.0\n"

@@ -46,7 +46,7 @@ OPTIMIZERS = {
 
 
 @functools.cache
-def job(net="columns", optimizer="sgd", num_devices=None):
+def job(net="columns", optimizer="sgd", num_devices=None, recompute=None):
     """Traced, and each of its plans compiled, once; None: on all devices of all processes."""
     cluster = {} if num_devices is None else {"visible_devices": list(range(num_devices))}
     make, loss, data = NETS[net]
@@ -57,7 +57,7 @@ def job(net="columns", optimizer="sgd", num_devices=None):
         OPTIMIZERS[optimizer],
         batch_size=2 * SIZE,
         seed=1,
-        config={"cluster": cluster},
+        config={"cluster": cluster, "memory": {"recompute": recompute}},
     )
 
 
@@ -66,10 +66,19 @@ def planned(own, mesh, net="columns", counts="even"):
     return own.plan(microbatch_size=SIZE, mesh=mesh, rules=rules, counts=counts)
 
 
-def train(mesh, *, steps, net="columns", optimizer="sgd", counts="even", checkpoint_dir=None):
+def train(
+    mesh,
+    *,
+    steps,
+    net="columns",
+    optimizer="sgd",
+    counts="even",
+    recompute=None,
+    checkpoint_dir=None,
+):
     """The result of a run, and the loss of an evaluation after it."""
     num = int(np.prod([len(s) if isinstance(s, tuple) else s for s in mesh.values()]))
-    own = job(net, optimizer, num)
+    own = job(net, optimizer, num, recompute)
     plan = planned(own, mesh, net, counts)
     with own.open(plan, steps=steps, checkpoint_dir=checkpoint_dir) as session:
         for _ in session:

@@ -104,7 +104,7 @@ def complete(
         prediction = (prediction or Prediction()).model_copy(update={"sent_bytes": float(sent)})
     pipeline: PlannedPipeline | None = None
     if structure.pipeline is not None:
-        pipeline = structure.pipeline.planned(graph, recompute=structure.pipeline.recompute)
+        pipeline = structure.pipeline.planned(graph)
         specs = storage_specs(
             graph.param_shapes, specs, dict(structure.inner), structure.pipeline.num
         )

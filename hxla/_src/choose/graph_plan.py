@@ -82,7 +82,7 @@ def make_plan(
         graph,
         cluster,
         settings.cluster,
-        asked(stages, settings.pipeline),
+        asked(stages, settings),
         axes,
         grid,
         as_rules(rules),

@@ -28,6 +28,7 @@ from .memory_layout import (
 )
 from .memory_model import microbatch_seconds, segments_of, step_memory, tightest
 from .memory_price import PART_ON_DEVICE, ReplicaDevice, StepMemory, price, tier_of, upper_bound
+from .recompute import boundary_texts, keep_texts
 from .workload import Workload
 
 _MOST_RUNNERS_UP = 5
@@ -117,7 +118,7 @@ def _first_as_compiled(
     # The alternatives to one program are chains with the state in the same place.
     tier = first.candidate.optimizer
     if first.held:
-        others = [x for x in others if x.sequence and x.candidate.optimizer == tier]
+        others = [x for x in others if x.candidate.recompute and x.candidate.optimizer == tier]
     lacks: dict[str, float] = {}
     for layout in (first, *others):
         candidate_plan = in_layout(layout)
@@ -129,7 +130,7 @@ def _first_as_compiled(
         lacks[str(layout)] = lack
     raise PlanError(
         f"memory.zero: {_lacks_in_words(lacks)}: use more stages or devices, a smaller "
-        "microbatch_size, or pipeline.recompute"
+        "microbatch_size, or memory.recompute"
     )
 
 
@@ -186,23 +187,26 @@ def _in_layout(
     if faults := _host_faults(layout, step.devices):
         raise PlanError(faults[0])
     notes += _moves_in_words(work, plan, cluster, step.devices, layout)
-    replicas, chain = plan.replicas, None
-    if candidate.recompute is not None:
+    replicas, chain, pipeline = plan.replicas, None, plan.pipeline
+    if candidate.recompute is not None and pipeline is not None:
+        pipeline = pipeline.keeping("residuals" if candidate.recompute == "none" else "inputs")
+    elif candidate.recompute is not None:
         points, segments = segments_of(work)
         chain = PlannedChain(
             segments=tuple(
                 ChainSegment(name=segment.name, first=first)
                 for segment, first in zip(segments, (0, *points), strict=True)
             ),
-            sequence=layout.sequence,
+            sequence=layout.sequence or _fixed_texts(candidate, len(segments)),
         )
-    if plan.pipeline is not None and candidate.zero > 1:
+    if pipeline is not None and candidate.zero > 1:
         if any(replica.start_seconds for replica in replicas):
             why = "replicas fill their slots together: none begins later, and cards are shared"
             notes.append(f"memory.zero={candidate.zero}: {why}")
         replicas = tuple(x.model_copy(update={"start_seconds": 0.0}) for x in replicas)
     return plan.replaced(
         chain=chain,
+        pipeline=pipeline,
         placement=placement.model_copy(
             update={
                 "zero": candidate.zero,
@@ -214,6 +218,11 @@ def _in_layout(
         replicas=replicas,
         reasons=(*plan.reasons, *notes),
     )
+
+
+def _fixed_texts(candidate: Candidate, num: int) -> tuple[str, ...]:
+    """The sequence of a chain whose bytes are not estimated."""
+    return keep_texts(num) if candidate.recompute == "none" else boundary_texts(num)
 
 
 def _sharded(
@@ -254,8 +263,8 @@ def _sharded(
             f"the replicas are {candidate.shard_groups} groups of {members}: each group shards the "
             "whole state"
         )
-    if work.settings.optimizer.num_apply_groups > 1:
-        notes.append("optimizer.num_apply_groups: not used, a replica updates only its shard")
+    if work.settings.optimizer.num_apply_groups > 1 and whole:
+        notes.append("optimizer.num_apply_groups: not used, some parameters have one owner each")
     return placement, notes
 
 

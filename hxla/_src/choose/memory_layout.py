@@ -27,7 +27,8 @@ class Candidate:
 
     Attributes:
         zero: The stage of ZeRO.
-        recompute: How the chain of segments recomputes; None: a microbatch is one program.
+        recompute: How the chain of segments recomputes; None: a microbatch is one program, or a
+            pipeline whose stages keep what its plan says.
         shard_groups: The number of groups of replicas, each of which shards the state.
         optimizer: Where the optimizer's state is between updates.
         stash: Where the residuals of a chain are.
@@ -90,7 +91,10 @@ class MemoryLayout:
     def __str__(self) -> str:
         candidate = self.candidate
         parts = [f"memory.zero {candidate.zero}" if candidate.zero else "whole state"]
-        if candidate.recompute is not None:
+        if candidate.recompute is not None and not self.sequence:
+            keeps_all = candidate.recompute == "none"
+            parts.append("residuals are kept" if keeps_all else "forwards run again")
+        elif candidate.recompute is not None:
             again = num_again(self.sequence)
             parts.append(
                 f"{again} of its forwards run again" if again else "a chain that keeps all"
@@ -130,20 +134,18 @@ def asked_candidates(work: Workload, plan: Plan, cluster: Cluster) -> list[Candi
         PlanError: If the settings contradict each other or this plan.
     """
     memory, offload = work.settings.memory, work.settings.memory.offload
+    if memory.recompute == "auto" and not is_described(plan, cluster):
+        raise PlanError(
+            "memory.recompute is 'auto', but no device is described with its memory: give it in "
+            "the mesh file, or set 'none' or 'boundaries'"
+        )
     stages, groups = _stages(work, plan), _groups(work, plan, cluster)
     stages = _at_least(stages, 1, "shard_groups", None if 1 in groups else groups[0])
     if not is_estimated(plan):
         return _program_candidates(work, plan, stages, groups[0])
     stages = _at_least(stages, 2, "waves", memory.waves)
     stages = _at_least(stages, 3, "offload.parameters", _if_offloaded(offload.parameters))
-    if plan.axes and offload.optimizer == "disk":
-        raise PlanError(_no_disk(plan))
     _check_chain(work, plan)
-    if memory.recompute == "auto" and not is_described(plan, cluster):
-        raise PlanError(
-            "memory.recompute is 'auto', but no device is described with its memory: give it in "
-            "the mesh file, or set 'none' or 'boundaries'"
-        )
     return _candidates(work, plan, cluster, stages, groups, _asked_tiers(offload))
 
 
@@ -169,7 +171,7 @@ def candidates_on_hosts(work: Workload, plan: Plan, cluster: Cluster) -> list[Ca
         and work.optimizer_bytes > 0
         and not work.ownership((1,) * (1 if has_one else 2)).summed_state
     )
-    may_chain = _could_be_chain(work, plan)
+    may_chain = not plan.sums.sparse
     may_stash = may_chain and offload.stash is None
     may_parameters = may_chain and offload.parameters is None and shares
     may_parameters = may_parameters and memory.zero in (None, 3)
@@ -237,7 +239,7 @@ def _recomputed(
         yield from ((stage, word) for stage in layered for word in words)
         return
     plain = [stage for stage in stages if stage < 2]
-    is_chain = _could_be_chain(work, plan)
+    is_chain = not plan.sums.sparse
     if places.stash == "device":
         yield from ((stage, None) for stage in plain)
     elif not is_described:  # one program offloads nothing
@@ -266,13 +268,8 @@ def _program_candidates(
         raise PlanError(
             f"memory.waves: {cut}, which run all microbatches of a step in one wave: leave it out"
         )
-    if memory.recompute is not None:
-        raise PlanError(
-            f"memory.recompute: {cut}; there, pipeline.recompute "
-            "is the setting of stages, and XLA decides else: leave memory.recompute out"
-        )
-    if offload.optimizer == "disk":
-        raise PlanError(_no_disk(plan))
+    if memory.segments is not None and plan.pipeline is not None:
+        raise PlanError(f"memory.segments: {cut}, and the stages are the segments: leave it out")
     for name in ("stash", "parameters"):
         if _if_offloaded(place := getattr(offload, name)):
             raise PlanError(
@@ -281,9 +278,25 @@ def _program_candidates(
             )
     is_open = plan.pipeline is not None and memory.zero is None and _cut_may_share(plan)
     return [
-        dataclasses.replace(_asked_tiers(offload), zero=zero, shard_groups=groups)
+        dataclasses.replace(
+            _asked_tiers(offload), zero=zero, recompute=recompute, shard_groups=groups
+        )
+        for recompute in _kept_in_programs(work, plan)
         for zero in (ZERO_STAGES[least:] if is_open else (least,))
     ]
+
+
+def _kept_in_programs(work: Workload, plan: Plan) -> tuple[Recompute | None, ...]:
+    """What stages, or segments in one program, may keep; None: what the plan says."""
+    pipeline, word = plan.pipeline, work.settings.memory.recompute
+    if word != "auto":
+        return (word if pipeline is None else None,)
+    before = pinned().recomputes
+    if before is not None:  # the bits of an elastic job
+        return ("boundaries",) if before else ("none",)
+    if pipeline is not None and (pipeline.recompute or pipeline.has_weight):
+        return (None,)
+    return "none", "boundaries"
 
 
 _NEEDS = {
@@ -316,33 +329,16 @@ def _at_least(stages: tuple[int, ...], least: int, setting: str, value: object) 
 
 def _check_chain(work: Workload, plan: Plan) -> None:
     """Refuse a stash on the host if a microbatch cannot be a chain of segments."""
-    if not _if_offloaded(work.settings.memory.offload.stash) or _could_be_chain(work, plan):
-        return
-    why = (
-        "each microbatch's own gradient is clipped (communication.clip)"
-        if work.settings.communication.microbatch_clip_norm is not None
-        else "rows of a gradient travel alone (communication.sparse_embeddings)"
-    )
-    raise PlanError(
-        f"memory.offload.stash='host': {why}, so that a microbatch is one program, in which "
-        "nothing can be moved: leave either out"
-    )
-
-
-def _could_be_chain(work: Workload, plan: Plan) -> bool:
-    """Whether a microbatch may be a chain of segments."""
-    return not plan.sums.sparse and work.settings.communication.microbatch_clip_norm is None
+    if _if_offloaded(work.settings.memory.offload.stash) and plan.sums.sparse:
+        raise PlanError(
+            "memory.offload.stash='host': rows of a gradient travel alone "
+            "(communication.sparse_embeddings), so that a microbatch is one program, in which "
+            "nothing can be moved: leave either out"
+        )
 
 
 def _cut_in_words(plan: Plan) -> str:
     return f"replicas are cut by {', '.join(axis.name for axis in plan.axes)}"
-
-
-def _no_disk(plan: Plan) -> str:
-    return (
-        f"memory.offload.optimizer='disk': {_cut_in_words(plan)}, whose state goes to no disk: "
-        "set 'host', or leave it out"
-    )
 
 
 def _could_share(plan: Plan) -> bool:
@@ -374,8 +370,9 @@ def _stages(work: Workload, plan: Plan) -> tuple[int, ...]:
     Raises:
         PlanError: If the settings make each of several unlike devices update everything.
     """
-    asked, kinds = work.settings.memory.zero, [device.kind for device in plan.devices]
-    offload = work.settings.memory.offload.optimizer
+    memory, kinds = work.settings.memory, [device.kind for device in plan.devices]
+    asked = memory.zero
+    offload = memory.offload.optimizer
     least = int(are_unlike(kinds) or offload is not None)
     if offload is not None and asked == 0:
         raise PlanError(
@@ -388,9 +385,19 @@ def _stages(work: Workload, plan: Plan) -> tuple[int, ...]:
             f"memory.zero=0: {in_words(kinds)} would each round the whole update in its own way, "
             "and the replicas drift apart: leave it out or set it to 1"
         )
+    is_clipped = work.settings.communication.microbatch_clip_norm is not None
+    most = 1 if is_clipped and memory.segments != 1 else 3
+    if asked is not None and asked > most:
+        raise PlanError(
+            f"memory.zero={asked}: the gradients of a segment are summed over all microbatches "
+            "before those of the next exist, and communication.clip='before' needs the whole "
+            "gradient of a microbatch: use 0 or 1, or clip='after'"
+        )
     if asked is not None or not _may_share(plan):
         return (asked or least,)
-    return ZERO_STAGES[least:] if plan.sums.over == "device" else ZERO_STAGES[least:-1]
+    if plan.sums.over != "device":
+        most = min(most, 2)
+    return ZERO_STAGES[least : most + 1]
 
 
 def _groups(work: Workload, plan: Plan, cluster: Cluster) -> tuple[int, ...]:

@@ -4,27 +4,34 @@ import functools
 import math
 from collections.abc import Collection, Iterable, Sequence
 
+import jax
+
 from ..cluster.cluster import Cluster
 from ..cluster.transfers import ring_transfers, transfer_seconds
 from ..graph.graph import Graph, params_of
 from ..graph.interpreter import AS_THEY_ARE
 from ..graph.low_params import low_params
 from ..graph.operations import bytes_of
-from ..graph.parts import graph_at, graph_of
+from ..graph.parts import graph_at, graph_of, parts_of
 from ..graph.repeats import layer_points, module_points
 from ..graph.residuals import ResidualEstimator
 from ..graph.segments import Segment, segments_at
+from ..jax.jaxpr import is_cheap, is_fused
+from ..lower import actions
 from ..lower.chain_spec import direct_parts, wanted_values
 from ..lower.inputs import sharded_of
+from ..lower.pipeline_program import assign_buffers
+from ..lower.runners import slots_of
 from ..lower.segment_programs import segment_costs
 from ..lower.stage import StagePart
+from ..plan.check import schedule_of
 from ..plan.parts import Prediction, ReplicaWork
 from ..plan.plan import Plan
 from ..plan.sharding import Sharded
 from ..schedule.segment_sequence import SegmentCost
 from .inner_split import described_speed
-from .memory_layout import is_estimated
-from .memory_price import ChainBytes, ModelBytes, ReplicaDevice, StepMemory, Travel
+from .memory_layout import Recompute, is_estimated
+from .memory_price import ChainBytes, ModelBytes, ReplicaDevice, StageBytes, StepMemory, Travel
 from .workload import Workload
 
 
@@ -88,6 +95,10 @@ def model_bytes(work: Workload, plan: Plan) -> ModelBytes:
     sharded = cut_by or Sharded(work.graph, {})
     opened = graph_of(work.graph)
     cut, shapes = sharded.over(opened), plan.device_shapes
+
+    def of_stages(word: Recompute) -> StageBytes:
+        return stage_bytes(work, plan, keeps_inputs=word != "none")
+
     return ModelBytes(
         parameters=plan.device_parameter_bytes,
         trained=4 * sum(math.prod(shapes[p]) for p in work.model.trained_places),
@@ -98,6 +109,7 @@ def model_bytes(work: Workload, plan: Plan) -> ModelBytes:
         inputs=sum(map(cut.device_bytes, opened.batch_values)),
         values=sum(map(cut.device_bytes, range(len(opened.values)))),
         chain=functools.cache(lambda: chain_bytes(work, plan, sharded)),
+        stages=None if plan.pipeline is None else functools.cache(of_stages),
     )
 
 
@@ -105,7 +117,10 @@ def chain_bytes(work: Workload, plan: Plan, sharded: Sharded) -> ChainBytes:
     """Costs of the segments of a microbatch; `sharded` is the graph inside a replica."""
     graph, shapes = graph_of(work.graph), plan.device_shapes
     points, segments = segments_of(work)
-    costs, fused = costs_of(work.graph, points, work.model.trained_places, sharded=sharded)
+    clips = work.settings.communication.microbatch_clip_norm is not None
+    costs, fused = costs_of(
+        work.graph, points, work.model.trained_places, sharded=sharded, keeps_gradients=clips
+    )
     param_of = params_of(graph)
     parameter_bytes, gathered_bytes = [], []
     for segment in segments:
@@ -120,6 +135,52 @@ def chain_bytes(work: Workload, plan: Plan, sharded: Sharded) -> ChainBytes:
         fused=fused,
         parameter_bytes=tuple(parameter_bytes),
         gathered_bytes=tuple(gathered_bytes),
+    )
+
+
+def stage_bytes(work: Workload, plan: Plan, *, keeps_inputs: bool) -> StageBytes:
+    """Bytes of every device of a pipeline, which has the slots and buffers of all stages."""
+    pipeline = plan.pipeline
+    assert pipeline is not None
+    graph, points = graph_at(work.graph, pipeline.cut_by, pipeline.points)
+    parts, trained = parts_of(graph, points), work.model.trained_places
+    slots = slots_of(graph, parts, plan, trained)
+    entries = [i for i, p in enumerate(params_of(graph)) if p in trained]
+    composer = ResidualEstimator(graph)
+    stages = [
+        StagePart(graph, part, AS_THEY_ARE, trained=entries, on_cpu=False, composer=composer)
+        for part in parts
+    ]
+    count = max(plan.counts)
+    table = schedule_of(pipeline.schedule, plan.num_stages, count, pipeline.num_chunks)
+    num = actions.lower(table, recompute=keeps_inputs, programs=range(len(parts)))
+    # A forward and a backward in one program keep what no compiler makes again.
+    repeats = is_fused if keeps_inputs else is_cheap
+    residuals = [
+        [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
+        for stage in stages
+        for part in [stage.part]
+        for variables in [stage.composed.kept(part.inputs, repeats, is_last=part.is_last)]
+    ]
+    kept = 0 if keeps_inputs else assign_buffers(residuals).num_bytes
+    down = 4 * max(stage.above.words.size for stage in stages)
+    up = 4 * max(stage.above.float_words.size for stage in stages)
+    grads = [
+        sum(graph.values[graph.param_values[stage.params[i]]].num_bytes for i in stage.trained)
+        for stage in stages
+    ]
+    backwards = [
+        # The backward's own arrays are about as large as what it reads.
+        2 * assign_buffers([arrays]).num_bytes + num_bytes
+        for arrays, num_bytes in zip(residuals, grads, strict=True)
+    ]
+    return StageBytes(
+        slots=sum(slot.num_bytes for slot in slots.slots),
+        summed=4 * sum(math.prod(slots.slots[i].piece) for i in slots.summed),
+        buffers=num.num_residuals * kept + (num.num_inputs + 1) * down + (num.num_grads + 1) * up,
+        backward=max(backwards),
+        inputs=count * work.input_bytes,
+        again_flops=work.graph.flops if keeps_inputs else 0.0,
     )
 
 
@@ -195,12 +256,14 @@ def costs_of(
     trained: Collection[int],
     *,
     sharded: Sharded | None = None,
+    keeps_gradients: bool = False,
 ) -> tuple[tuple[SegmentCost, ...], tuple[SegmentCost, ...]]:
     """Estimated cost of each segment, as separate programs and as a part of one.
 
     Args:
         trained: Places of the trained parameters.
         sharded: The graph inside a replica; None: one device.
+        keeps_gradients: Whether separate programs leave them until the end of a microbatch.
     """
     ordered, segments = graph_at(graph, "work", points)
     wanted = wanted_values(ordered, trained)
@@ -219,5 +282,6 @@ def costs_of(
         for part in direct_parts(ordered, segments)
     ]
     cut = (sharded or Sharded(graph, {})).over(ordered)
-    alone, fused = (segment_costs(cut, stages, fused=one) for one in (False, True))
+    alone = segment_costs(cut, stages, keeps_gradients=keeps_gradients)
+    fused = segment_costs(cut, stages, fused=True)
     return tuple(alone), tuple(fused)

@@ -81,6 +81,27 @@ class ChainBytes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class StageBytes:
+    """Bytes of a pipeline on each of its devices, beside the stored state.
+
+    Attributes:
+        slots: The parameters that a stage reads.
+        summed: The gradients that a stage adds, as float32.
+        buffers: The arrays that wait for a tick.
+        backward: The arrays of a backward while it runs.
+        inputs: The batch of all microbatches.
+        again_flops: Operations of a microbatch's forwards that run again.
+    """
+
+    slots: int
+    summed: int
+    buffers: int
+    backward: int
+    inputs: int
+    again_flops: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelBytes:
     """Bytes of a replica on one of its devices.
 
@@ -94,6 +115,7 @@ class ModelBytes:
             elsewhere they follow counts, which follow the memory.
         values: The bytes of all arrays of a microbatch's forward.
         chain: Makes the segments, which takes time for a large model.
+        stages: The bytes of a pipeline whose stages keep what a word says; None: no pipeline.
     """
 
     parameters: int
@@ -105,6 +127,7 @@ class ModelBytes:
     inputs: int
     values: int
     chain: Callable[[], ChainBytes]
+    stages: Callable[[Recompute], StageBytes] | None = None
 
     def kept_sums(self, waves: int, shard_groups: int) -> float:
         """Words per parameter of a replica's sums, in stages 2 and 3.
@@ -198,8 +221,8 @@ class StepMemory:
         waves: Of stages 2 and 3; None: the fewest with which boundaries fit.
         travel: Seconds of collectives, by the number of groups that shard the state.
         is_timed: Whether speeds are operations per second.
-        is_estimated: Whether bytes are estimated before compilation: not those of pipelines and of
-            uneven replicas.
+        is_estimated: Whether bytes are estimated before compilation: not those of uneven replicas,
+            and of pipelines only where the memory decides what stages keep.
     """
 
     model: ModelBytes
@@ -223,7 +246,9 @@ class StepMemory:
 def price(candidate: Candidate, step: StepMemory) -> MemoryLayout:
     """The layout of a candidate in the available memory, with its bytes and seconds."""
     if not step.is_estimated:
-        return _unestimated(candidate, step)
+        layout = _unestimated(candidate, step)
+        is_known = candidate.recompute is not None and step.model.stages is not None
+        return _in_stages(layout, step) if is_known else layout
     if candidate.zero < 2:
         return _sequential(candidate, step)
     if candidate.recompute == "none":
@@ -258,6 +283,32 @@ def _unestimated(candidate: Candidate, step: StepMemory) -> MemoryLayout:
         moved=moved,
         on_host=on_host,
         moving_seconds=_moving_seconds(candidate, step, moved),
+    )
+
+
+def _in_stages(layout: MemoryLayout, step: StepMemory) -> MemoryLayout:
+    """The layout of a pipeline with an estimate of its bytes."""
+    candidate, model = layout.candidate, step.model
+    assert candidate.recompute is not None
+    assert model.stages is not None
+    stage, is_sharded = model.stages(candidate.recompute), candidate.zero > 2
+    parts = _parts(candidate, layout.shares or (1,) * _num_members(candidate, step))
+    held = tuple(
+        HeldBytes(
+            parameters=model.parameters + stage.slots - model.trained * (1 - part) * is_sharded,
+            sums=stage.summed * model.num_sums,
+            optimizer=model.optimizer_on_device(candidate.optimizer) * part,
+            activations=stage.buffers + stage.backward + stage.inputs,
+        )
+        for part in parts
+    )
+    lacks = (x.total - device.room for x, device in zip(held, step.devices, strict=True))
+    return dataclasses.replace(
+        layout,
+        held=held,
+        extra_seconds=step.slowest(stage.again_flops),
+        is_timed=step.is_timed,
+        lack_bytes=max(lacks),
     )
 
 

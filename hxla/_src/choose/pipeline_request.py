@@ -6,7 +6,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any, Literal, SupportsIndex
 
-from ..core.config import PipelineConfig
+from ..core.config import Config
 from ..core.errors import ConfigError, PlanError
 from ..graph.graph import Graph
 from ..graph.operations import source_of
@@ -32,7 +32,7 @@ class PipelineRequest:
         is_asked: Whether a number of stages, valid or not, was asked for.
         schedule: `gpipe`, `1f1b`, `interleaved`, `zb-h1`, or a user's table.
         num_chunks: Parts of the model on each stage, for `interleaved`.
-        recompute: Whether backwards run their forwards again.
+        recompute: Whether backwards run their forwards again; None: as the stages need it.
         shares: Work of each part in proportion; None: even.
         by_annotations: Whether the cuts are those of the annotations.
         num_segments: Segments of the chain; 0: chosen by the number of parts.
@@ -43,7 +43,7 @@ class PipelineRequest:
     is_asked: bool = True
     schedule: str | Table = "1f1b"
     num_chunks: int = 1
-    recompute: bool = False
+    recompute: bool | None = None
     shares: tuple[float, ...] | None = None
     by_annotations: bool = False
     num_segments: int = 0
@@ -84,11 +84,16 @@ class PipelineRequest:
         return self.schedule == "zb-h1" or any("W" in text for tick in table for text in tick)
 
     def check_inside(self, size: int) -> None:
-        """Refuse weight gradients in stages of several devices, which keep inputs only.
+        """Refuse residuals in stages of several devices, which keep inputs only.
 
         Raises:
-            ConfigError: If the schedule needs residuals.
+            ConfigError: If the schedule needs residuals, or they are asked for.
         """
+        if size > 1 and self.recompute is False:
+            raise ConfigError(
+                f"memory.recompute='none': stages of {size} devices each keep no residuals: leave "
+                "it out, set 'boundaries', or use stages of one device"
+            )
         if size > 1 and self.has_weight:
             raise ConfigError(
                 "weight gradients of their own (pipeline.schedule='zb-h1') need residuals, which "
@@ -96,11 +101,8 @@ class PipelineRequest:
                 "device"
             )
 
-    def planned(self, graph: Graph, *, recompute: bool) -> PlannedPipeline:
+    def planned(self, graph: Graph) -> PlannedPipeline:
         """The pipeline of a graph.
-
-        Args:
-            recompute: Whether forwards run again.
 
         Raises:
             PlanError: If the graph has too few places to cut.
@@ -134,7 +136,7 @@ class PipelineRequest:
                     name=segment.name,
                     first=first,
                     part=part,
-                    keep="inputs" if recompute else "residuals",
+                    keep="inputs" if self.recompute else "residuals",
                 )
                 for segment, first, part in zip(chain, (0, *points), parts, strict=True)
             ),
@@ -165,12 +167,13 @@ def _too_few(graph: Graph, names: Sequence[str], request: PipelineRequest) -> Pl
     )
 
 
-def asked(stages: int | Sequence[float] | None, config: PipelineConfig) -> PipelineRequest:
-    """The pipeline by arguments and configuration.
+def asked(stages: int | Sequence[float] | None, settings: Config) -> PipelineRequest:
+    """The pipeline by arguments and configuration; `auto` recomputation waits for the memory.
 
     Raises:
         ConfigError: If stages are no number, or shares are not positive numbers, one per part.
     """
+    config, recompute = settings.pipeline, settings.memory.recompute
     num, shares = 0, None
     if isinstance(stages, SupportsIndex):
         num = operator.index(stages)
@@ -198,13 +201,13 @@ def asked(stages: int | Sequence[float] | None, config: PipelineConfig) -> Pipel
         is_asked=stages is not None,
         schedule=config.schedule,
         num_chunks=config.num_chunks,
-        recompute=config.recompute,
+        recompute=None if recompute in (None, "auto") else recompute == "boundaries",
         shares=shares,
     )
-    if config.recompute and request.has_weight:
+    if request.recompute and request.has_weight:
         raise ConfigError(
-            "pipeline.recompute=True with weight gradients of their own would run each forward "
-            "three times: use schedule='1f1b', or keep residuals"
+            "memory.recompute='boundaries' with weight gradients of their own would run each "
+            "forward three times: use schedule='1f1b', or keep residuals"
         )
     return request
 

@@ -263,7 +263,7 @@ def _structure(
         graph,
         cluster,
         settings.cluster,
-        asked(stages, settings.pipeline),
+        asked(stages, settings),
         axes,
         grid,
         request.rules,

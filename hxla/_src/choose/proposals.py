@@ -194,7 +194,7 @@ def propose(
     profile: Profile | None,
     *,
     max_stages: int | None = None,
-    recompute: bool = True,
+    recompute: Sequence[bool] = (False, True),
     uncounted: bool = False,
     all_devices: bool = False,
     time_budget_seconds: float = 10.0,
@@ -206,7 +206,7 @@ def propose(
         work: The model's chain at every microbatch size and tensor parallelism to try.
         profile: Measured times; missing ones are estimated from the mesh file's rates.
         max_stages: Most stages of a plan; None: any number.
-        recompute: Whether to try plans that run forwards again.
+        recompute: Whether pipelines run forwards again: what to try.
         uncounted: Whether to try tensor parallelism over a link that is not described, as if its
             transfers took no time.
         all_devices: Whether every device must take part.
@@ -232,15 +232,15 @@ def propose(
                 del kinds[label]
             if not kinds:
                 continue
-        for again in (False, True) if recompute else (False,):
+        for again in sorted({False, *recompute}):
             key = Alternative(size, tensor, again)
             chains[key] = _chain(work, key, cluster, kinds, profile, reasons)
             places_of[key] = list(kinds.values())
 
     def can_run(key: Alternative, num_stages: int) -> bool:
         # A single stage keeps what jax keeps; stages of several devices keep inputs only.
-        recomputes = num_stages > 1 and key.tensor > 1
-        fits = key.recompute == recomputes or (key.tensor == 1 and num_stages > 1)
+        tried = recompute if num_stages > 1 else (False,)
+        fits = key.recompute in tried and (key.recompute or 1 in (key.tensor, num_stages))
         return fits and num_stages <= (max_stages or num_stages)
 
     labels = [device.label for device in cluster.devices]

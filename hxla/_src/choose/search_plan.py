@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from ..cluster.cluster import Cluster, Device, Node
+from ..core.config import Config
 from ..core.errors import AnnotationError, ConfigError, PlanError
 from ..graph.parts import graph_of
 from ..graph.segments import segments
@@ -94,7 +95,7 @@ def search_plan(
                 cluster,
                 profile,
                 max_stages=options.max_stages,
-                recompute=options.recompute,
+                recompute=_of_stages(options, jobs.settings),
                 uncounted=bool(options.tensors),
                 all_devices=all_devices,
                 time_budget_seconds=options.seconds,
@@ -153,6 +154,14 @@ def auto_plan(
         jobs, cluster, profile, options, sums=sums, size=size, all_devices=True, measure=measure
     )
     return result.plan.replaced(reasons=("chosen by search", *result.plan.reasons))
+
+
+def _of_stages(options: SearchOptions, settings: Config) -> tuple[bool, ...]:
+    """Whether pipelines run forwards again: what to try."""
+    word = settings.memory.recompute
+    if word == "boundaries":
+        return (True,)
+    return (False,) if word == "none" or not options.recompute else (False, True)
 
 
 def _linked(cluster: Cluster, measure: Measure) -> Cluster:

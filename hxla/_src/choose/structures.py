@@ -270,7 +270,7 @@ def _pipelines(
     size = math.prod(n for _, n in inner)
     request.check_inside(size)
     reasons: tuple[str, ...] = ()
-    if size > 1 and not request.recompute:
+    if size > 1 and request.recompute is None:
         reasons = (f"forwards run again: stages of {size} devices keep no residuals",)
         request = dataclasses.replace(request, recompute=True)
     return ReplicaGroups(

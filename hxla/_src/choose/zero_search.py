@@ -89,7 +89,7 @@ def sharded_replicas(
                 roomy,
                 times,
                 max_stages=1,
-                recompute=False,
+                recompute=(False,),
                 all_devices=all_devices,
                 time_budget_seconds=seconds,
             )

@@ -127,9 +127,6 @@ class PipelineConfig(_Section):
     `hxla.schedule_from_table` reads it."""
     num_chunks: int = pydantic.Field(1, ge=1)
     """Chunks of the model on each stage of an `interleaved` pipeline."""
-    recompute: bool = False
-    """Keep the input of a stage and run its forward again in the backward, instead of keeping its
-    residuals."""
 
 
 class CommunicationConfig(_Section):
@@ -224,7 +221,9 @@ class MemoryConfig(_Section):
     separate programs: `none` keeps all residuals; `boundaries` keeps only the inputs of segments,
     and runs each forward again; `auto` runs the cheapest forwards again, so that the rest fits the
     described memory. Null: a microbatch is one program, and XLA decides. The choice of a word moves
-    no bit."""
+    no bit. In a pipeline the segments are the parts on its stages, and the bits depend on what they
+    keep: `auto` is `none` if that fits, and null is `none`; stages of several devices keep
+    `boundaries`."""
     waves: int | None = pydantic.Field(None, ge=1)
     """With `zero` of 2 or 3, the number of waves of microbatches in a step. A wave runs through all
     segments before the next: residuals are those of one wave, and each wave repeats the gathers and

@@ -162,12 +162,15 @@ class Pinned:
         microbatch_size: Examples of a microbatch; None if nothing is pinned.
         shares: The ratio of shard sizes on the devices of a replica.
         is_chain: Whether a microbatch is a chain of segments or one program; None if not pinned.
+        recomputes: Whether stages of a pipeline, or segments on shards of unlike sizes, run their
+            forwards again; None if not pinned.
     """
 
     microbatch_size: int | None = None
     cut: tuple[int, ...] = ()
     shares: tuple[int, ...] = ()
     is_chain: bool | None = None
+    recomputes: bool | None = None
 
     @classmethod
     def read(cls, text: str) -> "Pinned":

@@ -34,7 +34,13 @@ from .contribution import DeviceSums
 from .executors import Executors, Work
 from .offload import Known, Stash, nothing_known
 from .replica import Replica
-from .segment_programs import ChainParts, SegmentPrograms, crossing_values, segment_costs
+from .segment_programs import (
+    ChainParts,
+    SegmentPrograms,
+    crossing_values,
+    segment_costs,
+    temporary_bytes,
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -66,6 +72,8 @@ class _Microbatch:
         inputs: By part, the values that cross into it, where they are kept.
         saved: By part, its residuals.
         grads: By value, the gradient so far.
+        waiting: By part, its parameters' gradients, where all parts are clipped together; the last
+            part's with the changes of other variables.
     """
 
     arguments: list[Any]
@@ -74,12 +82,13 @@ class _Microbatch:
     inputs: dict[int, dict[int, jax.Array]] = dataclasses.field(default_factory=lambda: {0: {}})
     saved: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
     grads: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+    waiting: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def waits(self) -> bool:
         """Whether any array still waits for an operation."""
         away = self.on_host is not None and bool(self.on_host.inputs or self.on_host.saved)
-        return away or bool(self.inputs or self.saved or self.grads)
+        return away or bool(self.inputs or self.saved or self.grads or self.waiting)
 
     def has_residuals(self, i: int) -> bool:
         """Whether a part's residuals are kept, on the device or on the host."""
@@ -425,6 +434,9 @@ class ChainRunner:
         if microbatch.on_host is not None:
             microbatch.on_host.inputs.pop(i, None)
             microbatch.on_host.saved.pop(i, None)
+        if self._spec.joins_at_end:
+            self._keep_gradients(running, microbatch, i, before)
+            return
         aux, where, batch = microbatch.arguments[i]
         limbs = [running.values[k] for k in part.packs]
         peaks, scales = running.peaks[i], running.scales[i]
@@ -445,6 +457,40 @@ class ChainRunner:
         microbatch.grads.update(zip(part.floats, input_grads, strict=True))
         for k, x in zip(part.packs, limbs, strict=True):
             running.values[k] = x
+
+    def _keep_gradients(
+        self, running: Running, microbatch: _Microbatch, i: int, before: Mapping[int, jax.Array]
+    ) -> None:
+        """`_backward` whose gradients wait; after that of the first part all join the sums."""
+        part, (aux, where, batch) = self._parts[i], microbatch.arguments[i]
+        if part.is_last:
+            read = [before[v] for v in part.stage.part.inputs]
+            small = DeviceSums(running.small_MS, running.peaks[0], [], running.words)
+            small, running.tick, input_grads, grads, deltas = self._programs.of(i)["loss"](
+                *running.params[i], read, aux, small, where, batch
+            )
+            running.small_MS, running.peaks[0], _, running.words = small
+            microbatch.waiting[i] = grads, deltas
+        else:
+            below = [microbatch.grads.pop(v) for v in part.stage.below_floats]
+            late = [microbatch.grads.pop(v) for v in part.pending]
+            saved = microbatch.saved.pop(i)
+            grads, input_grads = self._programs.of(i)["backward"](
+                *running.params[i], saved, aux, where, batch, below, late
+            )
+            microbatch.waiting[i] = grads, []
+        microbatch.grads.update(zip(part.floats, input_grads, strict=True))
+        if i == 0:
+            each = [microbatch.waiting.pop(k) for k in range(len(self._parts))]
+            running.values, running.peaks[0] = self._programs.clip(
+                running.values,
+                running.peaks[0],
+                running.scales[0],
+                where,
+                running.tick,
+                [grads for grads, _ in each],
+                each[-1][1],
+            )
 
     # -- several at once -------------------------------------------------------------------------
 
@@ -479,7 +525,11 @@ class ChainRunner:
     def memory_bytes(self, sums_bytes: int) -> int:
         """Bytes that one device needs beside the state while it runs microbatches."""
         waiting = tree_bytes(self._programs.batch_shapes()) if self._spec.per_call > 1 else 0
-        each = replay_sequence(self.sequence, self.costs()).copying_peak_bytes
+        costs = self.costs()
+        each = replay_sequence(self.sequence, costs).copying_peak_bytes
+        if self._spec.joins_at_end:
+            gradients = sum(cost.parameter_gradient_bytes for cost in costs)
+            each = max(each, gradients + temporary_bytes(self._programs.clip))
         return sums_bytes + self.num_executors * each + waiting
 
     def costs(self) -> list[SegmentCost]:
@@ -490,6 +540,7 @@ class ChainRunner:
             [part.stage for part in self._parts],
             list(map(self._programs.temporary_bytes, places)),
             residuals=list(map(self._programs.residual_bytes, places)),
+            keeps_gradients=self._spec.joins_at_end,
         )
 
     def sums_bytes(self) -> list[int]:

@@ -13,11 +13,12 @@ from jax.sharding import PartitionSpec as P
 from ..core.errors import PlanError
 from ..graph.graph import Graph, params_of
 from ..graph.parts import ChainPart, graph_at, values_by_shape
-from ..graph.segments import segments_at
+from ..graph.segments import Segment, segments_at
 from ..model.loss import num_columns
 from ..plan.plan import Plan
 from ..plan.sharding import Sharded
 from ..plan.stage_storage import check_layers_whole
+from ..schedule.segment_sequence import sequence_from_texts
 from .contribution import (
     Contribution,
     DeviceSums,
@@ -70,6 +71,18 @@ class ChainSpec:
     def is_whole(self) -> bool:
         """Whether a microbatch is one program."""
         return len(self.parts) == 1
+
+    @property
+    def joins_at_end(self) -> bool:
+        """Whether gradients of all parts wait for the last backward, to be clipped together."""
+        return self.clip_norm is not None and not self.is_whole
+
+    @property
+    def shared(self) -> frozenset[int]:
+        """Tensors to whose sums a microbatch adds several terms."""
+        if self.joins_at_end:
+            return frozenset()
+        return shared_tensors(self.graph, self.parts, self.trained)
 
     def specs_of(self, values: Sequence[int]) -> list[P]:
         """PartitionSpecs of values of the graph."""
@@ -130,11 +143,14 @@ def chain_spec(
         PlanError: If each microbatch's gradient is to be clipped, but is never whole.
     """
     points = () if plan.chain is None else plan.chain.points
-    if points and training.microbatch_clip_norm is not None:
+    if points and training.microbatch_clip_norm is not None and plan.placement.zero > 1:
         raise PlanError(
-            "chain: each microbatch's own gradient is clipped, which needs all of it at once: "
-            "leave memory.recompute out, or set communication.clip to 'after'"
+            f"placement.zero: in stage {plan.placement.zero} the gradients of a segment are summed "
+            "before those of the next exist, so no microbatch's own gradient can be clipped: use "
+            "stage 0 or 1, or set communication.clip to 'after'"
         )
+    if isinstance(inner, Uneven) and points:
+        inner, points = inner.in_segments(_segments_again(graph, plan)), ()
     ordered, points = graph_at(graph, "work", points)
     check_layers_whole(ordered, plan.parameters)
     parts = direct_parts(ordered, points)
@@ -158,6 +174,24 @@ def chain_spec(
         clip_norm=training.microbatch_clip_norm,
         per_call=plan.microbatches_per_call,
     )
+
+
+def _segments_again(graph: Graph, plan: Plan) -> list[tuple[Segment, bool]]:
+    """The segments of a chain that is one program, and which of them its backward runs again.
+
+    Raises:
+        PlanError: If a segment ends inside a scan.
+    """
+    assert plan.chain is not None
+    ordered, points = graph_at(graph, "work", plan.chain.points)
+    if len(ordered.values) != len(graph.values):
+        raise PlanError(
+            "chain: a segment ends inside a scan over layers, which shards of unlike sizes run "
+            "whole: leave memory.recompute out"
+        )
+    chain = segments_at(ordered, points)
+    sequence = sequence_from_texts(len(chain), plan.chain.sequence)
+    return [(x, num > 1) for x, num in zip(chain, sequence.num_forwards, strict=True)]
 
 
 def direct_parts(graph: Graph, points: Sequence[int]) -> tuple[ChainPart, ...]:

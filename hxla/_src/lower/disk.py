@@ -21,9 +21,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec as P
+from jax.sharding import SingleDeviceSharding
 
 from ..core.errors import ConfigError
+from ..jax.devices import is_here
 from ..plan.parts import Tier
 from .bitcast_packing import array_bytes
 from .offload import DEVICE, GroupState, HostBuffer, OffloadBuffer, check_host_memory, in_memory
@@ -142,9 +143,14 @@ def _rounded_up(num_bytes: int) -> int:
 
 
 class _Layout:
-    """Offsets of the arrays of each group in the file, aligned to blocks."""
+    """Offsets of the arrays of each group in the file, aligned to blocks.
 
-    def __init__(self, groups: Sequence[Group]):
+    Args:
+        num_devices: Devices of the replica in this process, whose shards follow each other.
+    """
+
+    def __init__(self, groups: Sequence[Group], num_devices: int):
+        self._num_devices = num_devices
         self.starts: list[int] = []
         self.sizes: list[int] = []
         self._offsets: list[list[list[int]]] = []
@@ -156,7 +162,7 @@ class _Layout:
                 offsets.append([])
                 for shape, dtype in zip(unit.shapes, unit.dtypes, strict=True):
                     offsets[-1].append(at)
-                    at += _rounded_up(math.prod(shape) * dtype.itemsize)
+                    at += _rounded_up(num_devices * math.prod(shape) * dtype.itemsize)
             self._offsets.append(offsets)
             self.starts.append(start)
             self.sizes.append(at)
@@ -166,13 +172,19 @@ class _Layout:
     def place(self, g: int, unit: int, k: int) -> tuple[int, int]:
         """Offset of an array in its group, and its bytes."""
         arrays = self.groups[g][unit]
-        return self._offsets[g][unit][k], math.prod(arrays.shapes[k]) * arrays.dtypes[k].itemsize
+        size = self._num_devices * math.prod(arrays.shapes[k]) * arrays.dtypes[k].itemsize
+        return self._offsets[g][unit][k], size
 
     def view(self, buffer: memoryview, g: int, unit: int, k: int) -> np.ndarray:
-        """An array of a group, as a view of a buffer with the whole group."""
-        arrays, (start, size) = self.groups[g][unit], self.place(g, unit, k)
-        flat = np.frombuffer(buffer[start : start + size], arrays.dtypes[k])
-        return flat.reshape(arrays.shapes[k])
+        """The shards of an array, as a view of a buffer with the whole group."""
+        start, size = self.place(g, unit, k)
+        return self.shards(buffer[start : start + size], g, unit, k)
+
+    def shards(self, buffer: memoryview, g: int, unit: int, k: int) -> np.ndarray:
+        """The shards of an array, as a view of a buffer with them alone."""
+        arrays = self.groups[g][unit]
+        flat = np.frombuffer(buffer, arrays.dtypes[k])
+        return flat.reshape(self._num_devices, *arrays.shapes[k])
 
 
 class DiskBuffer(OffloadBuffer):
@@ -186,9 +198,12 @@ class DiskBuffer(OffloadBuffer):
     """
 
     def __init__(self, directory: str | None, replica: Replica, groups: UpdateGroups):
-        self.groups, self.spec, self._layout = groups.groups, groups.spec, _Layout(groups.groups)
+        self.groups, self.spec = groups.groups, groups.spec
+        self._devices = [device for device in replica.devices if is_here(device)]
+        self._layout = _Layout(groups.groups, len(self._devices))
         self._file = DirectFile(directory or tempfile.gettempdir(), self._layout.num_bytes)
-        self._device = in_memory(replica.sharding(P()), DEVICE)
+        self._sharding = in_memory(replica.sharding(groups.spec), DEVICE)
+        self._num_inner = len(replica.devices)
         self._is_cpu = replica.devices[0].platform == "cpu"
         largest = max(self._layout.sizes, default=_BLOCK)
         self._reader = concurrent.futures.ThreadPoolExecutor(_AHEAD)
@@ -207,7 +222,7 @@ class DiskBuffer(OffloadBuffer):
         start, size = self._layout.place(g, unit, k)
         buffer = self._to_write.get()
         try:
-            np.frombuffer(buffer[:size], np.uint8)[:] = array_bytes(x)
+            self._fill_array(buffer[:size], x)
             self._file.write(buffer[: _rounded_up(size)], self._layout.starts[g] + start)
         finally:
             self._to_write.put(buffer)
@@ -215,12 +230,11 @@ class DiskBuffer(OffloadBuffer):
     def get(self, g: int, unit: int, k: int) -> jax.Array:
         """See `OffloadBuffer`."""
         start, size = self._layout.place(g, unit, k)
-        arrays = self.groups[g][unit]
         buffer = self._to_read.get()
         try:
             self._file.read(buffer[: _rounded_up(size)], self._layout.starts[g] + start)
-            x = np.frombuffer(buffer[:size], arrays.dtypes[k]).reshape(arrays.shapes[k])
-            return jax.block_until_ready(self._on_device(x))
+            shards = self._layout.shards(buffer[:size], g, unit, k)
+            return jax.block_until_ready(self._on_devices(shards))
         finally:
             self._to_read.put(buffer)
 
@@ -243,7 +257,7 @@ class DiskBuffer(OffloadBuffer):
             self._reads[g + _AHEAD] = self._reader.submit(self._read, g + _AHEAD)
         buffer = self._reads.pop(g).result()
         state = [
-            [self._on_device(self._layout.view(buffer, g, u, k)) for k in range(len(unit.leaves))]
+            [self._on_devices(self._layout.view(buffer, g, u, k)) for k in range(len(unit.leaves))]
             for u, unit in enumerate(self.groups[g])
         ]
         jax.block_until_ready(state)
@@ -261,9 +275,19 @@ class DiskBuffer(OffloadBuffer):
             self._lifts.put(self._lifter.submit(self._lifted, g + 1))
         return state
 
-    def _on_device(self, x: np.ndarray) -> jax.Array:
+    def _on_devices(self, shards: np.ndarray) -> jax.Array:
+        """An array of the replica, from its shards on the devices here."""
         # On a CPU an array may share the read buffer, which the next read overwrites.
-        return jax.device_put(x.copy() if self._is_cpu else x, self._device)
+        arrays = [
+            jax.device_put(
+                x.copy() if self._is_cpu else x, in_memory(SingleDeviceSharding(device), DEVICE)
+            )
+            for x, device in zip(shards, self._devices, strict=True)
+        ]
+        shape = shards.shape[1:]
+        if self._num_inner > 1:
+            shape = (math.prod(shape) * self._num_inner,)
+        return jax.make_array_from_single_device_arrays(shape, self._sharding, arrays)
 
     def going(self, g: int, state: GroupState) -> GroupState:
         """See `OffloadBuffer`."""
@@ -284,7 +308,17 @@ class DiskBuffer(OffloadBuffer):
         for u, arrays in enumerate(state):
             for k, x in enumerate(arrays):
                 start, size = self._layout.place(g, u, k)
-                np.frombuffer(buffer[start : start + size], np.uint8)[:] = array_bytes(x)
+                self._fill_array(buffer[start : start + size], x)
+
+    def _fill_array(self, buffer: memoryview, x: jax.Array) -> None:
+        """Copy the shards of an array on the devices here, in the order of the devices."""
+        shards = {shard.device: shard.data for shard in x.addressable_shards}
+        for row, device in zip(
+            np.split(np.frombuffer(buffer, np.uint8), len(self._devices)),
+            self._devices,
+            strict=True,
+        ):
+            row[:] = array_bytes(shards[device])
 
     def gone(self, g: int, state: GroupState) -> None:
         """See `OffloadBuffer`."""

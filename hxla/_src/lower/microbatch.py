@@ -61,12 +61,16 @@ def _lookups(spec: ChainSpec) -> Lookups | None:
     return lookups_of(spec.graph.program, most)
 
 
-def clipped(spec: ChainSpec, grads: list[jax.Array], row_S: jax.Array) -> list[jax.Array]:
-    """The gradients of a microbatch, clipped to `clip_norm` as those of its mean loss."""
+def clipped(spec: ChainSpec, grads: list[jax.Array], weight: jax.Array) -> list[jax.Array]:
+    """The gradients of a microbatch, clipped to `clip_norm` as those of its mean loss.
+
+    Args:
+        weight: By which the mean loss is multiplied.
+    """
     if spec.clip_norm is None:
         return grads
     tiny = jnp.finfo(jnp.float32).tiny
-    share = jnp.maximum(row_S[1], tiny) if spec.mean else 1.0
+    share = jnp.maximum(weight, tiny) if spec.mean else 1.0
     scaled = clip([g.astype(jnp.float32) / share for g in grads], spec.clip_norm)
     return [g * share for g in scaled]
 

@@ -21,7 +21,6 @@ References:
 
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -421,8 +420,7 @@ class Pipeline:
 
     def slots_bytes(self, g: int) -> int:
         """Bytes of a group's slots on a device."""
-        slots = self.groups[g].slots
-        return sum(math.prod(slot.piece) * jnp.dtype(slot.dtype).itemsize for slot in slots)
+        return sum(slot.num_bytes for slot in self.groups[g].slots)
 
     def memory_bytes(self, _sums_bytes: int) -> int:
         """Bytes that one device needs beside the state and `kept_bytes` while a step runs.

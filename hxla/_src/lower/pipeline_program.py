@@ -9,6 +9,7 @@ stages, N devices of a stage, F fields of a table, W 32-bit words.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -82,6 +83,11 @@ class ResidualBuffers:
     kinds: tuple[_Kind, ...]
     of: tuple[tuple[int, ...], ...]
     dtypes: tuple[tuple[Any, ...], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of an entry of all buffers."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.kinds)
 
     def put(
         self, buffers: Sequence[jax.Array], part: int, arrays: Sequence[jax.Array], index: jax.Array

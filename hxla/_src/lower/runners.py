@@ -3,8 +3,10 @@
 import functools
 from collections.abc import Callable, Sequence
 
+import jax.numpy as jnp
+
 from ..graph.graph import Graph, params_of
-from ..graph.parts import graph_at, parts_of
+from ..graph.parts import ChainPart, graph_at, parts_of
 from ..model.loss import num_columns
 from ..plan.check import schedule_of
 from ..plan.layout import to_spec
@@ -21,14 +23,14 @@ from .pipeline import Pipeline
 from .pipeline_program import PipelineSpec
 from .replica import Replica
 from .segment_programs import ChainParts, parts_for
-from .slots import make_slots
+from .slots import Slots, make_slots
 
 Runner = ChainRunner | Pipeline
 
 
 def chains(plan: Plan, spec: ChainSpec) -> Callable[[Replica], ChainRunner]:
     """A function that makes the chain runner of a replica."""
-    texts = ONE_PROGRAM if plan.chain is None else plan.chain.sequence
+    texts = ONE_PROGRAM if plan.chain is None or spec.is_whole else plan.chain.sequence
     sequence = sequence_from_texts(len(spec.parts), texts)
     by_part = plan.placement.zero > 1
     parts: dict[str, ChainParts] = {}  # by platform
@@ -40,6 +42,29 @@ def chains(plan: Plan, spec: ChainSpec) -> Callable[[Replica], ChainRunner]:
         return ChainRunner(spec, parts[platform], sequence, replica, by_part)
 
     return runner
+
+
+def slots_of(graph: Graph, parts: Sequence[ChainPart], plan: Plan, trained: Sequence[int]) -> Slots:
+    """The slots of the parameters that the stages of a plan read.
+
+    Args:
+        graph: In the order in which it is cut.
+        trained: Places of the trained parameters.
+    """
+    num_stages = plan.num_stages
+    rows = [graph.values[v].rows for v in graph.param_values]
+    return make_slots(
+        [layout.shape for layout in plan.parameters],
+        [jnp.dtype(layout.dtype) for layout in plan.parameters],
+        [
+            sorted({p for part in parts[s::num_stages] for p in part.segment.params})
+            for s in range(num_stages)
+        ],
+        [to_spec(layout.spec) for layout in plan.parameters],
+        plan.inner_axes,
+        trained,
+        list(zip(params_of(graph), rows, strict=True)),
+    )
 
 
 def pipeline_spec(
@@ -62,20 +87,7 @@ def pipeline_spec(
     parts = parts_of(ordered, points)
     contribution = Contribution.of(plan.sums, num_terms(ordered, parts, plan.num_microbatches))
     num_stages, num = plan.num_stages, plan.num_microbatches
-    rows = [ordered.values[v].rows for v in ordered.param_values]
-    entries = list(zip(params_of(ordered), rows, strict=True))
-    slots = make_slots(
-        graph.param_shapes,
-        [graph.values[v].dtype for v in graph.param_values],
-        [
-            sorted({p for part in parts[s::num_stages] for p in part.segment.params})
-            for s in range(num_stages)
-        ],
-        [to_spec(layout.spec) for layout in plan.parameters],
-        plan.inner_axes,
-        trained,
-        entries,
-    )
+    slots = slots_of(ordered, parts, plan, trained)
     every = tuple(range(len(slots.slots)))
     table, is_even = planned.schedule, planned.needs_even_counts
     return PipelineSpec(

@@ -4,10 +4,9 @@ Legend of shape suffixes: M microbatches of a step, S sums of a microbatch (loss
 T tensors of one part.
 """
 
-import collections
-import functools
-from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,34 +14,14 @@ import numpy as np
 
 from ..graph.graph import params_of, shapes_of
 from ..graph.interpreter import AS_THEY_ARE, Env
-from ..jax.cpu_dots import row_major
 from ..jax.lookups import Rows
 from ..model.plain_arrays import from_bytes, in_bytes
 from .chain_spec import ChainSpec
-from .contribution import (
-    DeviceSums,
-    changes,
-    joined_words,
-    largest_over,
-    local_largest,
-    microbatch_key,
-    row_bits,
-)
-from .microbatch import clipped, joining_uneven, whole_gradient, whole_program
+from .contribution import DeviceSums, changes, joined_words, microbatch_key, row_bits
+from .joining import Joining, Term
+from .microbatch import clipped, whole_gradient, whole_program
 from .replica import Replica
 from .stage import StagePart
-
-
-class _Term(NamedTuple):
-    """One term of the sum of a tensor.
-
-    Attributes:
-        at: Dimension and first row, if it is some rows of a stacked parameter; None: all of it.
-    """
-
-    tensor: int
-    value: Any
-    at: tuple[int, jax.Array] | None = None
 
 
 class SegmentPart:
@@ -96,7 +75,7 @@ class SegmentPart:
         self.starts = np.array([rows[1] for rows in self._rows if rows is not None], np.int32)
         #: For each gradient the place of its parameter, its tensor and its rows.
         self._grads = [(i, tensor_of[self.params[i]], self._rows[i]) for i in trained]
-        tensors = {t for _, t, _ in self._grads}
+        tensors = set(self.grad_tensors)
         #: Tensors that no part reads: their gradient is zero.
         self._unread: list[int] = []
         if self.is_last:
@@ -106,10 +85,30 @@ class SegmentPart:
             tensors |= {*self._unread, *range(len(tensor_of), len(spec.tensors.floats))}
         self.tensors = tuple(sorted(tensors))
         self.packs = tuple(k for k, pack in enumerate(spec.packs) if not tensors.isdisjoint(pack))
-        self._shared = frozenset(shared)
+        self.joining = Joining(
+            spec=spec,
+            tensors=self.tensors,
+            packs=self.packs,
+            shared=frozenset(shared),
+            mesh=self._mesh,
+            uneven=self._uneven,
+            on_cpu=on_cpu,
+        )
         later = {v for q in spec.parts[index + 1 :] for v in q.inputs}
         self.floats = self.stage.above_floats
         self.pending = tuple(v for v in self.floats if v in later)
+
+    @property
+    def grad_tensors(self) -> list[int]:
+        """The tensor of each gradient of a backward."""
+        return [t for _, t, _ in self._grads]
+
+    @property
+    def grad_shapes(self) -> list[tuple[int, ...]]:
+        """The shape of each gradient of a backward."""
+        values, graph = self.stage.trained, self._spec.graph
+        places = [graph.param_values[self.stage.params[i]] for i in values]
+        return [graph.values[v].shape for v in places]
 
     # -- the programs ----------------------------------------------------------------------------
 
@@ -137,13 +136,29 @@ class SegmentPart:
         pending: Any,
     ) -> tuple[Any, ...]:
         """The sums and peaks of the part's tensors, and gradients of its inputs."""
+        read = params, starts, saved, aux, where, batch, grads, pending
+        d_params, d_inputs = self.gradients(*read)
+        terms = self.terms(d_params, starts)
+        limbs, bits_T = self.joining.join(terms, limbs, exponents_T, where[2])
+        peaks_T = jnp.maximum(peaks_T * where[2], bits_T)
+        return limbs, peaks_T, d_inputs
+
+    def gradients(
+        self,
+        params: Any,
+        starts: jax.Array,
+        saved: Any,
+        aux: Any,
+        where: jax.Array,
+        batch: Any,
+        grads: Any,
+        pending: Any,
+    ) -> tuple[list[Any], list[Any]]:
+        """The gradients of the part's trained parameters, and of its inputs."""
         env, arrays = self._env(aux, self._key(where), batch), self._params_or_rows(params, starts)
         saved = from_bytes(saved, self.stage.residuals)
         d_params, d_inputs = self.stage.backward_from_residuals(arrays, saved, env, grads)
-        terms = self._terms(d_params, starts)
-        limbs, bits_T = self._join(terms, limbs, exponents_T, where[2])
-        peaks_T = jnp.maximum(peaks_T * where[2], bits_T)
-        return limbs, peaks_T, self._add_pending(d_inputs, pending)
+        return list(map(_as_float32, d_params)), self._add_pending(d_inputs, pending)
 
     def loss(
         self,
@@ -160,22 +175,42 @@ class SegmentPart:
 
         The limbs and peaks of `sums` are those of the part only.
         """
+        read = params, starts, inputs, aux, sums, where, batch
+        sums, weight, d_inputs, d_params, deltas = self.last_gradients(*read)
+        if self._spec.is_whole:
+            d_params = clipped(self._spec, d_params, weight)
+        terms = self.terms(d_params, starts, deltas)
+        limbs, bits_T = self.joining.join(terms, sums.values, exponents_T, where[2])
+        peaks_T = jnp.maximum(sums.peaks_T * where[2], bits_T)
+        return sums._replace(values=limbs, peaks_T=peaks_T), weight, d_inputs
+
+    def last_gradients(
+        self,
+        params: Any,
+        starts: jax.Array,
+        inputs: Any,
+        aux: Any,
+        sums: DeviceSums,
+        where: jax.Array,
+        batch: Any,
+    ) -> tuple[DeviceSums, jax.Array, list[jax.Array], list[Any], list[jax.Array]]:
+        """Forward and backward of the last part, whose gradients join no sum yet.
+
+        Returns:
+            The sums with this microbatch in their small arrays; the weight of its mean; gradients
+            of the inputs and of the trained parameters; changes of the other variables.
+        """
         step, index, keep = where[0], where[1], where[2]
         key = microbatch_key(self._spec.seed, step, index)
         results = self._gradient(params, starts, inputs, aux, key, batch)
         (row_S, *new_aux), d_params, d_inputs = results
         tensors, num = self._spec.tensors, self._spec.num_microbatches
-        d_params = clipped(self._spec, d_params, row_S)
         deltas, words = changes(tensors, aux, new_aux, index, num)
-        terms = self._terms(d_params, starts, deltas)
-        limbs, bits_T = self._join(terms, sums.values, exponents_T, keep)
-        out = DeviceSums(
-            (sums.small_MS * keep).at[index].set(row_bits(row_S)),
-            jnp.maximum(sums.peaks_T * keep, bits_T),
-            limbs,
-            joined_words(tensors, [x * keep for x in sums.words], words),
+        sums = sums._replace(
+            small_MS=(sums.small_MS * keep).at[index].set(row_bits(row_S)),
+            words=joined_words(tensors, [x * keep for x in sums.words], words),
         )
-        return out, row_S[1], d_inputs
+        return sums, row_S[1], d_inputs, list(map(_as_float32, d_params)), list(deltas)
 
     @property
     def last_program(self) -> Any:
@@ -227,100 +262,20 @@ class SegmentPart:
         pairs = zip(self.floats, grads, strict=True)
         return [before[v] + g if v in before else g for v, g in pairs]
 
-    def _terms(
-        self, d_params: Sequence[Any], starts: jax.Array, deltas: Sequence[jax.Array] = ()
-    ) -> list[_Term]:
+    def terms(
+        self, d_params: Sequence[Any], starts: Any, deltas: Sequence[jax.Array] = ()
+    ) -> list[Term]:
         """The terms of a microbatch, in the order of tensors."""
         order = iter(range(len(self.starts)))
         start_of = [None if rows is None else next(order) for rows in self._rows]
         terms = []
         for (i, t, rows), grad in zip(self._grads, d_params, strict=True):
             at = None if rows is None else (rows[0], starts[start_of[i]])
-            terms.append(_Term(t, _as_float32(grad), at))
-        terms += [_Term(t, jnp.zeros(self._spec.tensors.floats[t].shape)) for t in self._unread]
+            terms.append(Term(t, grad, at))
+        terms += [Term(t, jnp.zeros(self._spec.tensors.floats[t].shape)) for t in self._unread]
         num = len(self._spec.trained)
-        terms += [_Term(num + i, delta) for i, delta in enumerate(deltas)]
+        terms += [Term(num + i, delta) for i, delta in enumerate(deltas)]
         return sorted(terms, key=lambda term: term.tensor)
-
-    def _is_shared(self, pack: Sequence[int]) -> bool:
-        return not self._shared.isdisjoint(pack)
-
-    def _join(
-        self,
-        terms: Sequence[_Term],
-        before: Sequence[Any],
-        exponents_T: jax.Array,
-        keep: jax.Array,
-    ) -> tuple[list[Any], jax.Array]:
-        """The sums with a microbatch's terms, and the bits of their largest magnitudes."""
-        spec = self._spec
-        if not self.packs:
-            return list(before), jnp.zeros(0, jnp.int32)
-        if self._mesh is not None and self._uneven is not None:
-            join = joining_uneven(spec, self._mesh, self._uneven, self._lay_out)
-            return join([term.value for term in terms], before, exponents_T, keep)
-        places: dict[int, list[int]] = collections.defaultdict(list)
-        for i, term in enumerate(terms):
-            places[term.tensor].append(i)
-        packs = [spec.packs[k] for k in self.packs]
-        together = []  # groups of terms that join as one array
-        for pack in packs:
-            joined = [i for t in pack for i in places[t]]
-            together += [[i] for i in joined] if self._is_shared(pack) else [joined]
-        arrays, bits = self._largest(terms, together)
-        row_of = {t: i for i, t in enumerate(self.tensors)}
-        out, joining = [], iter(arrays)
-        for pack, old in zip(packs, before, strict=True):
-            rows = np.array([row_of[t] for t in pack])
-            if self._is_shared(pack):
-                for i in places[pack[0]]:
-                    old = self._add_to_shared(old, next(joining), terms[i].at, exponents_T[rows[0]])
-            else:
-                old = self._add_to_pack(old, next(joining), exponents_T, rows, keep)
-            out.append(old)
-        if len(terms) > len(self.tensors):
-            of_tensors = [[bits[i] for i in places[t]] for t in self.tensors]
-            bits = jnp.stack([functools.reduce(jnp.maximum, each) for each in of_tensors])
-        return out, bits
-
-    def _largest(
-        self, terms: Sequence[_Term], together: Sequence[Sequence[int]]
-    ) -> tuple[list[Any], jax.Array]:
-        """Terms in the layout that sums read fast, and the bits of each one's largest magnitude."""
-        values = [term.value for term in terms]
-        if self._mesh is None:
-            return local_largest(values, self._lay_out, together)
-        specs = [self._spec.specs[term.tensor] for term in terms]
-        return largest_over(self._mesh, specs, self._lay_out, together)(values)
-
-    def _lay_out(self, x: jax.Array) -> jax.Array:
-        return row_major(x) if self._on_cpu else x
-
-    def _add_to_pack(
-        self, old: Any, x: Any, exponents_T: jax.Array, rows: np.ndarray, keep: jax.Array
-    ) -> Any:
-        """The sum of a pack with one more term; with `keep` 0 that term alone."""
-        if not isinstance(x, Rows):
-            exponent = exponents_T[rows[0]] if len(rows) == 1 else exponents_T[rows, None]
-            return self._spec.contribution.add(old, x, exponent, keep)
-        if self._on_cpu:
-            old = jax.lax.cond(
-                keep == 0, lambda xs: [jnp.zeros_like(x) for x in xs], lambda xs: xs, list(old)
-            )
-        else:  # elsewhere a branch may wait for the host
-            old = [x * keep for x in old]
-        return self._spec.contribution.add_rows(old, x, exponents_T[rows[0]])
-
-    def _add_to_shared(self, old: Any, x: jax.Array, at: Any, exponent: jax.Array) -> Any:
-        """A shared sum, which begins at zero, with one more term for all of it or for some rows."""
-        add = self._spec.contribution.add
-        if at is None:
-            return add(old, x, exponent)
-        dim, start = at
-        rows = [jax.lax.dynamic_slice_in_dim(p, start, x.shape[dim], dim) for p in old]
-        new = add(rows, x, exponent)
-        pairs = zip(old, new, strict=True)
-        return tuple(jax.lax.dynamic_update_slice_in_dim(p, n, start, dim) for p, n in pairs)
 
     @property
     def key(self) -> Any:
@@ -328,7 +283,8 @@ class SegmentPart:
         spec = self._spec
         order = {t: i for i, t in enumerate(self.tensors)}
         packs = [
-            ([order[t] for t in spec.packs[k]], self._is_shared(spec.packs[k])) for k in self.packs
+            ([order[t] for t in spec.packs[k]], self.joining.is_shared(spec.packs[k]))
+            for k in self.packs
         ]
         grads = [(order[t], rows and (rows[0], rows[2] - rows[1])) for _, t, rows in self._grads]
         shapes = [spec.tensors.floats[t].shape for t in self.tensors]
@@ -339,6 +295,43 @@ class SegmentPart:
         waiting = [spec.waiting_specs(values) for values in read[1:]]
         specs = [spec.specs[t] for t in self.tensors], [*map(spec.specs_of, read), *waiting]
         return self.stage.signature(), str((packs, grads, shapes, whole, pending, specs))
+
+
+def join_clipped(spec: ChainSpec, parts: Sequence[SegmentPart]) -> Callable[..., Any]:
+    """A function that clips a microbatch's gradients, of all parts, and adds them to the sums.
+
+    It is `(limbs, peaks, exponents, where, weight, gradients by part, changes) -> (limbs, peaks)`.
+    """
+    joining = dataclasses.replace(
+        parts[-1].joining,
+        tensors=tuple(range(len(spec.tensors.floats))),
+        packs=tuple(range(len(spec.packs))),
+    )
+
+    def hxla_clip(
+        limbs: Any,
+        peaks_T: jax.Array,
+        exponents_T: jax.Array,
+        where: jax.Array,
+        weight: jax.Array,
+        gradients: Sequence[Sequence[jax.Array]],
+        deltas: Sequence[jax.Array],
+    ) -> tuple[list[Any], jax.Array]:
+        terms = [
+            term
+            for part, grads in zip(parts, gradients, strict=True)
+            for term in part.terms(grads, part.starts)
+        ]
+        num = len(spec.trained)
+        whole = [jnp.zeros(x.shape) for x in spec.tensors.floats[:num]]
+        for term in terms:
+            whole[term.tensor] = term.added_to(whole[term.tensor])
+        whole = clipped(spec, whole, weight)
+        every = [Term(t, x) for t, x in enumerate([*whole, *deltas])]
+        limbs, bits_T = joining.join(every, limbs, exponents_T, where[2])
+        return limbs, jnp.maximum(peaks_T * where[2], bits_T)
+
+    return hxla_clip
 
 
 def _as_float32(x: Any) -> Any:

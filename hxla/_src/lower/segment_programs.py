@@ -26,11 +26,11 @@ from ..model.plain_arrays import in_bytes
 from ..plan.sharding import Sharded
 from ..plan.stage_storage import piece_shape
 from ..schedule.segment_sequence import CUT, INPUT, Residuals, SegmentCost
-from .chain_spec import ChainSpec, first_packs, shared_tensors, wanted_values
+from .chain_spec import ChainSpec, first_packs, wanted_values
 from .compile import compiler_options, firsts_alike, update_options
 from .contribution import DeviceSums, pack_shapes
 from .replica import Replica, device_bytes
-from .segment_part import SegmentPart
+from .segment_part import SegmentPart, join_clipped
 from .stage import StagePart
 
 #: Operations of a backward in proportion to its forward's.
@@ -53,6 +53,7 @@ def segment_costs(
     *,
     fused: bool = False,
     residuals: Sequence[int] | None = None,
+    keeps_gradients: bool = False,
 ) -> list[SegmentCost]:
     """Memory and time of each part's programs on a device; seconds in proportion to operations.
 
@@ -63,6 +64,7 @@ def segment_costs(
         fused: Whether all parts and their backwards are one program, which keeps more.
         residuals: For each part the bytes of its inner residuals; None: before compilation, when
             each is taken to be sharded as other values of its shape in the part.
+        keeps_gradients: Whether gradients of parameters wait for the end of the microbatch.
     """
     crossing = crossing_values([stage.part for stage in stages])
     known = [max(stage.part.segment.flops, 1.0) for stage in stages]
@@ -73,17 +75,17 @@ def segment_costs(
             kind = stage.kind
             if kind not in kinds:
                 kinds[kind] = _inner_residuals(stage.composed, stage.part, fused=fused)
-            left, reads_input = kinds[kind]
+            arrays, reads_input = kinds[kind]
             parts = _fewest_parts(sharded, stage.part)
-            inner = sum(bytes_of(v.aval.shape, v.aval.dtype) // parts(v.aval.shape) for v in left)
+            inner = sum(bytes_of(v.aval.shape, v.aval.dtype) // parts(v.aval.shape) for v in arrays)
         else:
             inner, reads_input = residuals[i], stage.part.is_last or stage.reads_its_input
         floats = {v for later in stages[i:] for v in later.above_floats}
         grads = sum(sharded.device_bytes(v) for v in crossing[i] if v in floats)
+        trained = [sharded.graph.param_values[stage.params[k]] for k in stage.trained]
+        left = sum(map(sharded.device_bytes, trained))
         if temporary is None:
-            forward = 0
-            trained = [sharded.graph.param_values[stage.params[k]] for k in stage.trained]
-            backward = inner + sum(map(sharded.device_bytes, trained))
+            forward, backward = 0, inner + (0 if keeps_gradients else left)
         else:
             forward, backward = temporary[i][0], temporary[i][-1]
         name = INPUT if stage.part.is_last else CUT
@@ -107,6 +109,7 @@ def segment_costs(
                 residuals=(made,),
                 # A forward makes its residuals, whether they are kept or not.
                 forward_temporary_bytes=forward + inner,
+                parameter_gradient_bytes=left if keeps_gradients else 0,
             )
         )
     return out
@@ -158,7 +161,7 @@ def parts_for(spec: ChainSpec, replica: Replica) -> ChainParts:
 
 
 def _parts(spec: ChainSpec, replica: Replica) -> tuple[SegmentPart, ...]:
-    shared = shared_tensors(spec.graph, spec.parts, spec.trained)
+    shared = spec.shared
     wanted = wanted_values(spec.graph, spec.trained)
     on_cpu, several = replica.devices[0].platform == "cpu", replica if replica.axes else None
     return tuple(
@@ -185,19 +188,25 @@ class SegmentPrograms:
         self._spec, self._replica, self._by_part = spec, replica, by_part
         self._parts, self._same, self._traced_for = parts
         self._distinct = sorted(set(self._same))
-        shared = shared_tensors(spec.graph, spec.parts, spec.trained)
+        shared = spec.shared
         shared_packs = [k for k, pack in enumerate(spec.packs) if not shared.isdisjoint(pack)]
         self.shared = [] if by_part else shared_packs  # by part zeros are made when they are needed
         options = compiler_options if spec.is_whole else update_options
         self._options = options(replica.devices[0].platform, spec.contribution.form)
         #: Split a replica's scales for the parts of a chain, and join their peaks.
         self._around: list[Any] = []
-        if not spec.is_whole:
+        if not (spec.is_whole or spec.joins_at_end):
             each = [P()] * len(self._parts)
             specs = each, each, spec.sums_specs(self.shared)
             # The donated arrays are not read, but their memory is to be reused.
             begin = self._jit(self._begun, specs, donate_argnums=1, keep_unused=True)
             self._around = [begin, self._jit(self._whole_peaks, P())]
+        #: Clips the gradients of all parts and adds them to the sums.
+        self._clip: Any = None
+        if spec.joins_at_end:
+            joined: Any = spec.sums_specs(), P()
+            clip = join_clipped(spec, self._traced)
+            self._clip = self._jit(clip, joined, donate_argnums=(0, 1))
         self.zeros = self._jit_placed(self._empty, self._sums_specs)
         self.first_packs = first_packs(spec) if by_part else []
         shapes = pack_shapes(spec.tensors, spec.packs)
@@ -215,6 +224,7 @@ class SegmentPrograms:
         self.names = (
             *self._part_names(),
             *["the scales of all parts", "the peaks of all parts"][: len(self._around)],
+            *["the clip of a microbatch"] * spec.joins_at_end,
             "empty sums",
             *["empty sums of a part"] * len(self._fresh),
         )
@@ -254,25 +264,46 @@ class SegmentPrograms:
         spec = self._spec
         limbs: list[Any] = spec.sums_specs(part.packs)
         floats = spec.specs_of(part.floats)
+        if spec.joins_at_end:
+            return self._gradient_programs(part, floats)
         if part.is_last:
             sums = self._sums_specs._replace(values=limbs)
             return {"loss": self._jit(part.last_program, (sums, None, floats), donate_argnums=4)}
-        stage, made = part.stage, spec.waiting_specs(part.stage.part.outputs)
-        kept: list[P | None] = []
-        if self._replica.axes:
-            shapes = [stage.residuals[i].shape for i in stage.inner_residuals]
-            kept = spec.inner_specs(stage.part, shapes)
         return {
-            "forward": self._jit(part.forward, (made, kept)),
+            "forward": self._forward_program(part),
             "backward": self._jit(part.backward, (limbs, P(), floats), donate_argnums=(4, 5)),
         }
 
+    def _forward_program(self, part: SegmentPart) -> Any:
+        stage, made = part.stage, self._spec.waiting_specs(part.stage.part.outputs)
+        kept: list[P | None] = []
+        if self._replica.axes:
+            shapes = [stage.residuals[i].shape for i in stage.inner_residuals]
+            kept = self._spec.inner_specs(stage.part, shapes)
+        return self._jit(part.forward, (made, kept))
+
+    def _gradient_programs(self, part: SegmentPart, floats: list[P]) -> dict[str, Any]:
+        """The programs of a part whose gradients wait for those of all parts."""
+        spec = self._spec
+        grads = [spec.specs[t] for t in part.grad_tensors]
+        if part.is_last:
+            sums = self._sums_specs._replace(values=[])
+            deltas = list(spec.specs[len(spec.trained) :])
+            results = sums, None, floats, grads, deltas
+            return {"loss": self._jit(part.last_gradients, results, donate_argnums=4)}
+        backward = self._jit(part.gradients, (grads, floats))
+        return {"forward": self._forward_program(part), "backward": backward}
+
+    @functools.cached_property
+    def _traced(self) -> tuple[SegmentPart, ...]:
+        """The parts, traced again if traces name another replica's devices."""
+        is_traced = self._traced_for in (None, self._replica)
+        return self._parts if is_traced else _parts(self._spec, self._replica)
+
     @functools.cached_property
     def _jitted(self) -> dict[int, dict[str, Any]]:
-        """The programs of distinct parts; traced again if traces name another replica's devices."""
-        is_traced = self._traced_for in (None, self._replica)
-        parts = self._parts if is_traced else _parts(self._spec, self._replica)
-        return {i: self._part_programs(parts[i]) for i in self._distinct}
+        """The programs of distinct parts."""
+        return {i: self._part_programs(self._traced[i]) for i in self._distinct}
 
     def _kinds(self, i: int) -> tuple[str, ...]:
         return ("loss",) if self._parts[i].is_last else ("forward", "backward")
@@ -325,20 +356,37 @@ class SegmentPrograms:
             added = [limbs[k] for k in part.packs]
             inputs = self._arrays(stage.part.inputs, spec.waiting_specs)
             if part.is_last:
-                of_part = sums._replace(values=added, peaks_T=peaks[i])
-                read = *arguments, inputs, others, of_part, scales[i], where, arrays
+                of_part, scale = sums._replace(values=[]), []
+                if not spec.joins_at_end:
+                    of_part, scale = of_part._replace(values=added, peaks_T=peaks[i]), [scales[i]]
+                read = *arguments, inputs, others, of_part, *scale, where, arrays
                 out.append(programs["loss"].lower(*read))
                 continue
             out.append(programs["forward"].lower(*arguments, inputs, others, where, arrays))
             saved = self._residuals[i] = self._residual_shapes(part, inputs, out[-1])
-            joined = added, peaks[i], scales[i]
+            joined = () if spec.joins_at_end else (added, peaks[i], scales[i])
             grads, late = self._arrays(stage.below_floats), self._arrays(part.pending)
             read_late = *arguments, saved, others, *joined, where, arrays, grads, late
             out.append(programs["backward"].lower(*read_late))
         if self._around:
             begin, end = self._around
             out += [begin.lower(exponents, shared), end.lower(peaks)]
+        if self._clip is not None:
+            weight = like(jax.ShapeDtypeStruct((), np.float32))
+            given = limbs, sums.peaks_T, exponents, where, weight, *self._gradient_shapes()
+            out.append(self._clip.lower(*given))
         return [*out, self.zeros.lower(), *(program.lower() for program in self._fresh.values())]
+
+    def _gradient_shapes(self) -> tuple[list[list[Any]], list[Any]]:
+        """Shapes of the gradients of all parts, and of the changes of other variables."""
+        spec, num = self._spec, len(self._spec.trained)
+
+        def like(shape: Sequence[int], t: int) -> Any:
+            return self._replica.like(jax.ShapeDtypeStruct(shape, np.float32), spec.specs[t])
+
+        grads = [list(map(like, part.grad_shapes, part.grad_tensors)) for part in self._parts]
+        floats = enumerate(spec.tensors.floats[num:], num)
+        return grads, [like(x.shape, t) for t, x in floats]
 
     @functools.cached_property
     def sums_shapes(self) -> DeviceSums:
@@ -389,6 +437,8 @@ class SegmentPrograms:
         flat = iter(compiled)
         self._compiled = {i: {name: next(flat) for name in self._kinds(i)} for i in self._distinct}
         self._around = list(itertools.islice(flat, len(self._around)))
+        if self._clip is not None:
+            self._clip = next(flat)
         self.zeros = next(flat)
         self._fresh = dict(zip(self._fresh, flat, strict=True))
 
@@ -397,6 +447,11 @@ class SegmentPrograms:
     def of(self, i: int) -> dict[str, Any]:
         """The compiled programs of a part: `forward` and `backward`, or `loss`."""
         return self._compiled[self._same[i]]
+
+    @property
+    def clip(self) -> Any:
+        """The compiled program that clips the gradients of all parts and adds them to the sums."""
+        return self._clip
 
     def fresh(self, i: int) -> Any:
         """Zeros for the sums that begin with a part."""

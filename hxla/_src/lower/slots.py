@@ -226,6 +226,11 @@ class Slot:
     stack: StackRows | None = None
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes on each device of a stage."""
+        return math.prod(self.piece) * jnp.dtype(self.dtype).itemsize
+
+    @property
     def is_stored_by_rows(self) -> bool:
         """Whether its parameters are stored cut in the dimension of their rows."""
         return self.stack is not None and self.stack.dim == self.dim

@@ -30,6 +30,7 @@ from ..graph.graph import Graph
 from ..graph.interpreter import Env, run_ops
 from ..graph.local_ops import EXTREMES, SUMS, run_custom, run_part, take
 from ..graph.operations import Op
+from ..graph.segments import Segment
 from ..jax.cpu_dots import row_major
 from ..jax.jaxpr import ClosedJaxpr, checkpoint_like, scan_counts
 from ..jax.min_cut import Halves, halve
@@ -215,13 +216,22 @@ class Uneven:
 
     Args:
         place: Place of the one device that runs its programs; None: any device runs them.
+        segments: The segments of the loss, each with whether its backward runs it again; empty: the
+            loss is no chain.
     """
 
-    def __init__(self, sharded: Sharded, parts: Parts, place: int | None = None):
+    def __init__(
+        self,
+        sharded: Sharded,
+        parts: Parts,
+        place: int | None = None,
+        segments: Sequence[tuple[Segment, bool]] = (),
+    ):
         [(self.axis, self.assigned)] = sharded.axes.items()
         self.graph: Graph = sharded.graph
         self.sharded, self.parts, self.place = sharded, parts, place
         self.linked = parts.linked
+        self._segments = tuple(segments)
 
     def on(self, replica: Replica) -> "Uneven":
         """The graph for the local devices of a replica.
@@ -229,7 +239,11 @@ class Uneven:
         A process with one of them compiles for its sizes only, without branches. So processes have
         unlike programs, which run the same collectives in the same order.
         """
-        return Uneven(self.sharded, self.parts, replica.only_place)
+        return Uneven(self.sharded, self.parts, replica.only_place, self._segments)
+
+    def in_segments(self, segments: Sequence[tuple[Segment, bool]]) -> "Uneven":
+        """The graph as a chain of segments, each with whether its backward runs it again."""
+        return Uneven(self.sharded, self.parts, self.place, segments)
 
     def cut_of(self, v: int) -> Cut | None:
         """How a value is cut by the operation that makes it; None: it is whole."""
@@ -324,11 +338,28 @@ class Uneven:
             (graph.batch_values, batch),
         ):
             env.update(zip(numbers, arrays, strict=True))
-        level = _Level(self, graph.ops, env, graph.result_values, on_cpu=on_cpu)
+        for segment, again in self._segments[:-1]:
+            self._run_segment(segment, env, again=again, on_cpu=on_cpu)
+        ops = self._segments[-1][0].ops if self._segments else graph.ops
+        level = _Level(self, ops, env, graph.result_values, on_cpu=on_cpu)
         level.run()
         num = len(graph.result_values) - len(graph.aux_values)
         wanted = [*[None] * num, *map(self.cut_of, graph.aux_values)]
         return [level.as_cut(v, cut) for v, cut in zip(graph.result_values, wanted, strict=True)]
+
+    def _run_segment(self, segment: Segment, env: Env, *, again: bool, on_cpu: bool) -> None:
+        """Add the results of a segment to the arrays."""
+        params = (self.graph.param_values[p] for p in segment.params)
+        read = [*params, *segment.inputs, *segment.given]
+
+        def run(*arrays: Any) -> list[Any]:
+            inner: Env = dict(self.graph.consts) | dict(zip(read, arrays, strict=True))
+            level = _Level(self, segment.ops, inner, segment.outputs, on_cpu=on_cpu)
+            level.run()
+            return [inner[v] for v in segment.outputs]
+
+        made = (jax.checkpoint(run) if again else run)(*(env[v] for v in read))
+        env.update(zip(segment.outputs, made, strict=True))
 
 
 class _Level:

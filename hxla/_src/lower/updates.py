@@ -70,7 +70,8 @@ class ReplicaUpdate:
         self._replica, self._sharded = replica, sharded
         self._member = ownership.member(replica.index)
         units = units_of(ownership, self._member, state)
-        num_groups = spec.num_groups if ownership.is_whole else 1
+        # A whole array's bits depend on what else is in its program.
+        num_groups = spec.num_groups if set(ownership.owners) <= {None} else 1
         is_on_device = tier == "device"
         self._units = units
         self.groups = (
@@ -432,15 +433,15 @@ class ReplicaUpdate:
 
     def extra_bytes(self) -> int:
         """Bytes that one device needs beside parameters, totals and common leaves."""
-        if not self.groups.is_offloaded:
-            return max(map(extra_bytes, self.compiled))
-        stats = [p.memory_analysis() for p in self.compiled[2 * len(self._sums) :]]
-        temporary = max((int(s.temp_size_in_bytes) for s in stats if s is not None), default=0)
         sent = self._ownership.sends_params * sum(
             x.size // self._ownership.num_inner * np.dtype(x.dtype).itemsize
             for i in self.groups.params
             for x in self._sent_shapes(i, self._spec.tensors.params[i].dtype)
         )
+        if not self.groups.is_offloaded:
+            return max(map(extra_bytes, self.compiled)) + sent
+        stats = [p.memory_analysis() for p in self.compiled[2 * len(self._sums) :]]
+        temporary = max((int(s.temp_size_in_bytes) for s in stats if s is not None), default=0)
         return temporary + self.groups.bytes_at_once + 2 * sent
 
 

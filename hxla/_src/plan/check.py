@@ -318,8 +318,6 @@ def _sharded_replica_faults(plan: Any) -> Iterator[str]:
             yield f"placement.parameters: {cut}, whose shards stay on their devices: use 'device'"
     if plan.is_uneven:
         yield f"placement.zero: {cut} in uneven shards, whose state is not shared out: use 0"
-    if placement.optimizer == "disk":
-        yield f"placement.optimizer: {cut}, whose state cannot be on disk: use 'host' or 'device'"
 
 
 def _shard_group_faults(plan: Any) -> Iterator[str]:
@@ -388,13 +386,9 @@ def _pipeline_faults(plan: Any) -> Iterator[str]:
 
 def _chain_faults(plan: Any) -> Iterator[str]:
     chain = plan.chain
-    if plan.axes:
-        axes = ", ".join(axis.name for axis in plan.axes)
-        cut = f"replicas are sharded over {axes}"
-        if plan.pipeline is not None:
-            yield f"chain: {cut}, and stages have segments already: leave it out"
-        elif plan.is_uneven:
-            yield f"chain: {cut} in uneven shards, which have no segments: leave it out"
+    cut = f"replicas are sharded over {', '.join(axis.name for axis in plan.axes)}"
+    if plan.pipeline is not None:
+        yield f"chain: {cut}, and stages have segments already: leave it out"
     firsts = [segment.first for segment in chain.segments]
     if firsts[0] != 0 or any(b <= a for a, b in itertools.pairwise(firsts)):
         yield f"chain.segments: their first equations {_brief(firsts)} must grow from 0"
@@ -404,7 +398,18 @@ def _chain_faults(plan: Any) -> Iterator[str]:
     except PlanError as error:
         yield f"chain.sequence: {error}"
         return
-    if sequence.offloads and plan.placement.stash == "device":
+    last = len(firsts) - 1
+    if sequence.num_forwards[last]:
+        yield (
+            f"chain.sequence: segment {last} is the last, whose forward and backward are one "
+            f"program, 'B{last}:{INPUT}': leave its 'F{last}' out"
+        )
+    if sequence.offloads and plan.is_uneven:
+        yield (
+            f"chain.sequence: {cut} in uneven shards, whose one program offloads nothing: leave "
+            "its 'O' and 'I' out"
+        )
+    elif sequence.offloads and plan.placement.stash == "device":
         yield "placement.stash: `chain.sequence` offloads to host memory, set 'host'"
 
 

@@ -187,6 +187,11 @@ class PlannedPipeline(PlanValue):
         """Whether forwards are recomputed from their inputs."""
         return any(segment.keep == "inputs" for segment in self.segments)
 
+    def keeping(self, keep: Literal["residuals", "inputs"]) -> "PlannedPipeline":
+        """The pipeline whose stages keep this for their backwards."""
+        segments = tuple(x.model_copy(update={"keep": keep}) for x in self.segments)
+        return self.model_copy(update={"segments": segments})
+
 
 #: What runs of a chain of one segment: its forward and backward are one program.
 ONE_PROGRAM = ("B0:input",)
@@ -211,6 +216,11 @@ class PlannedChain(PlanValue):
     def points(self) -> tuple[int, ...]:
         """The numbers of the equations at which a segment begins, but for the first."""
         return tuple(segment.first for segment in self.segments[1:])
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any forward is recomputed."""
+        return sum(text.startswith("F") for text in self.sequence) >= len(self.segments)
 
     @property
     def is_one_program(self) -> bool:

@@ -79,6 +79,8 @@ def deciding(plan: Any) -> dict[str, Any]:
         found["has_weight"] = plan.pipeline.has_weight
     if plan.num_segments > 1:  # whatever is recomputed, the programs are the same
         found["chain"] = plan.chain.points
+        if plan.is_uneven:  # all segments are one program
+            found["sequence"] = plan.chain.sequence
     if plan.microbatches_per_call > 1:
         found["microbatches_per_call"] = plan.microbatches_per_call
     # Each that devices of a copy put together is compiled apart from what else the copy owns, and

@@ -202,7 +202,10 @@ def chosen(plan: Plan) -> Pinned:
     """The choices of a plan that may come from measurements and that bits depend on."""
     choices = Pinned(microbatch_size=plan.microbatch_size, is_chain=plan.chain is not None)
     if plan.pipeline is not None:
-        return dataclasses.replace(choices, cut=plan.pipeline.cut)
+        pipeline = plan.pipeline
+        return dataclasses.replace(choices, cut=pipeline.cut, recomputes=pipeline.recompute)
+    if plan.chain is not None and plan.is_uneven:
+        choices = dataclasses.replace(choices, recomputes=plan.chain.recomputes)
     if len(plan.axes) == 1:
         [axis] = plan.axes
         return dataclasses.replace(choices, shares=axis.shares or (1,) * axis.size)
