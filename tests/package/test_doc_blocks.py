@@ -2,11 +2,10 @@
 
 A page's Python blocks run in their order and share their names. `<!-- run ... -->` is a block that
 readers do not see, of Python or of commands after a `$`; `<!-- not run: why -->` stands above one
-that is not run. A `diff` is a whole script before and after: both run, each in a folder of its own,
-and the one before only where its imports are installed.
+that is not run. A `diff` is a whole script before and after: each runs in a folder of its own, if
+what it imports is installed.
 """
 
-import ast
 import contextlib
 import importlib.util
 import io
@@ -118,14 +117,12 @@ def working_in(folder):
 
 
 def run_side(diff, sign, name):
-    """Run one side of a script that changes."""
-    lines = [line for line in diff.splitlines() if line[:1] in (sign, " ", "")]
-    script = "\n".join(line[1:] for line in lines)
+    """Run one side of a script that changes, if what it imports is installed."""
+    lines = [line[1:] for line in diff.splitlines() if line[:1] in (sign, " ", "")]
+    script = "\n".join(lines)
+    imported = re.findall(r"^(?:import|from) (\w+)", script, re.M)
     code = compile(script, name, "exec")
-    nodes = ast.walk(ast.parse(script))
-    modules = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
-    modules |= {n.module for n in ast.walk(ast.parse(script)) if isinstance(n, ast.ImportFrom)}
-    if all(importlib.util.find_spec(module.partition(".")[0]) for module in modules):
+    if all(map(importlib.util.find_spec, imported)):
         exec(code, {"__name__": "__main__"})
 
 

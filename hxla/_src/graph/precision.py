@@ -1,6 +1,6 @@
 """The dtype of an equation under a precision policy, and which values stay in float32.
 
-The lists follow PyTorch's autocast where it has an operation; `docs/how-to/mixed-precision.md`
+The lists follow PyTorch's autocast where it has an operation; `docs/concepts/precision.md`
 compares both.
 An operation of no list computes in its traced dtypes.
 """

@@ -20,7 +20,7 @@ Environment = Callable[[int, Device, int, str], dict[str, str]]
 
 # Sharded autotuning makes processes with different programs wait for each other's kernels.
 _GPU_FLAGS = ("--xla_gpu_shard_autotuning=false",)
-# Options of XLA without which unlike GPUs disagree; see docs/how-to/launching.md.
+# Options of XLA without which unlike GPUs disagree; see docs/how-to/unlike-gpus.md.
 _MIXED_GPU_FLAGS = (
     "--xla_gpu_all_reduce_combine_threshold_bytes=268435456",
     "--xla_gpu_all_gather_combine_threshold_bytes=268435456",

@@ -58,5 +58,6 @@ def _is_zero(x: Any, made: dict[Any, Any]) -> bool:
     if isinstance(x, Literal):
         return not np.any(x.val)
     eqn = made.get(x)
-    is_kept = eqn is not None and eqn.primitive.name in ("broadcast_in_dim", "square", *_SAME)
-    return is_kept and _is_zero(eqn.invars[0], made)
+    if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "square", *_SAME):
+        return False
+    return _is_zero(eqn.invars[0], made)

@@ -11,7 +11,9 @@ import statistics
 from collections.abc import Sequence
 
 from ..choose.counts import best_counts, finish_seconds
+from ..choose.microbatch_counts import check_limits
 from ..core.config import BalanceConfig
+from ..plan.plan import Plan
 from ..report.history import Rebalance
 
 _NEW_SPEED = 1.2  # ratio beyond which two samples in a row are no noise
@@ -299,3 +301,26 @@ class Balancer:
             return None
         gain = move.wall / statistics.median(move.walls[1:]) - 1
         return dataclasses.replace(move.change, achieved_gain=gain)
+
+
+def balanced(
+    plan: Plan,
+    config: BalanceConfig,
+    limits: Sequence[int | None],
+    seconds: Sequence[float] | None,
+) -> tuple[Plan, Balancer]:
+    """A plan with the counts with which its session begins, and what moves them.
+
+    Args:
+        limits: Most microbatches of each device; None for no limit.
+        seconds: Seconds of a microbatch on each device; None if not measured.
+
+    Raises:
+        PlanError: If a device has no memory for its counts.
+    """
+    counts = plan.counts
+    if seconds is not None:
+        counts = best_counts(plan.num_microbatches, seconds, None, limits)
+    check_limits(counts, limits)
+    balancer = Balancer(config, counts, limits, seconds)
+    return plan if counts == plan.counts else plan.with_counts(counts), balancer

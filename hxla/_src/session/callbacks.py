@@ -1,9 +1,11 @@
 """Callbacks of `hxla.train`: functions, or objects with methods for what they want to see."""
 
+# ruff: noqa: ARG002 - the empty methods of Callback
+
 import difflib
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -12,12 +14,12 @@ from ..report.history import EvalRecord, StepRecord
 from .session import Session
 
 
-class Callback(Protocol):
+class Callback:
     """An object that sees a training: any of these methods is enough, and no base is needed.
 
     `hxla.train` calls the methods on every process, in the order of `callbacks`. What processes do
-    together, such as `session.gather`, every process must do. A class that inherits from `Callback`
-    gets empty methods for the rest, which type checkers want.
+    together, such as `session.gather`, every process must do. Inheriting from `Callback` adds empty
+    methods for the rest, which satisfies type checkers.
 
     A plain function is a callback too, and is called as `on_step`.
 
@@ -50,6 +52,7 @@ class Callback(Protocol):
         Returns:
             True, on every process, if nothing is left to train; else False or None.
         """
+        return None
 
     def on_step(self, record: StepRecord, session: Session) -> bool | None:
         """See a step: called after each one and its evaluation.
@@ -61,6 +64,7 @@ class Callback(Protocol):
         Returns:
             True to end training after the next step; False or None to go on.
         """
+        return None
 
     def on_evaluation(self, record: EvalRecord, session: Session) -> bool | None:
         """See an evaluation on `eval_data`: called after `on_step` of the same step.
@@ -72,6 +76,7 @@ class Callback(Protocol):
         Returns:
             True to end training after the next step; False or None to go on.
         """
+        return None
 
     def on_save(self, step: int, session: Session) -> None:
         """See a checkpoint: called when one was begun, at the end and on SIGTERM too.

@@ -5,7 +5,8 @@ import os
 
 import numpy as np
 
-from ..choose.microbatch_counts import shared_numbers, with_executors
+from ..choose.microbatch_counts import pooled, shared_numbers, with_executors
+from ..core.config import Config
 from ..core.types import PyTree
 from ..lower.lower import Programs
 from ..plan.plan import Plan
@@ -61,6 +62,29 @@ def with_fastest_executors(
     local = programs.reducer.local
     executors = shared_numbers(programs.reducer, [best.replicas[r.index].executors for r in local])
     return with_executors(plan, tuple(map(int, executors))), seconds
+
+
+def seconds_of_replicas(
+    stepper: Stepper,
+    programs: Programs,
+    plan: Plan,
+    batch: PyTree,
+    seconds: list[float],
+    settings: Config,
+    num_steps: int | None,
+) -> tuple[Plan, tuple[float, ...]]:
+    """The plan with the executors of the settings, and seconds of a microbatch on each replica.
+
+    Args:
+        seconds: Of a microbatch on each local replica.
+        num_steps: Remaining steps; None: not known.
+    """
+    if settings.cluster.executors == "auto" and num_steps is not None:
+        gain = settings.balance.min_gain
+        plan, seconds = with_fastest_executors(
+            stepper, programs, plan, batch, seconds, gain, num_steps
+        )
+    return plan, pooled(shared_numbers(programs.reducer, seconds), plan)
 
 
 def _most_executors(programs: Programs) -> int:

@@ -22,7 +22,7 @@ def step_record(
     step: int,
     outcome: Outcome,
     plan: Plan,
-    applied: Mapping[str, float | None],
+    epoch: float | None,
     *,
     seconds: float,
     tokens: int,
@@ -30,7 +30,6 @@ def step_record(
     """The record of a step.
 
     Args:
-        applied: Epoch, learning rate and gradient norm, by the record's names.
         seconds: Since the end of the step before.
     """
     busy = zip(outcome.busy_seconds, outcome.update_seconds, strict=True)
@@ -46,7 +45,9 @@ def step_record(
         redone=outcome.redone,
         skipped=bool(outcome.nonfinite),
         loss_scale=outcome.loss_scale,
-        **applied,
+        epoch=epoch,
+        learning_rate=outcome.learning_rate,
+        gradient_norm=outcome.gradient_norm,
     )
 
 

@@ -28,7 +28,7 @@ from ..launch.member import Pinned
 from ..lower.store import Store
 from ..model.functional import tree_bytes
 from ..plan.plan import Plan
-from .values import SessionOptions, plans_from_table
+from .values import SessionOptions, plans_from_table, plans_to_table
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoints import Checkpoints
@@ -149,6 +149,16 @@ class RestoreSource:
         latest = self.checkpoints.latest() if self.checkpoints is not None else None
         job.agree("checkpoint", lambda: {"checkpoint to resume from": str(latest)})
         return latest
+
+    def facts_at(self, step: int, plans: Mapping[int, Plan]) -> dict[str, Any]:
+        """The facts that are saved with the state of a step.
+
+        Args:
+            plans: The plans that ran, by their first step.
+        """
+        changed = {"plans": plans_to_table(plans), "metadata": self.saved_metadata()}
+        state = self._job.source.state(step)
+        return self.facts | changed | ({} if state is None else {"data": state})
 
     def saved_metadata(self) -> dict[str, Any]:
         """A copy of the metadata, for a checkpoint.

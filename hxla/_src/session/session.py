@@ -5,24 +5,18 @@ import dataclasses
 import functools
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-
-from ..choose.counts import best_counts
 from ..choose.microbatch_counts import (
-    check_limits,
     count_limits,
     lack,
     own_ids,
-    pooled,
     predicted,
     shared_numbers,
 )
 from ..cluster.job_devices import Devices
 from ..core.errors import ConfigError
-from ..core.fingerprint import fingerprint
 from ..core.types import PyTree
 from ..data.data import num_tokens
 from ..data.epochs import epochs_of
@@ -38,19 +32,20 @@ from ..lower.state import State
 from ..plan.plan import Plan
 from ..report.history import EvalRecord, History, Rebalance, StepRecord
 from ..weights.save_weights import weights_of
-from .balancer import Balancer
+from .balancer import balanced
 from .ending import Ending, Termination
 from .evaluating import evaluated
-from .fastest_executors import with_fastest_executors
+from .fastest_executors import seconds_of_replicas
 from .learning_rate import LearningRate
 from .member import LEAVE, MOVE, SAVE, STOP, SessionMember, ran, rehearse
 from .recorder import recorder_of, step_record
 from .replica_checksum import ReplicaChecksum
 from .restore import RestoreSource
-from .state_access import StateAccess, replaced
+from .saver import Saver
+from .state_access import StateAccess, agreed_arrays
 from .step import Feed, Outcome, Stepper, left_out
 from .validate_plan import agree_on_asked, check_runnable
-from .values import Result, SessionOptions, plans_to_table
+from .values import Result, SessionOptions, result_of
 from .watch import PipelineWatch, SplitWatch
 from .watchdog import Watchdog
 
@@ -68,9 +63,8 @@ class Session:
         num_steps: The total number of updates; None if the session was opened without one.
         checkpoint_dir: The folder for checkpoints, or None.
         run_dir: The folder for metrics and the report, or None.
-        metadata: A dictionary of JSON values (numbers, texts, lists, dictionaries) that is saved
-            with every checkpoint. A resumed session has it again. Every process must write the
-            same values.
+        metadata: A dictionary of JSON values that every checkpoint keeps and a resumed session has
+            again. Every process must write the same values.
         after_save: Functions without arguments that are called whenever a checkpoint was begun.
 
     Example:
@@ -96,7 +90,6 @@ class Session:
         self._job, self._options = job, options
         self.num_steps = options.steps
         self.checkpoint_dir, self.run_dir = options.checkpoint_dir, options.run_dir
-        self.after_save: list[Callable[[], object]] = []
         self._cluster = job.cluster(devices)
         self._stack = contextlib.ExitStack()
         self._is_closed = False
@@ -109,7 +102,6 @@ class Session:
             self._termination = Termination()
             self._stack.callback(self._termination.close)
             self._stopping = self._stop_request = 0.0
-            self._is_save_due, self._saved_at = False, time.monotonic()
             self._handed_out, self._is_settled, self._is_replaced = StateAccess(), True, False
             agree_on_asked(plan, job, options)
             check_runnable(plan, job, self._cluster, devices)
@@ -145,11 +137,9 @@ class Session:
             )
             seconds = None
             if options.balance:
-                if job.settings.cluster.executors == "auto" and options.steps is not None:
-                    gain, num_left = job.settings.balance.min_gain, options.steps - start
-                    parts = (self._stepper, self._programs, plan, inputs, times, gain, num_left)
-                    plan, times = with_fastest_executors(*parts)
-                seconds = pooled(shared_numbers(self._reducer, times), plan)
+                num_left = None if options.steps is None else options.steps - start
+                parts = self._stepper, self._programs, plan, inputs, times
+                plan, seconds = seconds_of_replicas(*parts, job.settings, num_left)
             if member is not None:
                 rehearse(member, self._store, job)
                 waiting.tell("waiting for the generation to be formed")
@@ -158,42 +148,38 @@ class Session:
                     self._stepper.restored()
                 self._member = SessionMember(member, self._store, self._termination, job, source)
             assert source is not None  # made in one of the two branches
-            self._checkpoints, self._saved = source.checkpoints, source.saved_step
-            self.metadata = source.metadata
+            self._checkpoints, self.metadata = source.checkpoints, source.metadata
             self.step_number = self._first_step = start = source.first_step
             self._plans, self._source = source.plans, source
             state_bytes = self._store.num_bytes()
             self.memory_bytes = self._programs.memory_bytes(state_bytes)
-            self._saves_alone = on_cpu and lack(
-                devices, self._cluster, state_bytes + self.memory_bytes
-            )
+            num_bytes = state_bytes + self.memory_bytes
+            is_alone = on_cpu and bool(lack(devices, self._cluster, num_bytes))
+            saves = self._checkpoints, options.checkpoint_every, source.saved_step
+            self._saver = Saver(*saves, is_alone=is_alone)
+            self.after_save = self._saver.after_save
             local_bytes = [self.memory_bytes] * len(self._reducer.local)
             self._replica_bytes = shared_numbers(self._reducer, local_bytes)
-            at_once = self._programs.most_inputs
-            limits = count_limits(plan, self._cluster, self._replica_bytes, inputs, at_once)
-            counts = plan.counts
-            if seconds is not None:
-                counts = best_counts(plan.num_microbatches, seconds, None, limits)
-            check_limits(counts, limits)
+            sizes = self._replica_bytes, inputs, self._programs.most_inputs
+            limits = count_limits(plan, self._cluster, *sizes)
             moves = options.balance or job.settings.balance
-            self.balancer = Balancer(moves, counts, limits, seconds)
-            self.plan = plan if counts == plan.counts else plan.with_counts(counts)
+            self.plan, self.balancer = balanced(plan, moves, limits, seconds)
             self._watch_pipelines = PipelineWatch(self._stepper, self._programs, job.gather)
             notes = _unplanned_gathers(self._programs)
             notes += self._watch_pipelines.measure(inputs, self.plan)
             self.plan = self._predicted(self.plan).replaced(reasons=(*plan.reasons, *notes))
             self.split_watch = SplitWatch(self._programs, self._cluster, job)
             self._plans[start] = self.plan
-            self.epochs = epochs_of(job.source, plan.batch_size)
             self._learning_rate = LearningRate(self._programs, self._store, options.learning_rate)
             self._recorder = recorder_of(self.plan, options, start)
             self._stack.callback(self._recorder.close)
-            self._feed = Feed(job, batch, options.steps)
+            self.epochs = epochs_of(job.source, plan.batch_size)
+            self._feed = Feed(job, batch, options.steps, self.epochs)
             self._stack.callback(self._feed.close)
             self._ending = Ending(self._recorder, self._watch_pipelines, self._termination, options)
             self._began = time.perf_counter()
             if self._member is not None:
-                facts = self._facts() | {"numerics": self.plan.numerics}
+                facts = source.facts_at(start, self._plans) | {"numerics": self.plan.numerics}
                 self._stack.enter_context(self._member.training(start, facts, self.plan))
             else:
                 self._termination.heed_interrupts()
@@ -230,12 +216,6 @@ class Session:
                 self._ending.report(self.history, self.plan, self.step_number)
 
     # -- opening ---------------------------------------------------------------------------------
-
-    def _facts(self) -> dict[str, Any]:
-        state = self._job.source.state(self.step_number)
-        facts = self._source.facts | {"plans": plans_to_table(self._plans)}
-        facts["metadata"] = self._source.saved_metadata()
-        return facts if state is None else facts | {"data": state}
 
     def _predicted(self, plan: Plan) -> Plan:
         prediction = predicted(
@@ -308,7 +288,6 @@ class Session:
         compiled = num_compilations()
         timed = step == self._first_step + 1 and self._options.run_dir is not None
         self._watch_pipelines.time_ticks(timed)
-        epoch = self.epochs.done(step + 1) if self.epochs and batch is None else None
         outcome = self._stepper.accumulate(
             step,
             ids,
@@ -319,24 +298,22 @@ class Session:
         if timed:
             self._watch_pipelines.tell_ticks()
         self._watchdog.beat(step, "update")
-        applied: dict[str, float | None] = {}
         with self._updating(outcome):
             if outcome.nonfinite:
                 stops = self._job.nonfinite == "stop" and not self._options.is_trial
                 self._recorder.log(left_out(step, outcome, self._stepper, stops=stops))
             else:
-                applied["learning_rate"] = self._learning_rate.of_step(step)
+                rate = self._learning_rate.of_step(step)
                 with self._ending.halfway():
-                    self._stepper.update(outcome)
+                    outcome = self._stepper.update(outcome, learning_rate=rate)
                     self._stepper.rescale(overflowed=False)
-                applied["gradient_norm"] = self._programs.gradient_norm
             self.step_number = step + 1
         if step > self._first_step:
             self._recorder.num_compilations += num_compilations() - compiled
-        record = self._record(step, outcome, batches, {"epoch": epoch, **applied})
+        record = self._record(step, outcome, batches)
         self._watchdog.beat(step, "callback")
         self._checksum.stepped(self.step_number)
-        self._is_save_due = outcome.stop == SAVE
+        self._saver.heed(outcome.stop)
         if outcome.stop > SAVE:
             self._stopping, self._stop_request = -1.0, outcome.stop
         self._is_settled = False
@@ -348,29 +325,21 @@ class Session:
         if self._is_settled:
             return
         self._is_settled = True
-        every = self._options.checkpoint_every
-        if self._is_save_due or (every is not None and every.is_due(self.step_number)):
+        if self._saver.is_due(self.step_number):
             self.save()
         if self._member is not None and self.step_number != self._options.steps:
             self._member.copy()
         if self._stop_request in (LEAVE, MOVE):
             self._end_early(moves=self._stop_request == MOVE)
 
-    def _record(
-        self,
-        step: int,
-        outcome: Outcome,
-        batches: Sequence[Any],
-        applied: Mapping[str, float | None],
-    ) -> StepRecord:
+    def _record(self, step: int, outcome: Outcome, batches: Sequence[Any]) -> StepRecord:
         change = None
         if self._options.balance:
             change = self.balancer.observe(step, outcome.busy_seconds, outcome.update_seconds)
         now = time.perf_counter()
         tokens = num_tokens(batches, self.plan.num_microbatches)
-        seconds = now - self._began
-        record = step_record(step, outcome, self.plan, applied, seconds=seconds, tokens=tokens)
-        self._began = now
+        (seconds, self._began), epoch = (now - self._began, now), self._feed.epoch
+        record = step_record(step, outcome, self.plan, epoch, seconds=seconds, tokens=tokens)
         self._recorder.step(record)
         if change is not None:
             self._rebalance(change)
@@ -393,15 +362,7 @@ class Session:
         """The request of this process to all, apart from `stop`."""
         request = LEAVE * bool(self._termination.arrived)
         request = request if self._member is None else self._member.request
-        return request or SAVE * self._is_time_to_save
-
-    @property
-    def _is_time_to_save(self) -> bool:
-        """Whether rank 0, whose clock alone counts, asks for a checkpoint."""
-        every = self._options.checkpoint_every
-        if every is None or every.seconds is None or jax.process_index():
-            return False
-        return time.monotonic() - self._saved_at >= every.seconds
+        return request or self._saver.request
 
     @contextlib.contextmanager
     def _updating(self, outcome: Outcome) -> Iterator[None]:
@@ -442,18 +403,11 @@ class Session:
 
     @property
     def weights(self) -> PyTree:
-        """The sharded parameters and other variables, such as BatchNorm's statistics, of `state`.
-
-        They are a model's weights for `hxla.save_weights`: its own tree without random streams.
-        """
+        """The sharded parameters and other variables of `state`, in the model's own tree."""
         return weights_of(self.state)
 
     def log(self, text: str) -> None:
-        """Show a line on the terminal of rank 0, above the progress line.
-
-        Args:
-            text: The line.
-        """
+        """Show a text on the terminal of rank 0, above the progress line."""
         self._recorder.log(text)
 
     def gather(self, tree: PyTree) -> PyTree:
@@ -493,15 +447,13 @@ class Session:
         """
         self._handed_out.check()
         parts = {"params": params, "aux": aux, "opt_state": opt_state}
-        arrays = replaced(parts, self._store.wanted(), self._handed_out.has, self._store.gather)
-        names = self._store.leaf_names()
-        named = {names[k]: x for k, x in arrays.items()}
-        self._job.agree("replaced arrays", lambda: facts_of_data(named, "session.replace: "))
+        arrays = agreed_arrays(parts, self._store, self._handed_out, self._job)
         self._stepper.wait()
         with self._member.changing if self._member is not None else contextlib.nullcontext():
             self._store.replace(arrays)
         self._handed_out.take_back()
-        self._saved, self._is_replaced = None, True
+        self._saver.change()
+        self._is_replaced = True
 
     @property
     def history(self) -> History:
@@ -536,14 +488,12 @@ class Session:
         """
         if self._checkpoints is None:
             raise ConfigError("there is no folder to save to: open the session with checkpoint_dir")
-        if self._saved != self.step_number:
+        if not self._saver.is_saved(self.step_number):
             with self._watchdog.phase(self.step_number, "checkpoint"):
                 self._checksum.compare(self.step_number)
                 self._stepper.wait()
-                self._checkpoints.save(self.step_number, self._store.saved(), self._facts())
-                self._saved, self._saved_at = self.step_number, time.monotonic()
-                if self._saves_alone:
-                    self._checkpoints.wait()
+                facts = self._source.facts_at(self.step_number, self._plans)
+                self._saver.save(self.step_number, self._store.saved(), facts)
             for after_save in self.after_save:
                 after_save()
 
@@ -559,22 +509,11 @@ class Session:
         self._save_and_wait()
         self.plan = self._predicted(self.plan)
         history = dataclasses.replace(self.history, split=self.split_watch.measured())
-        state = self._store.state(self.step_number)
-        sha256 = fingerprint((state.params, state.aux, state.opt_state), self._store.gather)
-        training = self._programs.training
-        model, trained = training.model.finish(self._store.here(state.params), state.aux)
+        result = result_of(self._programs, self._store, self.step_number, history, self.plan)
         self._ending.report(history, self.plan, self.step_number)
         if self._member is not None:
             self._member.finished()
-        return Result(
-            model=model,
-            state=trained,
-            opt_state=training.optimizer.restored(state.opt_state, training.model.trained),
-            step=self.step_number,
-            history=history,
-            plan=self.plan,
-            sha256=sha256,
-        )
+        return result
 
 
 def _unplanned_gathers(programs: Programs) -> tuple[str, ...]:

@@ -15,7 +15,10 @@ import numpy as np
 from ..core.errors import ConfigError
 from ..core.files import listed
 from ..core.types import PyTree
+from ..job.agreement import facts_of_data
+from ..job.context import JobContext
 from ..lower.state import State
+from ..lower.store import Store
 from ..model.functional import leaf_names
 from ..model.loss_scale import own_variables
 from ..model.plain_arrays import is_key
@@ -179,6 +182,22 @@ def replaced(
             f"session.replace:{listed(faults)}\npass whole parts of session.state, in which arrays "
             "have the shapes and the dtypes of those that they replace"
         )
+    return arrays
+
+
+def agreed_arrays(
+    parts: Mapping[str, PyTree], store: Store, handed_out: StateAccess, job: JobContext
+) -> dict[int, np.ndarray]:
+    """The arrays of `replaced`, the same on every process.
+
+    Raises:
+        ConfigError: With every leaf that differs from the state in name, shape or dtype.
+        LaunchError: If the arrays of processes differ.
+    """
+    arrays = replaced(parts, store.wanted(), handed_out.has, store.gather)
+    names = store.leaf_names()
+    named = {names[k]: x for k, x in arrays.items()}
+    job.agree("replaced arrays", lambda: facts_of_data(named, "session.replace: "))
     return arrays
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from ..core.errors import NonFiniteError
 from ..core.types import PyTree
 from ..data.data import Loader, cut_batch
+from ..data.epochs import Epochs
 from ..job.agreement import facts_of_data
 from ..job.context import JobContext
 from ..lower import exact
@@ -43,10 +44,18 @@ class Feed:
     Args:
         first: The first examples of the data, whose shapes the programs are compiled for.
         num_steps: Steps of the run; None if not known.
+        epochs: The epochs of the job's data; None if its length is unknown.
+
+    Attributes:
+        epoch: The passes over the job's data after the step that was loaded; None: they are
+            unknown, or the user passed the batch.
     """
 
-    def __init__(self, job: JobContext, first: PyTree, num_steps: int | None):
-        self._job, self._first = job, first
+    def __init__(
+        self, job: JobContext, first: PyTree, num_steps: int | None, epochs: Epochs | None
+    ):
+        self._job, self._first, self._epochs = job, first, epochs
+        self.epoch: float | None = None
         self._num_steps = num_steps if num_steps is not None else 1 << 62
         self._loader: Loader | None = None
 
@@ -68,6 +77,7 @@ class Feed:
                 num_steps=self._num_steps,
                 depth=self._job.settings.data.prefetch_steps,
             )
+        self.epoch = None if self._epochs is None else self._epochs.done(step + 1)
         microbatches = iter(self._loader.get(step, list(itertools.chain(*ids))))
         return [[next(microbatches) for _ in replica_ids] for replica_ids in ids]
 
@@ -84,6 +94,7 @@ class Feed:
             DataError: If the batch is malformed, or its shapes are not those of the job's data.
             LaunchError: If the batches of processes differ.
         """
+        self.epoch = None
         microbatches = cut_batch(batch, ids, plan, f"the batch of step {step}", self._first)
         if compares:
             self._job.agree("batch", lambda: facts_of_data(batch, f"batch of step {step}: "))
@@ -108,6 +119,8 @@ class Outcome:
         redone: How often the step was run again with other scales.
         overflowed: Whether a gradient or the loss was not finite.
         loss_scale: The scale of the loss in this step; None if it is not scaled.
+        learning_rate: Of the update, if it is known; None before an update.
+        gradient_norm: Of the mean gradient, if the update computes it; None before an update.
     """
 
     loss: float
@@ -120,6 +133,8 @@ class Outcome:
     redone: int
     overflowed: bool
     loss_scale: float | None
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
 
 
 class Stepper:
@@ -478,8 +493,12 @@ class Stepper:
             busy, start = busy + now - start, now
         return busy
 
-    def update(self, outcome: Outcome) -> None:
-        """Apply the sums of the last `accumulate`; returns before the devices are done."""
+    def update(self, outcome: Outcome, *, learning_rate: float | None = None) -> Outcome:
+        """Apply the sums of the last `accumulate`; returns before the devices are done.
+
+        Args:
+            learning_rate: Of this update, for the outcome.
+        """
         ticks = []
         mean = self._programs.training.mean
         weight = np.float32(outcome.weight if mean else 1)
@@ -514,6 +533,8 @@ class Stepper:
         self._updates = [self._pool.submit(wait, tick) for tick in ticks]
         if self._contribution.is_exact and (self._next_exponents != self._store.exponents).any():
             self._set_exponents(self._next_exponents)
+        norm = self._programs.gradient_norm
+        return dataclasses.replace(outcome, learning_rate=learning_rate, gradient_norm=norm)
 
     def wait_for_sums(self) -> None:
         """Wait for the sums of `accumulate`, whose failure would take the state with it."""

@@ -11,7 +11,10 @@ import jax
 from ..core.config import BalanceConfig
 from ..core.errors import CheckpointError, PlanError
 from ..core.files import shown
+from ..core.fingerprint import fingerprint
 from ..core.types import PyTree
+from ..lower.lower import Programs
+from ..lower.store import Store
 from ..plan.plan import Plan
 from ..report.history import History
 from ..report.progress import Waiting
@@ -47,6 +50,22 @@ class Result:
     def weights(self) -> PyTree:
         """Parameters and other variables, such as BatchNorm's statistics, for `save_weights`."""
         return weights_of(self.state)
+
+
+def result_of(programs: Programs, store: Store, step: int, history: History, plan: Plan) -> Result:
+    """The result of training: the state in a store, which is also put into the user's model."""
+    training, state = programs.training, store.state(step)
+    sha256 = fingerprint((state.params, state.aux, state.opt_state), store.gather)
+    model, trained = training.model.finish(store.here(state.params), state.aux)
+    return Result(
+        model=model,
+        state=trained,
+        opt_state=training.optimizer.restored(state.opt_state, training.model.trained),
+        step=step,
+        history=history,
+        plan=plan,
+        sha256=sha256,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
