@@ -350,8 +350,7 @@ class Session:
             self.plan = self._predicted(self.plan.with_counts(self.balancer.counts))
         if advice := self.split_watch.stepped():
             self._recorder.log(f"step {self.step_number}: {advice}")
-        settled = self.balancer.stepped(record.seconds)
-        if settled is not None:
+        if (settled := self.balancer.stepped(record.seconds)) is not None:
             self._recorder.settled(settled)
         if self._recorder.is_page_due:
             self._ending.show(self.history, self.plan)
