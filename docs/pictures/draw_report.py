@@ -19,7 +19,7 @@ FOLDER = pathlib.Path(__file__).resolve().parent
 sys.path.append(str(FOLDER.parents[1] / "examples"))
 import gpt  # noqa: E402
 
-STEPS, HELD_OUT, WIDTH, HEIGHT = 240, 128, 1280, 1240
+STEPS, HELD_OUT, WIDTH, HEIGHT = 120, 128, 1280, 1520
 
 
 def loss(model: gpt.GPT, batch: dict) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -438,7 +438,7 @@ class Copying:
             types.SimpleNamespace(wanted=tree, saved=tree, is_shared=False),
             None,
             types.SimpleNamespace(source=source, settings=settings),
-            types.SimpleNamespace(is_in_memory=False),
+            types.SimpleNamespace(is_in_memory=False, saved_metadata=dict),
         )
 
     def step(self):

@@ -17,7 +17,7 @@ from flax import nnx
 
 import hxla
 from support import models
-from support.inside.report import Curve, MetricsWriter, curve_chart, line, read_metrics
+from support.inside.report import Curve, MetricsWriter, curve_chart, line, read_metrics, run_start
 from support.training import train_with
 
 
@@ -198,6 +198,13 @@ def test_a_start_has_the_commit_of_the_script_and_says_if_it_was_changed(tmp_pat
     assert commit() == name
     script.write_text(f"{code}  # changed")
     assert commit() == f"{name} + changes"
+
+
+def test_a_launched_run_has_the_command_of_its_launcher(monkeypatch):
+    monkeypatch.setenv("HXLA_COMMAND", "hxla run -n 2 train.py")
+    start = run_start(0, None, hosts=["a", "b", "a"], devices=["cpu"] * 3, job={})
+    assert start.command == "hxla run -n 2 train.py"
+    assert (start.hosts, start.num_processes, start.devices) == (("a", "b"), 3, {"cpu": 3})
 
 
 def test_the_page_of_a_resumed_run_shows_all_its_steps_and_marks_the_resume(tmp_path):

@@ -138,7 +138,8 @@ def test_the_best_weights_are_those_of_the_best_evaluation(run):
     folder, result, *_ = run
     best, _ = expected(result.history.evaluations)
     metadata = read_metadata(folder / "run" / "best" / "model.safetensors")
-    assert (metadata["step"], float(metadata["loss"])) == (str(best.step), best.loss)
+    assert (metadata["metric"], int(metadata["step"])) == ("loss", best.step)
+    assert float(metadata["value"]) == best.loss
     fresh = job(weights=folder / "run" / "best")
     with fresh.open(fresh.plan(microbatch_size=8, mesh=models.mesh(data=1))) as session:
         assert session.evaluate(DATA).loss == best.loss
@@ -223,9 +224,14 @@ def test_a_resumed_run_ends_as_the_whole_one_and_its_files_have_no_row_twice(run
 
 def test_no_callback_or_period_moves_a_bit(run):
     _, result, *_ = run
-    fixed = {"microbatch_size": 8, "mesh": models.mesh(data=1), "counts": "even"}
+    fixed = {"microbatch_size": 8, "mesh": models.mesh(data=2), "counts": "even"}
     plain = hxla.train(job(), steps=result.step, **fixed)
     assert plain.sha256 == result.sha256
+    for name in ("epoch", "learning_rate", "gradient_norm", "loss"):
+        alone, together = (
+            [getattr(record, name) for record in each.history.steps] for each in (result, plain)
+        )
+        assert alone == together
     weights = plain.weights
     assert sorted(weights) == ["norm", "out"]  # no random streams
     assert sorted(weights["norm"]) == ["bias", "mean", "scale", "var"]
@@ -258,9 +264,11 @@ def test_one_session_refuses_what_it_cannot_do_and_keeps_what_it_is_given(tmp_pa
     with plain.open(plan, steps=4, checkpoint_dir=folder) as session:
         assert session.metadata == {"mine": {"numbers": [1, 2.5]}}
         best = hxla.keep_best("loss", mode="min", folder=tmp_path / "best")
-        (tmp_path / "best").mkdir()
         best.on_start(session)
-        best.on_end(session)
+        best.on_evaluation(evaluation, session)
+        other = hxla.keep_best("near", folder=tmp_path / "best")
+        with pytest.raises(hxla.ConfigError, match=r"was kept by another metric \(loss\)"):
+            other.on_start(session)
 
 
 def test_a_fresh_run_renames_what_an_earlier_one_has_kept(run, tmp_path, capsys):
@@ -307,11 +315,14 @@ job = hxla.Job(
     models.Dense(nnx.Rngs(0)), models.regression(), models.squared_error, optax.sgd(1e-2),
     batch_size=16,
 )
-# Rank 1 would never save: the clock of rank 0 decides for both.
-period = datetime.timedelta(microseconds=1)
+ready = [
+    hxla.keep_best("loss", mode="min"), hxla.stop_early("loss", patience=9),
+    hxla.log_to({folder!r} + ".csv"),
+]
 result = hxla.train(
-    job, microbatch_size=4, steps=4, counts="even", checkpoint_dir={folder!r},
-    checkpoint_every=period, callbacks=[saves],
+    job, microbatch_size=4, steps={steps}, counts="even", checkpoint_dir={folder!r},
+    checkpoint_every=datetime.timedelta(microseconds=1), eval_data=models.regression(),
+    eval_every=1, callbacks=[saves, *ready],
 )
 print("saved", jax.process_index(), saves.steps, result.sha256, flush=True)
 """
@@ -320,12 +331,17 @@ print("saved", jax.process_index(), saves.steps, result.sha256, flush=True)
 @pytest.mark.slow
 def test_two_processes_save_by_the_clock_of_rank_0_after_the_same_steps(tmp_path):
     folder = tmp_path / "checkpoints"
-    running = start(tmp_path, SCRIPT.format(folder=str(folder)), "-n", "2")
-    out, err = end_of(running)
-    said = re.findall(r"saved (\d) (\[.*?\]) (\w+)", out)
-    assert len(said) == 2, out + err
-    assert {steps for _, steps, _ in said} == {"[1, 2, 3, 4]"}
-    assert len({sha for *_, sha in said}) == 1
+    for steps, saved in ((3, "[1, 2, 3]"), (5, "[4, 5]")):  # the second run resumes
+        code = SCRIPT.format(folder=str(folder), steps=steps)
+        out, err = end_of(start(tmp_path, code, "-n", "2"))
+        said = re.findall(r"saved (\d) (\[.*?\]) (\w+)", out)
+        assert len(said) == 2, out + err
+        assert {steps for _, steps, _ in said} == {saved}
+        assert len({sha for *_, sha in said}) == 1
+        assert "best loss" in out
+        assert read_metadata(folder / "best" / "model.safetensors")["step"] == str(steps)
+    with (tmp_path / "checkpoints.csv").open() as file:
+        assert [int(row["step"]) for row in csv.DictReader(file)] == [1, 2, 3, 4, 5]
 
 
 class Misspelt:
@@ -361,6 +377,18 @@ CALLS = {
     "nothing to monitor": (
         dict(callbacks=[hxla.keep_best("near")]),
         r"keep_best\('near'\) needs eval_data",
+    ),
+    "no folder": (
+        dict(callbacks=[hxla.keep_best("near")], eval_data=DATA),
+        r"keep_best\('near'\) needs a folder",
+    ),
+    "one folder for two": (
+        dict(
+            callbacks=[hxla.keep_best("near"), hxla.keep_best("loss", mode="min")],
+            eval_data=DATA,
+            run_dir="run",
+        ),
+        r"keep_best\('loss'\) and keep_best\('near'\) write to the same folder",
     ),
     "a word for a period": (
         dict(eval_data=DATA, eval_every="epochs"),

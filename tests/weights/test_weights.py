@@ -161,6 +161,24 @@ def test_what_a_map_calls_fresh_begins_as_the_model_makes_it(made_by, torch_weig
         train(nnx.eval_shape(lambda: Net(nnx.Rngs(0))), weights=weights)
 
 
+def test_fresh_and_unused_names_need_no_map_of_their_own(tmp_path):
+    path = tmp_path / "x.safetensors"
+    tensors = {"norm.bias": np.ones(8, np.float32), "old.kernel": np.ones(3, np.float32)}
+    safetensors.numpy.save_file(tensors, path)
+    like = {"norm": {"bias": np.zeros(8, np.float32)}, "head": {"kernel": np.zeros(3, np.float32)}}
+    weights = Weights(path, fresh="head/{path*}", unused=["old.{path*}"])
+    loaded = hxla.load_weights(weights, like)
+    np.testing.assert_array_equal(loaded["norm"]["bias"], tensors["norm.bias"])
+    np.testing.assert_array_equal(loaded["head"]["kernel"], like["head"]["kernel"])
+    with pytest.raises(WeightsError) as error:
+        hxla.load_weights(Weights(path, fresh=["kernel"], unused=["kernel"]), like)
+    assert "fresh: 'kernel' matches nothing; the nearest is 'head/kernel'" in str(error.value)
+    assert "'{path*}/kernel' ends so" in str(error.value)
+    assert "unused: 'kernel' matches nothing; the nearest is 'old.kernel'" in str(error.value)
+    with pytest.raises(ConfigError, match=r"fresh=\['\{a\}\{b\}'\].*two placeholders"):
+        Weights(path, fresh=["{a}{b}"])
+
+
 def test_every_fault_is_in_one_error(tmp_path):
     own = net(0)
     path = tmp_path / "x.safetensors"

@@ -16,7 +16,7 @@ from .page import legend
 
 _MAX_POINTS = 500  # of a drawn curve
 _MAX_HOVERED = 80  # steps with a readout
-_MAX_LABELLED = 6  # marks
+_LEAST_BETWEEN = 0.2  # of the width, between the labels of two marks
 _MAX_BANDS = 8
 _SCALE = 1000  # units of the stretched picture along a side
 CSS = """
@@ -100,21 +100,24 @@ def curve_chart(
     odd_steps: Sequence[int] = (),
     text: Callable[[float], str] = number,
     from_zero: bool = False,
+    is_linear: bool = False,
     height: int = 200,
 ) -> str:
-    """Draw curves over steps; the axis is logarithmic where values span a factor of 30.
+    """Draw curves over steps.
 
     Args:
         marks: The label of a dashed line, by step.
         odd_steps: Steps with a cross at the bottom.
         text: A value as text.
         from_zero: Whether the axis begins at zero.
+        is_linear: Whether the axis is never logarithmic; otherwise it is if the values span a
+            factor of 30.
         height: In pixels.
     """
     values = np.concatenate([curve.y for curve in curves])
     values = values[np.isfinite(values)]
     low, high = (values.min(), values.max()) if values.size else (0.0, 1.0)
-    is_log = low > 0 and high > 30 * low and not from_zero
+    is_log = low > 0 and high > 30 * low and not (from_zero or is_linear)
     axes = _axes([c.x for c in curves], 0.0 if from_zero else float(low), float(high), is_log)
     drawn = "".join(part for curve in curves for part in _curve(curve, axes))
     dots = "".join(part for curve in curves for part in _dots(curve, axes))
@@ -311,15 +314,18 @@ def _medians(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _marks(marks: Mapping[float, str], axes: _Axes) -> str:
-    out = ""
-    for step, label in marks.items():
+    """Dashed lines; a label that would touch the one before is left out."""
+    out, labelled = "", -1.0
+    for step, label in sorted(marks.items()):
         place = float(axes.across(np.array(step)))
-        if 0 <= place <= 1:
-            out += f'<line class="mark" x1="{place:.2%}" x2="{place:.2%}" y2="100%"/>'
-            if len(marks) <= _MAX_LABELLED:
-                anchor = "end" if place > 0.9 else "start" if place < 0.1 else "middle"
-                style = f'class="note" style="text-anchor: {anchor}"'
-                out += f'<text {style} x="{place:.2%}" y="-7">{html.escape(label)}</text>'
+        if not 0 <= place <= 1:
+            continue
+        out += f'<line class="mark" x1="{place:.2%}" x2="{place:.2%}" y2="100%"/>'
+        if place - labelled >= _LEAST_BETWEEN:
+            labelled = place
+            anchor = "end" if place > 0.9 else "start" if place < 0.1 else "middle"
+            style = f'class="note" style="text-anchor: {anchor}"'
+            out += f'<text {style} x="{place:.2%}" y="-7">{html.escape(label)}</text>'
     return out
 
 

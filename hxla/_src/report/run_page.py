@@ -26,9 +26,11 @@ from .run_tables import (
     split_table,
     summarise,
 )
+from .tables import Table
 
 _MAX_CHARTS = 24  # of metrics
 _MAX_MARKS = 15  # changes of counts
+_SHORT = 3  # rows of a table that is never folded
 _LEVELS = {
     "D0": "The same devices with the same counts give the same bits.",
     "D1": "Devices of this kind give the same bits, in any number and at any speed.",
@@ -66,11 +68,11 @@ def html_report(
     marks = {float(start.step): "resumed" for start in starts if start.step}
     parts = [tiles(list(_figures(history, starts[-1], state, summary)))]
     parts.append(section("Loss", _loss(history, marks), *_evaluations(history)))
-    if metrics := "".join(_metrics(history, marks)):
-        parts.append(section("Metrics", f'<div class="charts">{metrics}</div>'))
     parts.append(section("Speed", *_speed(history, summary, marks)))
     if pipelines:
         parts.append(section("Pipeline", *_pipelines(pipelines)))
+    if metrics := "".join(_metrics(history, marks)):
+        parts.append(section("Metrics", f'<div class="charts">{metrics}</div>'))
     heads, events, left = event_table(history)
     if events := [row for row in events if row[1] != "0"]:
         parts.append(section("What went differently", table(heads, events, left)))
@@ -119,13 +121,12 @@ def _figures(
     """Loss, steps, time and speed: a label, a value and a detail each."""
     is_running, last = state.kind == "running", history.steps[-1]
     done, after = last.step, summary.after
-    detail = f"{number(history.steps[0].loss)} in the first step"
+    detail = f"{number(history.steps[0].loss)} at first"
     if history.evaluations:
-        latest = history.evaluations[-1]
-        detail += f"; evaluation {number(latest.loss)} after step {latest.step}"
+        detail += f"; evaluation {number(history.evaluations[-1].loss)}"
     yield "loss" if is_running else "final loss", number(last.loss), detail
     planned = f"of {start.num_steps}, " if start.num_steps not in (None, done) else ""
-    epochs = "" if last.epoch is None else f"; {last.epoch:.3g} epochs"
+    epochs = "" if last.epoch is None else f"; epoch {last.epoch:.3g}"
     yield "steps", str(done), f"{planned}{plural(last.num_examples, 'example')} each{epochs}"
     training = sum(record.seconds for record in history.steps)
     evaluating = sum(record.seconds for record in history.evaluations)
@@ -147,7 +148,7 @@ def _loss(history: History, marks: Mapping[float, str]) -> str:
         curves.append(_evaluated("evaluation", [(e.step, e.loss) for e in evaluations]))
     odd = [r.step for r in records if r.skipped or not np.isfinite(r.loss)]
     title = "Mean loss of the global batch" if evaluations else "Loss of the global batch"
-    chart = curve_chart(title, curves, marks=marks, odd_steps=odd, height=240)
+    chart = curve_chart(title, curves, marks=marks, odd_steps=odd, height=220)
     return chart + ("<p>Crosses: the update was skipped, or no finite loss.</p>" if odd else "")
 
 
@@ -161,11 +162,15 @@ def _evaluated(name: str, points: Sequence[tuple[float, float]]) -> Curve:
     return Curve(name=name, color="eval", x=x, y=y, has_dots=len(points) < 60)
 
 
+def _shortened(noun: str, content: Table) -> str:
+    """A table, folded if it is long."""
+    num = len(content.rows)
+    return table(*content) if num <= _SHORT else fold(plural(num, noun), table(*content))
+
+
 def _evaluations(history: History) -> Iterator[str]:
     if history.evaluations:
-        rows = table(*evaluation_table(history))
-        is_short = len(history.evaluations) <= 3
-        yield rows if is_short else fold(plural(len(history.evaluations), "evaluation"), rows)
+        yield _shortened("evaluation", evaluation_table(history))
 
 
 def _metrics(history: History, marks: Mapping[float, str]) -> Iterator[str]:
@@ -182,14 +187,16 @@ def _metrics(history: History, marks: Mapping[float, str]) -> Iterator[str]:
             )
             if (points := [(step, values[name]) for step, values in records if name in values])
         ]
-        yield curve_chart(name, curves, marks=marks, height=140)
+        # A share, such as an accuracy, is never shown on a logarithmic scale.
+        is_share = all(np.nanmax(curve.y, initial=0.0) <= 1 for curve in curves)
+        yield curve_chart(name, curves, marks=marks, is_linear=is_share, height=140)
     applied = {
         "learning rate": [(r.step, r.learning_rate) for r in history.steps],
         "gradient norm": [(r.step, r.gradient_norm) for r in history.steps],
         "loss scale": [(r.step, r.loss_scale) for r in history.steps],
     }
-    for title, points in applied.items():
-        if known := [(step, value) for step, value in points if value is not None]:
+    for title, values in applied.items():
+        if known := [(step, value) for step, value in values if value is not None]:
             is_norm = title == "gradient norm"
             curve = dataclasses.replace(_curve(title, known), is_noisy=is_norm)
             yield curve_chart(title, [curve], marks=marks, from_zero=not is_norm, height=140)
@@ -213,7 +220,7 @@ def _speed(history: History, summary: Summary, resumes: Mapping[float, str]) -> 
         yield band_chart(
             "Microbatches of each device", names, steps, np.array(counts), marks=resumes, height=120
         )
-        yield table(*change_table(history))
+        yield _shortened("change", change_table(history))
 
 
 def _devices(history: History, summary: Summary) -> Iterator[str]:
@@ -225,8 +232,9 @@ def _devices(history: History, summary: Summary) -> Iterator[str]:
             for busy, idle in zip(phase.busy_seconds, phase.idle_seconds, strict=True)
         ]
         drawn = [(row[0], bar, *row[1:]) for row, bar in zip(rows, bars, strict=True)]
-        yield f"<h3>{html.escape(title)}</h3>"
-        yield table((heads[0], "busy and idle", *heads[1:]), drawn, left=(0, 1))
+        devices = table((heads[0], "busy and idle", *heads[1:]), drawn, left=(0, 1))
+        is_past = phase is not summary.after and len(rows) > _SHORT
+        yield fold(html.escape(title), devices) if is_past else f"<h3>{title}</h3>{devices}"
     if history.split is not None:
         yield f"<h3>Devices of a split, {plural(history.split.num_steps, 'step')}</h3>"
         yield table(*split_table(history.split))
@@ -251,7 +259,7 @@ def _starts(starts: Sequence[RunStart]) -> Iterator[str]:
         "devices": ", ".join(named),
         "processes": f"{last.num_processes} on {', '.join(last.hosts)}",
     }
-    yield facts(entries | last.job)
+    yield facts({**entries, **last.job})
     if len(starts) > 1:
         heads = ("started", "after step", "devices", "git commit", "command")
         rows = [

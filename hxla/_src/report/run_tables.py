@@ -207,8 +207,9 @@ def device_tables(history: History, summary: Summary) -> Iterator[tuple[str, Pha
             )
         ]
         first, last = phase.steps
-        title = f"Steps {first} to {last}, counts {shares(phase.counts)}"
-        title += f", {span(phase.step_seconds)} each"
+        steps = f"Step {last}" if first == last else f"Steps {first} to {last}"
+        title = f"{steps}, counts {shares(phase.counts)}"
+        title += f", {span(phase.step_seconds)} a step"
         yield title, phase, Table((*heads, "idle, whole run"), rows)
 
 

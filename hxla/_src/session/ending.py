@@ -140,7 +140,7 @@ class Ending:
             self._save(error, step, save)
         with contextlib.suppress(Exception):
             kind: Literal["failed", "stopped"] = "failed"
-            if isinstance(error, Preempted | KeyboardInterrupt):
+            if isinstance(error, SystemExit | KeyboardInterrupt):  # a `Preempted` among them
                 kind = "stopped"
             why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             self.report(history, plan, step, RunState(kind=kind, why=why))

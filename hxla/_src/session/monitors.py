@@ -2,6 +2,7 @@
 
 import difflib
 import itertools
+import json
 import math
 import os
 import pathlib
@@ -9,7 +10,7 @@ from typing import Any, Literal
 
 import jax
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, WeightsError
 from ..core.files import local_path
 from ..core.whole_numbers import check_whole_numbers
 from ..jax.coordination import gather
@@ -35,7 +36,7 @@ def keep_best(
     """Keep the weights of the best evaluation: a callback of `hxla.train`.
 
     After an evaluation that is better than all before, `session.weights` are written to
-    `folder/model.safetensors`, with the step and the value in the file's metadata.
+    `folder/model.safetensors`, with `metric`, `value` and `step` in the file's metadata.
     `hxla.load_weights(folder, ...)` and `hxla.Job(..., weights=folder)` read it. A resumed run goes
     on from the best so far. A run that does not resume renames an earlier run's folder to
     `folder.1`. A line at the end says which step was the best.
@@ -151,44 +152,49 @@ class KeepBest(Callback):
 
     def on_start(self, session: Session) -> None:
         """Take up the best of the run that is resumed, or rename that of an earlier run."""
-        folder, inside = self._folder, session.run_dir or session.checkpoint_dir
-        if folder is None and inside is not None:
-            folder = inside / "best"
-        if folder is None:
-            raise ConfigError(
-                f"{self.name} needs a folder: pass folder=, run_dir or checkpoint_dir"
-            )
-        self._path, text = folder / _FILE, ""
+        folder = self.folder(session.run_dir, session.checkpoint_dir)
+        self._path, kept = folder / _FILE, dict[str, str]()
         if jax.process_index() == 0 and self._path.exists():
-            if session.step_number:
-                text = self._kept()
-            else:
-                session.log(f"the best weights of an earlier run are now in {_set_aside(folder)}")
-        [text, *_] = gather("best so far", text, timeout_seconds=_TIMEOUT_SECONDS)
-        value, _, step = text.partition(" ")
-        self._best = (float(value), int(step)) if text else None
+            try:
+                if session.step_number:
+                    kept = read_metadata(self._path)
+                else:
+                    aside = _set_aside(folder)
+                    session.log(f"the best weights of an earlier run are now in {aside}")
+            except (WeightsError, OSError) as error:
+                kept = {"metric": str(error)}  # every process has to refuse it
+        texts = gather("best so far", json.dumps(kept), timeout_seconds=_TIMEOUT_SECONDS)
+        kept = json.loads(texts[0])
+        if kept and kept.get("metric") != self._monitored.metric:
+            raise ConfigError(
+                f"{self.name}: {self._path} was kept by another metric ({kept.get('metric')}); "
+                "pass another folder"
+            )
+        self._best = (float(kept["value"]), int(kept["step"])) if kept else None
 
-    def _kept(self) -> str:
-        """Value and step of the weights in the folder.
+    def folder(self, run_dir: Any, checkpoint_dir: Any) -> pathlib.Path:
+        """The folder for the weights.
 
         Raises:
-            ConfigError: If they were kept by another metric.
+            ConfigError: If there is none.
         """
-        metadata, metric = read_metadata(self._path), self._monitored.metric
-        if metric not in metadata or "step" not in metadata:
-            raise ConfigError(
-                f"{self.name}: {self._path} was not kept by this metric; pass another folder"
-            )
-        return f"{metadata[metric]} {metadata['step']}"
+        if self._folder is not None:
+            return self._folder
+        for inside in (run_dir, checkpoint_dir):
+            if inside is not None:
+                return local_path(inside, "folder", ConfigError) / "best"
+        raise ConfigError(f"{self.name} needs a folder: pass folder=, run_dir or checkpoint_dir")
 
     def on_evaluation(self, record: EvalRecord, session: Session) -> None:
         """Write the weights if they are better than all before."""
         value = self._monitored.of(record)
         if self._monitored.is_better(value, self._best[0] if self._best else None):
             self._best = value, record.step
-            metadata = {self._monitored.metric: repr(value), "step": str(record.step)}
+            kept = {"metric": self._monitored.metric, "value": repr(value)}
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(self._path.absolute(), session.weights, SAME, metadata)
+            save_file(
+                self._path.absolute(), session.weights, SAME, kept | {"step": str(record.step)}
+            )
 
     def on_end(self, session: Session) -> None:
         """Say which step was the best."""

@@ -65,9 +65,10 @@ def recorder_of(
     start, is_main = None, jax.process_index() == 0 and not options.is_trial
     if options.run_dir is not None and not options.is_trial:
         hosts = job.gather("names of hosts", socket.gethostname())
-        kinds = [device.kind for device in plan.devices]
-        words = job.arguments_in_words()
-        start = run_start(start_step, options.steps, hosts=hosts, devices=kinds, job=words)
+        if is_main:
+            kinds = [device.kind for device in plan.devices]
+            words = job.arguments_in_words()
+            start = run_start(start_step, options.steps, hosts=hosts, devices=kinds, job=words)
     return Recorder(
         plan.replica_names,
         start_step=start_step,
@@ -91,7 +92,7 @@ class Recorder:
 
     Args:
         start_step: Number of updates before the session.
-        start: How the run was started; None without a `run_dir`.
+        start: How the run was started; None where nothing is written.
         bits: The determinism level of the plan.
         last_step: Last step of the run; None if not known.
         run_dir: Folder for `metrics.jsonl` and `report.html`; None writes nothing.

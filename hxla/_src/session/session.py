@@ -413,7 +413,11 @@ class Session:
         return weights_of(self.state)
 
     def log(self, text: str) -> None:
-        """Show a text on the terminal of rank 0, above the progress line."""
+        """Show a line on the terminal of rank 0.
+
+        Args:
+            text: The line.
+        """
         self._recorder.log(text)
 
     def gather(self, tree: PyTree) -> PyTree:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -147,10 +148,7 @@ def train(
         )
     called = Callbacks(callbacks)
     _check_arguments(steps, epochs, checkpoint_every, checkpoint_dir, eval_every, eval_data)
-    if eval_data is None and (
-        needy := [c for c in callbacks if isinstance(c, KeepBest | StopEarly)]
-    ):
-        raise ConfigError(f"{needy[0].name} needs eval_data")
+    _check_monitors(callbacks, eval_data, run_dir, checkpoint_dir)
     requested = {
         "microbatch_size": microbatch_size,
         "mesh": mesh,
@@ -228,6 +226,23 @@ def _plan(
         f"counts={counts!r}: the plan has its own; edit them there (Plan.with_counts), or pass "
         "counts='measured' to let them follow the devices"
     )
+
+
+def _check_monitors(
+    callbacks: Sequence[Any], eval_data: Any, run_dir: Any, checkpoint_dir: Any
+) -> None:
+    for callback in callbacks:
+        if isinstance(callback, KeepBest | StopEarly) and eval_data is None:
+            raise ConfigError(f"{callback.name} needs eval_data")
+    folders: dict[pathlib.Path, str] = {}
+    for best in (callback for callback in callbacks if isinstance(callback, KeepBest)):
+        folder = best.folder(run_dir, checkpoint_dir).absolute()
+        if folder in folders:
+            raise ConfigError(
+                f"{best.name} and {folders[folder]} write to the same folder, {folder}: pass "
+                "folder= to one"
+            )
+        folders[folder] = best.name
 
 
 def _check_arguments(

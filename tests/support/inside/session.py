@@ -1,8 +1,8 @@
 """What tests know of the insides of `hxla._src.session`."""
 
+from hxla._src.session import balancer as _balancer
 from hxla._src.session import fastest_executors as _fastest_executors
 from hxla._src.session import member as _session_member
-from hxla._src.session import session as _session
 from hxla._src.session import watch as _pipeline_watch
 from hxla._src.session.balancer import Balancer
 from hxla._src.session.fastest_executors import with_fastest_executors
