@@ -412,11 +412,7 @@ class Session:
         return weights_of(self.state)
 
     def log(self, text: str) -> None:
-        """Show a line on the terminal of rank 0.
-
-        Args:
-            text: The line.
-        """
+        """Show the lines of `text` on the terminal of rank 0."""
         self._recorder.log(text)
 
     def gather(self, tree: PyTree) -> PyTree:
