@@ -28,6 +28,8 @@ COMMANDS = {
     "12_elastic": ("hxla run --elastic --mesh cpu-1.0-0.5", "--steps 60"),
     "13_ray": ("python", "--steps 800"),
     "14_schedule": ("python", "--steps 80 --arrival 10"),
+    "15_digits": ("python", ""),
+    "16_lora": ("python", ""),
 }
 
 

@@ -188,7 +188,11 @@ class PlannedPipeline(PlanValue):
         return any(segment.keep == "inputs" for segment in self.segments)
 
     def keeping(self, keep: Literal["residuals", "inputs"]) -> "PlannedPipeline":
-        """The pipeline whose stages keep this for their backwards."""
+        """The pipeline with another choice of what stages keep for their backwards.
+
+        Args:
+            keep: The residuals of each part, or only its inputs.
+        """
         segments = tuple(x.model_copy(update={"keep": keep}) for x in self.segments)
         return self.model_copy(update={"segments": segments})
 

@@ -30,7 +30,7 @@ from ..lower.determinism import determinism
 from ..lower.lower import Programs
 from ..lower.state import State
 from ..plan.plan import Plan
-from ..report.history import EvalRecord, History, Rebalance, StepRecord
+from ..report.history import EvalRecord, History, StepRecord
 from ..weights.save_weights import weights_of
 from .balancer import balanced
 from .ending import Ending, Termination
@@ -345,7 +345,9 @@ class Session:
         record = step_record(step, outcome, self.plan, epoch, seconds=seconds, tokens=tokens)
         self._recorder.step(record)
         if change is not None:
-            self._rebalance(change)
+            self.plan = self._predicted(self.plan.with_counts(self.balancer.counts))
+            self._plans[change.step] = self.plan
+            self._recorder.rebalanced(change)
         elif self.balancer.counts != self.plan.counts:  # a parked device is tried for one step
             self.plan = self._predicted(self.plan.with_counts(self.balancer.counts))
         if advice := self.split_watch.stepped():
@@ -356,11 +358,6 @@ class Session:
             self._ending.show(self.history, self.plan)
             self._began = time.perf_counter()
         return record
-
-    def _rebalance(self, change: Rebalance) -> None:
-        self.plan = self._predicted(self.plan.with_counts(self.balancer.counts))
-        self._plans[change.step] = self.plan
-        self._recorder.rebalanced(change)
 
     @property
     def _request(self) -> float:
@@ -412,7 +409,11 @@ class Session:
         return weights_of(self.state)
 
     def log(self, text: str) -> None:
-        """Show the lines of `text` on the terminal of rank 0."""
+        """Show lines on the terminal of rank 0.
+
+        Args:
+            text: One line, or several with line ends between them.
+        """
         self._recorder.log(text)
 
     def gather(self, tree: PyTree) -> PyTree:
