@@ -67,6 +67,11 @@ _WORDS = {
     "others": "operations whose rounding is not known",
 }
 _MOST_NAMED = 3
+_PROMISES = {
+    "D0": "the same devices with the same counts give the same bits",
+    "D1": "devices of this kind give the same bits, in any number and at any speed",
+    "D2": "all kinds of devices give the same bits",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,9 +89,14 @@ class Determinism:
     reasons: tuple[str, ...]
 
     @property
+    def promise(self) -> str:
+        """What the level means, as a clause without a full stop."""
+        return _PROMISES[self.level]
+
+    @property
     def summary(self) -> str:
-        """The level and the first reason, in one line."""
-        return f"bits: {self.level}, {self.reasons[0]} (details: hxla plan)"
+        """The promise in one line."""
+        return f"bits: {self.promise} (details: hxla plan)"
 
     def __str__(self) -> str:
         return f"bits: {self.level}, " + "; ".join(self.reasons)

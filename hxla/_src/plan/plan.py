@@ -492,9 +492,8 @@ class Plan(PlanValue):
 
     def _prediction_in_words(self, known: Prediction) -> Iterator[str]:
         if known.step_seconds:
-            bound = (
-                f", at most {max(known.gap, 0.0):.1%} above any plan" if known.bound_seconds else ""
-            )
+            has_choice = known.bound_seconds and len(self.devices) > 1
+            bound = f", at most {max(known.gap, 0.0):.1%} above any plan" if has_choice else ""
             rate = self.batch_size / known.step_seconds
             yield f"  predicted step {known.step_seconds:.4g} s, {rate:.4g} examples/s{bound}"
         if known.sent_bytes:

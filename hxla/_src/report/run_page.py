@@ -31,11 +31,6 @@ from .tables import Table
 _MAX_CHARTS = 24  # of metrics
 _MAX_MARKS = 15  # changes of counts
 _SHORT = 3  # rows of a table that is never folded
-_LEVELS = {
-    "D0": "The same devices with the same counts give the same bits.",
-    "D1": "Devices of this kind give the same bits, in any number and at any speed.",
-    "D2": "All kinds of devices give the same bits.",
-}
 _CSS = """
 .state { font-weight: 600; color: var(--ink); }
 .state::before { content: ""; display: inline-block; width: .6rem; height: .6rem;
@@ -76,7 +71,8 @@ def html_report(
     heads, events, left = event_table(history)
     if events := [row for row in events if row[1] != "0"]:
         parts.append(section("What went differently", table(heads, events, left)))
-    level = f"<p><b>{bits.level}.</b> {_LEVELS[bits.level]}</p>"
+    promise = f"{bits.promise[:1].upper()}{bits.promise[1:]}."
+    level = f"<p><b>{bits.level}.</b> {promise}</p>"
     reasons = items(html.escape(f"{reason[:1].upper()}{reason[1:]}.") for reason in bits.reasons)
     parts.append(section("Reproducibility", level, reasons))
     parts.append(section("Plan", f"<pre>{html.escape(plan.explain())}</pre>"))
