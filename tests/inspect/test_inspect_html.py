@@ -436,5 +436,5 @@ def test_the_command_writes_pages(tmp_path, capsys):
     assert "all-reduce" in page.read_text()
     assert hxla_inspect("--diff", dump, "--html", diff) == 0
     assert "Nothing changed" in diff.read_text()
-    assert hxla_inspect("--predicted", "plan.json") == 2
+    assert hxla_inspect("--predicted", dump) == 2
     assert "--html" in capsys.readouterr().err

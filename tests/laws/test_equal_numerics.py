@@ -97,7 +97,7 @@ def test_plans_of_equal_numerics_give_equal_bits(form, tmp_path, processes):
         else:
             outcomes = processes(trial.processes).run(form, trial, folder)
         begun = drawn[trial.resumes].saves if trial.resumes is not None else 0
-        assert all(sorted(o.losses) == list(range(begun, STEPS)) for o in outcomes)
+        assert all(sorted(o.losses) == list(range(begun + 1, STEPS + 1)) for o in outcomes)
         ended += [Ended(trial, outcome) for outcome in outcomes]
     assert len({each.trial.plan.numerics for each in ended}) == 1
     check(ended)

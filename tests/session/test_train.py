@@ -293,7 +293,7 @@ def test_a_gradient_that_is_not_finite_stops_or_is_skipped():
             counts=(3, 5),
         )
 
-    with pytest.raises(hxla.NonFiniteError, match=r"step 0: .*layer/kernel"):
+    with pytest.raises(hxla.NonFiniteError, match=r"step 1: .*layer/kernel"):
         run("stop")
     result = run("skip")
     assert [s.skipped for s in result.history.steps] == [True, False, False, False]
