@@ -12,12 +12,12 @@ import pathlib
 import posixpath
 import re
 import subprocess
-import tomllib
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
 ROOT = pathlib.Path(__file__).parent.parent
+VERSION = ROOT / "hxla/_src/core/version.py"
 #: Files of the repository that are pages of the site.
 PAGES = {
     "rules/README.md": "rules.md",
@@ -41,7 +41,7 @@ def on_config(config: Any) -> Any:
     """Fill the entries of the navigation that have no pages, and say which version this is."""
     _fill(config.nav, "Examples", [{_title(path): _page(path)} for path in examples()])
     _fill(config.nav, "API", [{title: _slug(title)} for title in sections()])
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    [version] = re.findall(r'^__version__ = "(.*)"', VERSION.read_text(), re.M)
     git = ["git", "-C", str(ROOT), "log", "-1", "--format=, commit %h of %cs"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     config.site_name = f"hxla {version}"
