@@ -307,7 +307,7 @@ class _Search:
     def why_not(self) -> str:
         """Why there is no plan."""
         if not self.can_run:
-            return "no number of stages with which it can be run"
+            return "none of the allowed numbers of stages can run it"
         return explain_infeasible(self.chain)
 
     def is_refuted(self) -> bool:
