@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 
-# One to two minutes on two quiet cores; ARGS=--long trains until the model spells.
+# Two to four minutes on two quiet cores; ARGS=--long trains until the model spells.
 demo: $(STAMP)
 	$(BIN)/hxla run --mesh cpu-1.0-0.33 examples/01_mixed_cluster.py $(ARGS)
 

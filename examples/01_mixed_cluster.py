@@ -3,7 +3,7 @@
     hxla run --mesh cpu-1.0-0.33 examples/01_mixed_cluster.py            (or: make demo)
     hxla run --mesh cpu-1.0-0.33 examples/01_mixed_cluster.py --long     (or: make demo ARGS=--long)
 
-It takes one to two minutes on two quiet cores, and with `--long` three: the model then spells.
+It takes two to four minutes on two quiet cores. With `--long` the model learns to spell.
 Two processes share this machine, one with a whole core and one with a third of a core, and a small
 GPT learns Python from the sources of the standard library. One job is opened four times:
 
