@@ -217,12 +217,9 @@ def plan(
     The script runs up to its training, which is left out.
     """
     if mesh is None:
-        late = any(word.startswith("--mesh") for word in misplaced(ctx, arguments))
-        words = (
-            f"--mesh stands after {script}: write it before the script."
-            if late
-            else ("Missing option '--mesh': name the mesh to plan for.")
-        )
+        words = "Missing option '--mesh': name the mesh to plan for."
+        if any(word.startswith("--mesh") for word in misplaced(ctx, arguments)):
+            words = f"--mesh stands after {script}: write it before the script."
         raise click.UsageError(words, ctx)
     if options["seconds"] is not None and options["seconds"] <= 0:
         raise PlanError(f"--seconds {options['seconds']:g}: use more than zero seconds")

@@ -1,6 +1,7 @@
 """The reader of files from outside, and messages for faults in tables that a person wrote."""
 
 import difflib
+import itertools
 import json
 import os
 import pathlib
@@ -222,6 +223,17 @@ def fault(failure: Mapping[str, Any], model: type[pydantic.BaseModel], source: s
     value = failure["input"]
     ending = "" if isinstance(value, dict | list) else f", found {shown(value)}"
     return f"{path}{source}: {failure['msg'].removeprefix('Value error, ')}{ending}"
+
+
+def set_aside(path: pathlib.Path) -> pathlib.Path:
+    """Rename a file or folder to the first free name with a number, `a.1.csv` or `best.1`.
+
+    Returns:
+        The new path.
+    """
+    stem, suffix = (path.name, "") if path.is_dir() else (path.stem, path.suffix)
+    names = (path.with_name(f"{stem}.{i}{suffix}") for i in itertools.count(1))
+    return path.rename(next(name for name in names if not name.exists()))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -1,12 +1,12 @@
 """A text file that a run appends to, and a resumed run continues."""
 
-import itertools
 import os
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..core.errors import ConfigError
+from ..core.files import set_aside
 
 #: From a line to whether it is kept; None: it does not tell.
 IsKept = Callable[[bytes], bool | None]
@@ -34,9 +34,12 @@ class AppendFile:
         self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.earlier = None if goes_on else _set_aside(path)
+            self.earlier: pathlib.Path | None = None
             if path.exists():
-                _cut(path, is_kept)
+                if goes_on:
+                    _cut(path, is_kept)
+                else:
+                    self.earlier = set_aside(path)
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise ConfigError(
@@ -71,14 +74,6 @@ class AppendFile:
     def close(self) -> None:
         """Close the file. More calls do nothing."""
         self._file.close()
-
-
-def _set_aside(path: pathlib.Path) -> pathlib.Path | None:
-    """Rename the file of another run."""
-    if not path.exists():
-        return None
-    names = (path.with_name(f"{path.stem}.{i}{path.suffix}") for i in itertools.count(1))
-    return path.rename(next(name for name in names if not name.exists()))
 
 
 def _cut(path: pathlib.Path, is_kept: IsKept) -> None:

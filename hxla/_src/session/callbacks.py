@@ -2,7 +2,6 @@
 
 # ruff: noqa: ARG002 - the empty methods of Callback
 
-import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import ConfigError
+from ..core.files import nearest
 from ..report.history import EvalRecord, StepRecord
 from .session import Session
 
@@ -171,10 +171,9 @@ def _hooks_of(callback: Any, where: str) -> list[tuple[str, Callable[..., Any]]]
     }
     for name in hooks:
         if name not in HOOKS:
-            [near, *_] = difflib.get_close_matches(name, HOOKS, 1, cutoff=0.0)
             raise ConfigError(
-                f"{where} has a method {name}, which nothing calls: did you mean {near}? A "
-                f"callback has any of {', '.join(HOOKS)}"
+                f"{where} has a method {name}, which nothing calls: did you mean "
+                f"{nearest(name, HOOKS)}? A callback has any of {', '.join(HOOKS)}"
             )
     if not hooks and not callable(callback):
         raise ConfigError(

@@ -37,8 +37,8 @@ class LearningRate:
         self._store, self._given = store, given
         self._read: tuple[int, ...] = ()
         self._program: Callable[..., Any] | None = None
-        shapes = jax.tree.leaves(training.optimizer.state_shapes(training.model.trained))
-        places = _places(training.optimizer.state_shapes(training.model.trained))
+        state = training.optimizer.state_shapes(training.model.trained)
+        shapes, places = jax.tree.leaves(state), _places(state)
         if places and given is not None:
             raise ConfigError(
                 "logged_learning_rate is for optimizers whose state has no learning rate; that of "

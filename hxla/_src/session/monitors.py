@@ -1,7 +1,6 @@
 """Ready callbacks that follow a metric of the evaluation: the best weights, and an early stop."""
 
 import difflib
-import itertools
 import json
 import math
 import os
@@ -11,7 +10,7 @@ from typing import Any, Literal
 import jax
 
 from ..core.errors import ConfigError, WeightsError
-from ..core.files import local_path
+from ..core.files import local_path, set_aside
 from ..core.whole_numbers import check_whole_numbers
 from ..jax.coordination import gather
 from ..report.history import EvalRecord, scalars
@@ -159,7 +158,7 @@ class KeepBest(Callback):
                 if session.step_number:
                     kept = read_metadata(self._path)
                 else:
-                    aside = _set_aside(folder)
+                    aside = set_aside(folder)
                     session.log(f"the best weights of an earlier run are now in {aside}")
             except (WeightsError, OSError) as error:
                 kept = {"metric": str(error)}  # every process has to refuse it
@@ -203,12 +202,6 @@ class KeepBest(Callback):
         else:
             value, step = self._best
             session.log(f"best {self._monitored.metric} {value:.6g} at step {step}: {self._path}")
-
-
-def _set_aside(folder: pathlib.Path) -> pathlib.Path:
-    """Rename the folder of an earlier run; returns its new path."""
-    names = (folder.with_name(f"{folder.name}.{i}") for i in itertools.count(1))
-    return folder.rename(next(name for name in names if not name.exists()))
 
 
 class StopEarly(Callback):
