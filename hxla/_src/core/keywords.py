@@ -1,4 +1,4 @@
-"""Unknown keyword arguments of public functions: refused with the nearest known one."""
+"""What public functions share: a remedy for unknown keywords, and errors without hxla's frames."""
 
 import difflib
 import functools
@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from .errors import ConfigError
+from .errors import ConfigError, HxlaError
+from .tracebacks import hide_frames
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Class = TypeVar("Class")
@@ -15,7 +16,7 @@ Class = TypeVar("Class")
 def suggests_keywords(
     name: str, elsewhere: Callable[[], Mapping[str, str]] = dict
 ) -> Callable[[Function], Function]:
-    """Make a function refuse unknown keyword arguments with a remedy.
+    """Make a function refuse unknown keyword arguments with a remedy, and hide its frames.
 
     Args:
         name: The public name, for the message.
@@ -27,11 +28,15 @@ def suggests_keywords(
 
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            unknown = [word for word in kwargs if word not in known]
-            if unknown:
-                lines = [f"{word}: {_remedy(word, known, elsewhere())}" for word in unknown]
-                raise ConfigError(f"{name} has no such argument: " + "; ".join(lines))
-            return function(*args, **kwargs)
+            try:
+                unknown = [word for word in kwargs if word not in known]
+                if unknown:
+                    lines = [f"{word}: {_remedy(word, known, elsewhere())}" for word in unknown]
+                    raise ConfigError(f"{name} has no such argument: " + "; ".join(lines))
+                return function(*args, **kwargs)
+            except HxlaError as error:
+                hide_frames(error)
+                raise
 
         return checked  # type: ignore[return-value]
 
