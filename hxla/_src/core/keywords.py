@@ -1,12 +1,12 @@
 """What public functions share: a remedy for unknown keywords, and errors without hxla's frames."""
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from .errors import ConfigError, HxlaError
+from .files import meant
 from .tracebacks import hide_frames
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -58,10 +58,7 @@ def suggests_arguments(
 def _remedy(word: str, known: list[str], elsewhere: Mapping[str, str]) -> str:
     if word in elsewhere:
         return f"it belongs to {elsewhere[word]}"
-    near = difflib.get_close_matches(word, [*known, *elsewhere], 1)
-    near = near or [name for name in known if name in word]
-    if not near:
+    near = meant(word, [*known, *elsewhere]) or next((n for n in known if n in word), None)
+    if near is None:
         return f"the arguments are {', '.join(known)}"
-    return f"did you mean {near[0]}" + (
-        f" of {elsewhere[near[0]]}?" if near[0] in elsewhere else "?"
-    )
+    return f"did you mean {near}" + (f" of {elsewhere[near]}?" if near in elsewhere else "?")

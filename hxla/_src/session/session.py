@@ -408,6 +408,12 @@ class Session:
         """The sharded parameters and other variables of `state`, in the model's own tree."""
         return weights_of(self.state)
 
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The numbers that a step returns: `loss`, and metrics that are one number."""
+        metrics = self._programs.graph.metrics
+        return ("loss", *(metric.name for metric in metrics if metric.how != "concat"))
+
     def log(self, text: str) -> None:
         """Show lines on the terminal of rank 0.
 
