@@ -105,7 +105,6 @@ class Patterns:
             primitive: The name of the jax primitive.
             operands: The shapes of the operands.
             results: The shapes of the results.
-            params: The equation's params.
 
         Returns:
             The factors; none if the equation can only run whole.

@@ -56,11 +56,7 @@ StartProcess = Callable[[Mapping[str, str], int | None], Process]
 
 
 class ColdProcess:
-    """A new Python process.
-
-    Args:
-        arguments: Arguments of the interpreter.
-    """
+    """A new Python process."""
 
     def __init__(self, arguments: Sequence[str], env: Mapping[str, str], core: int | None):
         self._process = subprocess.Popen(
