@@ -1,4 +1,4 @@
-"""The main job: one model, two unequal devices, all of their speed, the same bits.
+"""Train one model on two unequal devices, at the speed of both together and with the same bits.
 
     hxla run --mesh cpu-1.0-0.33 examples/01_mixed_cluster.py            (or: make demo)
     hxla run --mesh cpu-1.0-0.33 examples/01_mixed_cluster.py --long     (or: make demo ARGS=--long)
