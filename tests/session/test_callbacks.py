@@ -216,6 +216,21 @@ def test_all_callbacks_are_closed_after_an_error():
         assert seen.calls[-2:] == [("step", 7), ("close", None)]
 
 
+def test_a_metric_of_evaluations_alone_is_followed(tmp_path):
+    def eval_loss(model, batch):
+        return loss(model, batch)[0], {"far": (abs(model(batch["x"])) > 1).astype(jnp.float32)}
+
+    hxla.train(
+        job(eval_loss=eval_loss),
+        steps=1,
+        microbatch_size=8,
+        mesh=models.mesh(data=1),
+        eval_data=DATA,
+        callbacks=[hxla.keep_best("far", folder=tmp_path)],
+    )
+    assert read_metadata(tmp_path / "model.safetensors")["metric"] == "far"
+
+
 @pytest.mark.parametrize("ready", [hxla.keep_best, hxla.stop_early])
 def test_an_unknown_metric_is_refused_before_the_first_step(ready, tmp_path):
     seen = Seen()

@@ -27,10 +27,12 @@ def hide_frames(error: HxlaError) -> None:
 
 
 def _without_hxla(trace: types.TracebackType | None) -> types.TracebackType | None:
-    if trace is None:
-        return None
-    rest = _without_hxla(trace.tb_next)
-    # Not the file's name: the constructor of a dataclass has none.
-    if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
-        return rest
-    return types.TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+    kept = []
+    while trace is not None:
+        # Not the file's name: the constructor of a dataclass has none.
+        if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] != _PACKAGE:
+            kept.append(trace)
+        trace = trace.tb_next
+    for own in reversed(kept):
+        trace = types.TracebackType(trace, own.tb_frame, own.tb_lasti, own.tb_lineno)
+    return trace

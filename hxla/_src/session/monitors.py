@@ -133,12 +133,13 @@ class _Monitored:
 
     def check(self, arguments: Mapping[str, Any]) -> None:
         """Refuse a training without evaluations; note whether they return what steps return."""
-        data, examples = arguments["eval_data"], arguments["job"].data
+        data, job = arguments["eval_data"], arguments["job"]
         if data is None:
             raise ConfigError(f"{self.name} needs eval_data")
         # A loss may return more for a batch that has more.
-        are_known = isinstance(data, Mapping) and isinstance(examples, Mapping)
-        self._are_alike = are_known and set(data) == set(examples)
+        are_known = isinstance(data, Mapping) and isinstance(job.data, Mapping)
+        has_same_examples = are_known and set(data) == set(job.data)
+        self._are_alike = has_same_examples and job.eval_loss is None
 
     def start(self, session: Session) -> None:
         """Refuse a metric that evaluations will not return."""

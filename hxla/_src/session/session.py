@@ -410,9 +410,8 @@ class Session:
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """The numbers that a step returns: `loss`, and metrics that are one number."""
-        metrics = self._programs.graph.metrics
-        return ("loss", *(metric.name for metric in metrics if metric.how != "concat"))
+        """What a step returns: `loss`, and the names of the metrics."""
+        return ("loss", *(metric.name for metric in self._programs.graph.metrics))
 
     def log(self, text: str) -> None:
         """Show lines on the terminal of rank 0.
