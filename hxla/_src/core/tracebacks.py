@@ -22,7 +22,7 @@ def keep_whole() -> None:
 
 def hide_frames(error: HxlaError) -> None:
     """Remove the frames of hxla from an error; a bare `raise` then adds none."""
-    if not _is_kept_whole and jax.config.jax_traceback_filtering != "off":
+    if not _is_kept_whole and jax.config.values["jax_traceback_filtering"] != "off":
         error.__traceback__ = _without_hxla(error.__traceback__)
 
 
