@@ -1,4 +1,4 @@
-"""ResNet features copied, a large classifier split: Whale's Example 2.
+"""Replicate the features of a ResNet and shard its large classifier, as in Whale's Example 2.
 
     python examples/02_split_classifier.py
 

@@ -1,4 +1,4 @@
-"""Experts split over the devices, everything else replicated: the M6 mixture of experts.
+"""Shard the experts of a mixture of experts over the devices, and replicate the rest, as M6 does.
 
     python examples/03_experts.py
 

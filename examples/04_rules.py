@@ -1,4 +1,4 @@
-"""GPT and BERT without a line of annotation: a mesh and a rule set.
+"""Shard GPT and BERT by a mesh and a rule set, without a line of annotation.
 
     python examples/04_rules.py
 

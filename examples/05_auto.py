@@ -1,4 +1,4 @@
-"""A GPT that fits no single device, without a line of annotation: Whale's Example 3.
+"""Train a GPT that fits on no single device, without a line of annotation: Whale's Example 3.
 
     hxla run --mesh cpu-2-small examples/05_auto.py
 

@@ -1,10 +1,10 @@
-"""What XLA really did: one MLP, cut well and cut badly, and the difference in words.
+"""See what XLA made of an MLP that is sharded well, and of the same MLP sharded badly.
 
     python examples/06_inspect.py
 
-Four fake devices on the CPU. The weights of the first form are cut as Megatron cuts them: one
-all-reduce of the output, 64 x 256 x 4 = 64 KiB. In the second form both are cut along their rows,
-and the whole hidden activation, 64 x 1024 x 4 = 256 KiB, has to be exchanged and summed.
+Four fake devices on the CPU. The first form shards its weights as Megatron does, for one
+all-reduce of the output, 64 x 256 x 4 = 64 KiB. The second form shards both along their rows,
+so the whole hidden activation, 64 x 1024 x 4 = 256 KiB, has to be exchanged and summed.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A GPT in two stages by two annotations, Whale's Example 1; or in any number without one.
+"""Train a GPT in two pipeline stages, by two annotations as in Whale's Example 1 or without any.
 
     hxla run --mesh cpu-1.0-0.5 examples/07_pipeline.py
     hxla run --mesh cpu-1.0-0.5 examples/07_pipeline.py --stages 2 --schedule zb-h1

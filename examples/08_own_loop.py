@@ -1,4 +1,4 @@
-"""Your own loop: a job, its plan, a session, and the same bits as `hxla.train`.
+"""Write the training loop yourself, and get the same bits as from `hxla.train`.
 
     python examples/08_own_loop.py
     hxla run --mesh cpu-1.0-0.33 examples/08_own_loop.py

@@ -1,4 +1,4 @@
-"""A decoder whose layers are one scan, in a pipeline that cuts between the scan's iterations.
+"""Train a decoder whose layers are one scan in a pipeline, which divides the scan's iterations.
 
     hxla run --mesh cpu-1.0-0.5 examples/09_scanned_pipeline.py
 

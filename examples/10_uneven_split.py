@@ -1,4 +1,4 @@
-"""One model split over a fast device and a slow one, each with the part that suits it.
+"""Shard one model over a fast device and a slow one, each with a shard that suits its speed.
 
     hxla run --mesh cpu-1.0-0.5 examples/10_uneven_split.py
     hxla plan --mesh workstation-3090-4090 examples/10_uneven_split.py

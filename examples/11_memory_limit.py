@@ -1,4 +1,4 @@
-"""The deepest GPT that trains in a stated memory: what is recomputed is the planner's choice.
+"""Train the deepest GPT that fits in a stated memory; the planner chooses what is recomputed.
 
     python examples/11_memory_limit.py --mib 200
 

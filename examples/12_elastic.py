@@ -1,4 +1,4 @@
-"""Devices come and go while a GPT trains, and the bits stay.
+"""Train a GPT while devices come and go, and get the same bits.
 
     hxla run --elastic --mesh devices.toml examples/12_elastic.py
 

@@ -1,4 +1,4 @@
-"""A Ray cluster grows and shrinks under a job, and the bits stay.
+"""Train on a Ray cluster that grows and shrinks, and get the same bits.
 
     pip install 'hxla[ray]'
     python examples/13_ray.py

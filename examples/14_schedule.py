@@ -1,4 +1,4 @@
-"""Three jobs share four unlike devices as a policy decides, and no bit moves.
+"""Let three jobs share four unlike devices as a policy decides, each with the same bits as alone.
 
     python examples/14_schedule.py
 

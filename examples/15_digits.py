@@ -1,4 +1,4 @@
-"""Handwritten digits: accuracy, an evaluation each epoch, the best weights, and a resume.
+"""Classify handwritten digits, evaluate after each epoch, keep the best weights, and resume.
 
     python examples/15_digits.py
     hxla run -n 2 examples/15_digits.py        # another folder, the same SHA-256

@@ -1,4 +1,4 @@
-"""LoRA: a base model from safetensors stays frozen, and two small matrices a layer are trained.
+"""Train LoRA: two small matrices a layer beside a frozen base model from safetensors.
 
     python examples/16_lora.py
 

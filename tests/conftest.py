@@ -37,6 +37,13 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
+def _show_frames_of_hxla():
+    """In the traceback of a test that fails, and in no process that a test starts."""
+    import jax  # after the settings above
+
+    jax.config.update("jax_traceback_filtering", "off")
+
+
 def _share_entries_of_all_devices():
     """What one device of the CPU compiled serves the others, as jax's cache does it for GPUs.
 
@@ -52,6 +59,7 @@ def _share_entries_of_all_devices():
     cache_key._hash_serialized_compile_options = stripped
 
 
+_show_frames_of_hxla()
 _share_entries_of_all_devices()
 
 

@@ -4,6 +4,7 @@ import ast
 import contextlib
 import graphlib
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -282,6 +283,21 @@ def test_the_demo_runs(tmp_path):
     command += ["--compared-steps", "2", "--folder", str(tmp_path)]
     _runs(command, ["of attainable", "identical after 2 steps", "nats per byte"])
     assert (tmp_path / "mixed_cluster.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_the_demo_notices_work_that_slows_both_processes_alike(tmp_path):
+    script = str(EXAMPLES / "01_mixed_cluster.py")
+    command = ["-m", "hxla", "run", "--mesh", "cpu-1.0-0.33", script, "--steps", "3"]
+    command += ["--compared-steps", "2", "--folder", str(tmp_path)]
+    burning = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(burning) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        _runs(command, ["this machine is busy", "of a core; its share is 1.", "identical"])
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 @pytest.mark.slow

@@ -186,7 +186,8 @@ def test_a_narrow_terminal_has_one_live_line_without_colours(run):
     assert "\x1b[3" not in screen.text  # a colour
 
 
-def test_a_launcher_paints_the_line_of_rank_0_without_its_name(run, monkeypatch):
+@pytest.mark.parametrize(("is_alone", "name"), [(False, b"[0] "), (True, b"")])
+def test_a_launcher_paints_the_line_of_rank_0_without_its_name(run, is_alone, name, monkeypatch):
     said = io.StringIO()
     monkeypatch.setenv("HXLA_LIVE", "60")
     with contextlib.redirect_stderr(said):
@@ -202,8 +203,9 @@ def test_a_launcher_paints_the_line_of_rank_0_without_its_name(run, monkeypatch)
     os.close(write)
     shown = io.BytesIO()
     with os.fdopen(read, "rb") as pipe:
-        Forwarder(0, pipe, Output(shown, threading.Lock()), None).join(10, shows_delayed=True)
-    assert shown.getvalue() == b"step 6/6\n[0] mine\n"
+        shown_by = Forwarder(0, pipe, Output(shown, threading.Lock()), None, is_alone=is_alone)
+        shown_by.join(10, shows_delayed=True)
+    assert shown.getvalue() == b"step 6/6\n" + name + b"mine\n"
 
 
 def test_values_are_shown_in_one_line_and_in_a_notebook_as_a_table(run):

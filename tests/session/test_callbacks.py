@@ -90,8 +90,12 @@ class Seen:
     def __init__(self):
         self.calls, self.kernels, self.weights = [], [], None
 
+    def on_check(self, arguments):
+        self.calls.append(("check", arguments["eval_every"]))
+
     def on_start(self, session):
         self.calls.append(("start", session.step_number))
+        self.names = session.metric_names
 
     def on_step(self, record, session):
         self.calls.append(("step", record.step))
@@ -105,6 +109,9 @@ class Seen:
 
     def on_end(self, session):
         self.calls.append(("end", session.step_number))
+
+    def on_close(self):
+        self.calls.append(("close", None))
 
 
 @pytest.fixture(scope="module")
@@ -150,12 +157,13 @@ def test_the_best_weights_are_those_of_the_best_evaluation(run):
 
 def test_every_hook_is_called_in_order(run):
     _, result, seen, _ = run
-    wanted = [("start", 0)]
+    wanted = [("check", 2), ("start", 0)]
     for step in range(1, result.step + 1):
         wanted.append(("step", step))
         wanted += [("evaluation", step)] if step % 2 == 0 else []
         wanted += [("save", step)] if step % EPOCH == 0 or step == result.step else []
-    assert seen.calls == [*wanted, ("end", result.step)]
+    assert seen.calls == [*wanted, ("end", result.step), ("close", None)]
+    assert seen.names == ("loss", "near")
 
 
 def test_a_record_has_epoch_learning_rate_and_gradient_norm(run):
@@ -188,6 +196,47 @@ def test_files_and_functions_get_the_same_numbers(run):
 
 class EndedError(Exception):
     pass
+
+
+class Failing(Seen):
+    """Fails while it is closed."""
+
+    def on_close(self):
+        super().on_close()
+        raise OSError("planted")
+
+
+def test_all_callbacks_are_closed_after_an_error():
+    first, failing, last = Seen(), Failing(), Seen()
+    fixed = {"microbatch_size": 8, "mesh": models.mesh(data=1), "counts": "even"}
+    with pytest.raises(OSError, match="planted") as caught:
+        hxla.train(job(), steps=99, callbacks=[first, failing, last, end_after_7], **fixed)
+    assert isinstance(caught.value.__context__, EndedError)
+    for seen in (first, failing, last):
+        assert seen.calls[-2:] == [("step", 7), ("close", None)]
+
+
+def test_a_metric_of_evaluations_alone_is_followed(tmp_path):
+    def eval_loss(model, batch):
+        return loss(model, batch)[0], {"far": (abs(model(batch["x"])) > 1).astype(jnp.float32)}
+
+    hxla.train(
+        job(eval_loss=eval_loss),
+        steps=1,
+        microbatch_size=8,
+        mesh=models.mesh(data=1),
+        eval_data=DATA,
+        callbacks=[hxla.keep_best("far", folder=tmp_path)],
+    )
+    assert read_metadata(tmp_path / "model.safetensors")["metric"] == "far"
+
+
+@pytest.mark.parametrize("ready", [hxla.keep_best, hxla.stop_early])
+def test_an_unknown_metric_is_refused_before_the_first_step(ready, tmp_path):
+    seen = Seen()
+    with pytest.raises(hxla.ConfigError, match="returns loss, near; did you mean 'near'"):
+        train(tmp_path, callbacks=[seen, ready("nera")])
+    assert seen.calls == [("check", 2), ("start", 0), ("close", None)]
 
 
 def end_after_7(record, session):

@@ -1,12 +1,11 @@
 """Find mesh files, rule sets and maps of names: built in, or the user's."""
 
-import difflib
 import pathlib
 from importlib.resources import files
 from typing import Literal
 
 from .errors import ConfigError, MeshError
-from .files import shown
+from .files import did_you_mean, shown
 
 Kind = Literal["meshes", "rules", "names"]
 
@@ -48,8 +47,7 @@ def find(kind: Kind, name_or_path: str) -> pathlib.Path:
     except (OSError, RuntimeError) as fault:  # a name too long, a home of an unknown user
         raise error(f"{shown(name_or_path)} cannot be looked up: {fault}") from None
     known = names(kind)
-    near = difflib.get_close_matches(name_or_path[:80], known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(name_or_path, known)
     raise error(
         f"{shown(name_or_path)} is neither a file nor a built-in name of {kind}{hint}\n"
         f"built in: {', '.join(known) or 'none'}"

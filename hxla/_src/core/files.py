@@ -205,6 +205,7 @@ def named(what: str, path: str | os.PathLike[str], error: type[Exception]) -> Re
 
 _MOST_LINES = 60  # of an error
 _MOST_LETTERS = 80  # of a value or a key
+_MOST_COMPARED = 1000  # names
 
 
 def fault(failure: Mapping[str, Any], model: type[pydantic.BaseModel], source: str = "") -> str:
@@ -237,9 +238,21 @@ def set_aside(path: pathlib.Path) -> pathlib.Path:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name nearest to another."""
+    """The known name nearest to another, however far it is; there must be one."""
     # Comparing a name of a megabyte would take long.
     return difflib.get_close_matches(name[:_MOST_LETTERS], list(known), n=1, cutoff=0)[0]
+
+
+def meant(name: str, known: Iterable[str]) -> str | None:
+    """The known name that a misspelt one probably means; None: it is near to none."""
+    some = list(itertools.islice(known, _MOST_COMPARED))
+    return next(iter(difflib.get_close_matches(name[:_MOST_LETTERS], some, n=1)), None)
+
+
+def did_you_mean(name: str, known: Iterable[str], before: str = "; ") -> str:
+    """The end of a message about a misspelt name; empty without a near one."""
+    near = meant(name, known)
+    return "" if near is None else f"{before}did you mean {near!r}?"
 
 
 def shown(value: object) -> str:

@@ -1,7 +1,7 @@
 """Numbers for people to read, in ASCII, which any terminal and log file can show."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 
 def si(value: float) -> str:
@@ -72,3 +72,14 @@ def shares(counts: Sequence[int]) -> str:
 def plural(num: int, noun: str) -> str:
     """1 step, 2 steps."""
     return f"{num} {noun}" if num == 1 else f"{num} {noun}s"
+
+
+def round_numbers(low: float, high: float, most: int, *, least: float = 0.0) -> Iterator[float]:
+    """Round numbers between two values, about as many as asked, for the ticks of an axis."""
+    rough = max((high - low) / most, least, 1e-300)
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = max(
+        least, min((m * unit for m in (1, 2, 5, 10)), key=lambda s: abs(math.log(s / rough)))
+    )
+    for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1):
+        yield i * step

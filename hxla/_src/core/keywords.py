@@ -1,12 +1,13 @@
-"""Unknown keyword arguments of public functions: refused with the nearest known one."""
+"""What public functions share: a remedy for unknown keywords, and errors without hxla's frames."""
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from .errors import ConfigError
+from .errors import ConfigError, HxlaError
+from .files import meant
+from .tracebacks import hide_frames
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Class = TypeVar("Class")
@@ -15,7 +16,7 @@ Class = TypeVar("Class")
 def suggests_keywords(
     name: str, elsewhere: Callable[[], Mapping[str, str]] = dict
 ) -> Callable[[Function], Function]:
-    """Make a function refuse unknown keyword arguments with a remedy.
+    """Make a function refuse unknown keyword arguments with a remedy, and hide its frames.
 
     Args:
         name: The public name, for the message.
@@ -27,11 +28,15 @@ def suggests_keywords(
 
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            unknown = [word for word in kwargs if word not in known]
-            if unknown:
-                lines = [f"{word}: {_remedy(word, known, elsewhere())}" for word in unknown]
-                raise ConfigError(f"{name} has no such argument: " + "; ".join(lines))
-            return function(*args, **kwargs)
+            try:
+                unknown = [word for word in kwargs if word not in known]
+                if unknown:
+                    lines = [f"{word}: {_remedy(word, known, elsewhere())}" for word in unknown]
+                    raise ConfigError(f"{name} has no such argument: " + "; ".join(lines))
+                return function(*args, **kwargs)
+            except HxlaError as error:
+                hide_frames(error)
+                raise
 
         return checked  # type: ignore[return-value]
 
@@ -53,10 +58,7 @@ def suggests_arguments(
 def _remedy(word: str, known: list[str], elsewhere: Mapping[str, str]) -> str:
     if word in elsewhere:
         return f"it belongs to {elsewhere[word]}"
-    near = difflib.get_close_matches(word, [*known, *elsewhere], 1)
-    near = near or [name for name in known if name in word]
-    if not near:
+    near = meant(word, [*known, *elsewhere]) or next((n for n in known if n in word), None)
+    if near is None:
         return f"the arguments are {', '.join(known)}"
-    return f"did you mean {near[0]}" + (
-        f" of {elsewhere[near[0]]}?" if near[0] in elsewhere else "?"
-    )
+    return f"did you mean {near}" + (f" of {elsewhere[near]}?" if near in elsewhere else "?")

@@ -21,7 +21,6 @@ class Batches:
     be the next when a checkpoint is written.
 
     Args:
-        data: An iterable.
         batch_size: Examples of a global batch.
         num_kept: Batches that may be fetched again: those loaded ahead, and the current one, from
             which a rebalance fetches other ids.

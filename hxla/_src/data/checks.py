@@ -79,7 +79,6 @@ def check_dtype(x: Any, name: str) -> None:
 
     Args:
         x: Anything; without a dtype it passes.
-        name: For the message.
 
     Raises:
         DataError: With the remedy.

@@ -31,11 +31,7 @@ Answer = tuple[dict[str, Any], Sequence[int]]  # descriptors are closed after se
 
 
 class Asker:
-    """The client's end of a link.
-
-    Args:
-        address: Of the server.
-    """
+    """The client's end of a link."""
 
     def __init__(self, address: str):
         self._lock = threading.Lock()

@@ -105,7 +105,7 @@ class Patterns:
             primitive: The name of the jax primitive.
             operands: The shapes of the operands.
             results: The shapes of the results.
-            params: The equation's params.
+            params: The parameters of the equation, by name.
 
         Returns:
             The factors; none if the equation can only run whole.

@@ -42,7 +42,7 @@ class GenerationRanks:
         job: str,
         are_members: bool,
     ):
-        self.generation, self._streams = generation, streams
+        self.generation, self._streams, self._are_members = generation, streams, are_members
         places = [devices.places[name] for name in generation.members]
         alone = [place.device.model_copy(update={"node": 0}) for place in places]
         seats = [
@@ -135,10 +135,12 @@ class GenerationRanks:
             self.fail(ending, verdict, grace)
 
     def fail(self, ending: RunEnding, verdict: Verdict, grace_seconds: float) -> None:
-        """Report the failed rank, and end the others."""
+        """Report the failed rank, and end the others; one that is alone is reported at the end."""
         ending.fail(verdict, grace_seconds, time.monotonic())
-        who = self.generation.members[verdict.rank]
-        self._streams.say(f"{who} {verdict.reason}; ending the job")
+        if self._are_members or len(self.generation.members) > 1:
+            self._streams.say(
+                f"{self.generation.members[verdict.rank]} {verdict.reason}; ending the job"
+            )
         # A stuck rank has nothing to report.
         self.quieten(spared=verdict.rank if verdict.can_leave else None)
         self.kill(signal.SIGTERM)

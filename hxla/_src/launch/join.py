@@ -17,6 +17,7 @@ import jax
 
 from ..cluster.libraries import LOCAL_CLIENTS_VARIABLE
 from ..core.errors import LaunchError
+from ..core.tracebacks import keep_whole
 from ..core.types import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from ..jax.coordination import (
     client,
@@ -169,6 +170,7 @@ def _die_with_launcher() -> None:
 def run_joined(work: Callable[[], None]) -> None:
     """Join the job, work, and end with the exit code of the work."""
     _die_with_launcher()
+    keep_whole()  # `show` writes all of an error into a log
     channel, rank = own_channel(), int(os.environ.get("HXLA_PROCESS_ID", "0"))
     code: int | str | None = 0
     try:

@@ -138,14 +138,19 @@ class Streams:
 
 
 class Forwarder:
-    """Forwards a stream of a rank, with the rank before each line that is not of hxla.
+    """Forwards a stream of a rank, line by line.
 
     Args:
         logs: For noise in standard error; None for standard output.
+        is_alone: Whether there are no other ranks. Otherwise the rank stands before each line that
+            is not of hxla.
     """
 
-    def __init__(self, rank: int, pipe: IO[bytes], output: Output, logs: Logs | None):
+    def __init__(
+        self, rank: int, pipe: IO[bytes], output: Output, logs: Logs | None, *, is_alone: bool
+    ):
         self._rank, self._pipe, self._output, self._logs = rank, pipe, output, logs
+        self._name = b"" if is_alone else f"[{rank}] ".encode()
         self._is_quiet = False
         self._delayed: list[bytes] = []
         self._delayed_since = 0.0
@@ -203,7 +208,7 @@ class Forwarder:
         terminal = self._output.is_terminal
         live = terminal and line.endswith(b"\r")
         clear = b"\r\x1b[2K" if terminal else b""
-        name = b"" if line.startswith(SAID) else f"[{self._rank}] ".encode()
+        name = b"" if line.startswith(SAID) else self._name
         self._output.write(clear + name + line[:-1].lstrip(SAID) + b"\n" * (not live))
 
     def _log(self, text: bytes) -> None:
@@ -240,6 +245,8 @@ def show(error: BaseException, rank: int, logs: str | None, *, is_shown: bool) -
         if is_hxla_error and not _has_user_frames(shown.__cause__):  # its message is complete
             shown.__cause__ = shown.__context__ = None
         _drop_internal_frames(shown, is_ours=not is_hxla_error)
+        for frame in shown.stack if is_hxla_error else ():  # the message names the argument
+            frame.colno = frame.end_colno = None
         sys.stderr.write("".join(shown.format()))
 
 

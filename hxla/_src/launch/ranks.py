@@ -56,11 +56,7 @@ StartProcess = Callable[[Mapping[str, str], int | None], Process]
 
 
 class ColdProcess:
-    """A new Python process.
-
-    Args:
-        arguments: Arguments of the interpreter.
-    """
+    """A new Python process."""
 
     def __init__(self, arguments: Sequence[str], env: Mapping[str, str], core: int | None):
         self._process = subprocess.Popen(
@@ -176,6 +172,8 @@ class LocalRanks:
     ):
         self._start_process, self._streams, self._note = start_process, streams, note
         self._memory, self._generation = memory, start.generation
+        # An elastic run may have more ranks later.
+        self._is_alone = memory is None and start.num_processes == 1
         self._order = Order()
         self._channel, path = new_channel(start.num_processes)
         self._ranks: dict[int, _Started] = {}
@@ -211,8 +209,10 @@ class LocalRanks:
                 self._streams.say(f"rank {rank} has {share:g} of core {seat.core}, by {how}")
         self._ranks[rank] = _Started(
             process=process,
-            out=Forwarder(rank, process.stdout, self._streams.out, None),
-            err=Forwarder(rank, process.stderr, self._streams.err, self._streams.logs),
+            out=Forwarder(rank, process.stdout, self._streams.out, None, is_alone=self._is_alone),
+            err=Forwarder(
+                rank, process.stderr, self._streams.err, self._streams.logs, is_alone=self._is_alone
+            ),
             throttle=throttle,
         )
 

@@ -490,9 +490,13 @@ class Run:
                 f"the state of step {best[0].step} was in memory only and is gone: give "
                 "hxla.train a checkpoint_dir"
             )
-        code = 0
+        code, logs = 0, self._streams.logs
+        rest = f"the rest of the output is in {logs.folder}" if logs.has_lines else ""
         if verdict is not None:
             code = verdict.code
+            if not self._is_elastic and len(known.generation.members) == 1:
+                words = f"{known.generation.members[0]} {verdict.reason}"
+                rest = f"{words}; {rest}" if rest else words
         elif ended := self._ending.outcome(max(self._step, ledger.end), known.saved_step):
             code, words = ended
             self._streams.say(words)
@@ -501,8 +505,8 @@ class Run:
             num = len(ledger.runs)
             self._streams.say(f"{ledger.end} steps by {num} generation{'s' * (num != 1)}{lost}")
             code = int(known.phase == "failed")
-        if self._streams.logs.has_lines:
-            self._streams.say(f"what the processes said besides is in {self._streams.logs.folder}")
+        if rest:
+            self._streams.say(rest)
         return code
 
 

@@ -1,6 +1,5 @@
 """Which parameters are trained: an NNX filter, or patterns of paths, for NNX and Linen alike."""
 
-import difflib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from flax.core import FrozenDict, freeze
 from flax.linen import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from ..core import files
 from ..core.errors import ConfigError
 from ..core.types import PyTree
 
@@ -90,8 +90,7 @@ def entries_of(params: PyTree) -> Iterator[tuple[tuple[Any, ...], str, Any]]:
 
 def nearest(selector: Any, names: Sequence[str]) -> str:
     """The path nearest to a pattern, for a message."""
-    matches = difflib.get_close_matches(str(selector), names, n=1, cutoff=0.0)
-    return f" (the nearest path is {matches[0]!r})" if matches else ""
+    return f" (the nearest path is {files.nearest(str(selector), names)!r})" if names else ""
 
 
 def as_predicate(selector: Any, argument: str) -> Callable[[tuple[Any, ...], str, Any], bool]:

@@ -18,7 +18,7 @@ import pydantic
 
 from ..core.errors import PlanError
 from ..core.files import MOST_JSON_BYTES, named, read_bytes
-from ..core.format import plural
+from ..core.format import plural, si, span
 from ..core.types import STAGE_AXIS
 from .check import faults
 from .file import faults_of, from_json, refusal
@@ -451,12 +451,15 @@ class Plan(PlanValue):
     def explain(self) -> str:
         """Describe the plan: the work of each replica and device, time, memory and reasons."""
         sums = self.sums.words + " over the host" * (self.sums.over == "host")
+        names, counts = self.replica_names, self.counts
+        of = "microbatch of" if self.num_microbatches == 1 else "microbatches of"
+        on = f" on {names[0]}{self._way_in_words(0)}" if len(names) == 1 else ""
         lines = [
-            f"{self.batch_size} examples a step in {self.num_microbatches} microbatches of "
-            f"{self.microbatch_size}, {sums}" + (f"; {self.mesh_in_words}" if self.axes else "")
+            f"{self.batch_size} examples a step in {self.num_microbatches} {of} "
+            f"{self.microbatch_size}{on}, {sums}" + (f"; {self.mesh_in_words}" if self.axes else "")
         ]
-        width = max(map(len, self.replica_names))
-        for i, (name, count) in enumerate(zip(self.replica_names, self.counts, strict=True)):
+        width = max(map(len, names))
+        for i, (name, count) in enumerate(zip(names, counts, strict=True) if not on else ()):
             if i == _MOST_LINES:
                 lines.append(f"  and {len(self.replicas) - i} more")
                 break
@@ -481,21 +484,24 @@ class Plan(PlanValue):
         lines += held_in_words(self.prediction, self.runners_up)
         return "\n".join(lines)
 
-    def _work_in_words(self, i: int) -> str:
-        known, work = self.prediction, self.replicas[i]
+    def _way_in_words(self, i: int) -> str:
+        work = self.replicas[i]
         how = f", {work.executors} at once" if work.executors > 1 else ""
-        how += f", starts {work.start_seconds * 1e3:.4g} ms later" if work.start_seconds else ""
+        return how + (f", starts {span(work.start_seconds)} later" if work.start_seconds else "")
+
+    def _work_in_words(self, i: int) -> str:
+        known, how = self.prediction, self._way_in_words(i)
         if known is None or not known.microbatch_seconds:
             return how
         micro, fixed = known.microbatch_seconds[i], known.fixed_seconds[i]
-        return f" of {micro * 1e3:.1f} ms, busy {fixed + self.counts[i] * micro:.3f} s{how}"
+        return f" of {span(micro)}, busy {span(fixed + self.counts[i] * micro)}{how}"
 
     def _prediction_in_words(self, known: Prediction) -> Iterator[str]:
         if known.step_seconds:
             has_choice = known.bound_seconds and len(self.devices) > 1
             bound = f", at most {max(known.gap, 0.0):.1%} above any plan" if has_choice else ""
             rate = self.batch_size / known.step_seconds
-            yield f"  predicted step {known.step_seconds:.4g} s, {rate:.4g} examples/s{bound}"
+            yield f"  predicted step {span(known.step_seconds)}, {si(rate)} examples/s{bound}"
         if known.sent_bytes:
             yield f"  sent by a device for a microbatch: {known.sent_bytes:,.0f} bytes"
         kinds = {device.rank: device.kind for device in self.devices}
@@ -579,7 +585,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "data x inner axes", " x ".join(map(str, (len(counts), *plan.axis_sizes.values())))
     yield "microbatch size", str(plan.microbatch_size)
     many = len(counts) > 16
-    yield "microbatches", f"{len(counts)} copies" if many else ", ".join(map(str, counts))
+    yield "microbatches", f"{len(counts)} replicas" if many else ", ".join(map(str, counts))
     if known is not None and known.step_seconds:
         yield "predicted step", f"{known.step_seconds:.4g} s"
         yield "examples/s", f"{plan.batch_size / known.step_seconds:.4g}"

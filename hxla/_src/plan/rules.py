@@ -5,7 +5,6 @@ References:
 """
 
 import dataclasses
-import difflib
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ import pydantic
 
 from ..core import catalogue as _catalog
 from ..core.errors import AnnotationError, ConfigError
-from ..core.files import fault, listed, named, read_toml
+from ..core.files import did_you_mean, fault, listed, named, read_toml
 
 _MOST_LETTERS = 500
 _MOST_DEPTH = 16
@@ -231,8 +230,7 @@ class RuleSet(pydantic.BaseModel):
         for rule in self.rules:
             for axis in (a for group in rule.axes for a in group):
                 if axis not in axes and axis not in AXES:
-                    near = difflib.get_close_matches(axis[:80], [*axes, *AXES], n=1)
-                    hint = f", did you mean {near[0]!r}?" if near else ""
+                    hint = did_you_mean(axis, [*axes, *AXES], ", ")
                     problems.append(
                         f"rule set {self.name!r}, {rule}: no mesh axis is called {axis!r}{hint} "
                         f"(the mesh has {', '.join(axes) or 'none'})"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ..core.format import number, si
+from ..core.format import number, round_numbers, si
 from .page import legend
 
 _MAX_POINTS = 500  # of a drawn curve
@@ -108,7 +108,6 @@ def curve_chart(
     Args:
         marks: The label of a dashed line, by step.
         odd_steps: Steps with a cross at the bottom.
-        text: A value as text.
         from_zero: Whether the axis begins at zero.
         is_linear: Whether the axis is never logarithmic; otherwise it is if the values span a
             factor of 30.
@@ -223,28 +222,17 @@ def _chart(
 
 
 def _grid(axes: _Axes) -> Iterator[str]:
-    for value in _log_ticks(axes) if axes.is_log else _ticks(axes.low_y, axes.high_y, 4):
+    for value in _log_ticks(axes) if axes.is_log else round_numbers(axes.low_y, axes.high_y, 4):
         place = float(axes.down(np.array(value)))
         label = f"{value:.4g}" if abs(value) < 1e3 else si(value)
         yield f'<line class="grid" x2="100%" y1="{place:.2%}" y2="{place:.2%}"/>'
         yield f'<text class="y" x="-8" y="{place:.2%}" dy=".32em">{label}</text>'
     yield '<line class="base" x2="100%" y1="100%" y2="100%"/>'
     yield '<text class="y" x="-8" y="100%" dy="1.5em">step</text>'
-    for value in _ticks(axes.low_x, axes.high_x, 5, least=1.0):
+    for value in round_numbers(axes.low_x, axes.high_x, 5, least=1.0):
         place = float(axes.across(np.array(value)))
         label = f"{value:.0f}" if value < 1e4 else si(value)
         yield f'<text class="x" x="{place:.2%}" y="100%" dy="1.5em">{label}</text>'
-
-
-def _ticks(low: float, high: float, most: int, *, least: float = 0.0) -> Iterator[float]:
-    """Round numbers between two values."""
-    rough = max((high - low) / most, least, 1e-300)
-    unit = 10.0 ** math.floor(math.log10(rough))
-    step = max(
-        least, min((m * unit for m in (1, 2, 5, 10)), key=lambda s: abs(math.log(s / rough)))
-    )
-    for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1):
-        yield i * step
 
 
 def _log_ticks(axes: _Axes) -> list[float]:

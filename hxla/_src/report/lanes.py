@@ -7,7 +7,7 @@ import itertools
 import pathlib
 from collections.abc import Iterator, Sequence
 
-from ..core.format import span
+from ..core.format import round_numbers, span
 from ..schedule.replay import SEND, Timeline
 from .page import CSS, box, legend
 
@@ -242,10 +242,8 @@ def _label(run: Sequence[Bar]) -> str:
 
 
 def _ticks(longest: float, y: float) -> Iterator[str]:
-    steps = (m * 10.0**e for e in range(-9, 6) for m in (1, 2, 5))
-    step = next((s for s in steps if longest <= 5 * s), longest)
-    for i in range(int(longest / step) + 1 if longest else 0):
-        place = i * step / longest
-        anchor = "start" if i == 0 else "end" if place > 0.95 else "middle"
+    for seconds in round_numbers(0.0, longest, 5) if longest else ():
+        place = seconds / longest
+        anchor = "start" if not seconds else "end" if place > 0.95 else "middle"
         style = f'class="tick" style="text-anchor: {anchor}"'
-        yield f'<text {style} x="{place:.2%}" y="{y:.0f}">{span(i * step)}</text>'
+        yield f'<text {style} x="{place:.2%}" y="{y:.0f}">{span(seconds)}</text>'

@@ -148,7 +148,6 @@ def box(
 
     Args:
         place: Left, top, width and height, in pixels.
-        label: In its middle.
     """
     x, y, width, height = place
     text = f'<text x="{x + width / 2:.1f}" y="{y + height / 2 + 4:.1f}">{html.escape(label)}</text>'

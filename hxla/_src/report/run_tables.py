@@ -287,10 +287,10 @@ def terminal_report(history: History) -> str:
 def _lines(history: History) -> Iterator[str]:
     summary = summarise(history)
     after = summary.after
-    yield f"hxla: {lead(history, summary)}"
+    losses = f"{number(history.steps[0].loss)} to {number(history.steps[-1].loss)}"
+    yield f"hxla: {lead(history, summary).removesuffix('.')}, loss {losses}"
     step = f"{span(after.step_seconds)} a step, last {plural(after.num_steps, 'step')}"
     yield f"  {si(after.rate)} {summary.unit}/s, {step}; whole run {si(summary.whole.rate)}"
-    yield f"  loss {number(history.steps[-1].loss)}, at first {number(history.steps[0].loss)}"
     names = names_of(history, after.counts)
     width = max(map(len, names[:_MAX_DEVICES]))
     if len(names) > 1:

@@ -114,6 +114,11 @@ def quietly(quiet: bool) -> Iterator[None]:
         LOGGER.setLevel(before)
 
 
+def print_result(text: str) -> None:
+    """Print what a command is for on standard output, without the rank that a launcher adds."""
+    print((SAID.decode() if _is_launched() else "") + text, flush=True)
+
+
 def _root_listens() -> bool:
     return bool(logging.root.handlers) and logging.root.isEnabledFor(logging.INFO)
 

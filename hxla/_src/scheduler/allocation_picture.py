@@ -16,7 +16,6 @@ def write_picture(simulations: Mapping[str, Simulation], path: str) -> None:
     """Draw simulations of the same jobs.
 
     Args:
-        simulations: By policy.
         path: Of the file; its ending is the format.
     """
     from matplotlib.figure import Figure

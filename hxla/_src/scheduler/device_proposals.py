@@ -50,7 +50,6 @@ def proposals(
 
     Args:
         free: The free devices of each kind.
-        most: The most proposals.
         most_waste: The largest share of a configuration's capability that may be idle.
         refused: Devices that the job tried and left, see `Trials`.
     """
@@ -104,7 +103,6 @@ class Trials:
         """The trials after a growth.
 
         Args:
-            nums: The devices after it.
             step_seconds: The measured seconds of a step before it.
         """
         return dataclasses.replace(self, nums=nums, before=self.nums, before_seconds=step_seconds)

@@ -113,7 +113,6 @@ class JobProcess:
     """A job under `hxla run --elastic`, which follows a file of devices.
 
     Args:
-        places: The job's devices.
         folder: For the job's files: its output, its events, its devices.
         note: Called with the pid, so that a janitor can end it after a crash of this process.
     """

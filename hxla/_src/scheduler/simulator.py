@@ -134,7 +134,6 @@ def simulate(
         interval_seconds: The time between decisions without events.
         is_eager: Whether the policy also decides at events.
         changes: Times, and the devices of each kind from then on.
-        watch: Called with each decision.
 
     Raises:
         ScheduleError: If jobs share a name, or one can never run.

@@ -2,8 +2,10 @@
 
 # ruff: noqa: ARG002 - the empty methods of Callback
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,16 @@ class Callback:
         >>> [step for step, _ in seen.losses]
         [2, 4]
     """
+
+    def on_check(self, arguments: Mapping[str, Any]) -> None:
+        """Refuse what cannot work: called once, before the plan is made.
+
+        Args:
+            arguments: The arguments of `hxla.train` by name, such as `arguments["eval_data"]`.
+
+        Raises:
+            ConfigError: If the training is refused.
+        """
 
     def on_start(self, session: Session) -> bool | None:
         """Begin: called once, before the first step of this call.
@@ -94,14 +106,24 @@ class Callback:
             session: The session with the last state.
         """
 
+    def on_close(self) -> None:
+        """Close files: called at the very end if `on_start` was, after errors and SIGTERM too.
 
-HOOKS = ("on_start", "on_step", "on_evaluation", "on_save", "on_end")
-_NUM_ARGUMENTS = dict(zip(HOOKS, (1, 2, 2, 2, 1), strict=True))
-_CALLED_AS = dict.fromkeys(HOOKS[1:3], "(record, session)") | {
+        The session is closed by then. The last callback is closed first, and all are closed even
+        if one of them fails.
+        """
+
+
+_CALLED_AS = {
+    "on_check": "(arguments)",
     "on_start": "(session)",
+    "on_step": "(record, session)",
+    "on_evaluation": "(record, session)",
     "on_save": "(step, session)",
     "on_end": "(session)",
+    "on_close": "()",
 }
+HOOKS = tuple(_CALLED_AS)
 
 
 class Callbacks:
@@ -123,6 +145,10 @@ class Callbacks:
             for name, method in _hooks_of(callback, where):
                 self._hooks[name].append((where, method))
 
+    def checked(self, arguments: Mapping[str, Any]) -> None:
+        """Let callbacks refuse the arguments of a training."""
+        self._call("on_check", arguments)
+
     def started(self, session: Session) -> bool:
         """Begin, and see every checkpoint from now on; returns whether nothing is left to train."""
         session.after_save.append(lambda: self._call("on_save", session.step_number, session))
@@ -141,6 +167,11 @@ class Callbacks:
     def ended(self, session: Session) -> None:
         """See the end."""
         self._call("on_end", session)
+
+    def closed_by(self, stack: contextlib.ExitStack) -> None:
+        """Let a stack close all, the last one first."""
+        for _, method in self._hooks["on_close"]:
+            stack.callback(method)
 
     def _call(self, hook: str, *arguments: Any) -> bool:
         """Call a method of all callbacks; returns whether one returned True.
@@ -193,7 +224,7 @@ def _check_arguments(method: Callable[..., Any], hook: str, where: str) -> None:
     except (TypeError, ValueError):  # of some functions of extension modules
         return
     try:
-        signature.bind(*range(_NUM_ARGUMENTS[hook]))
+        signature.bind(*re.findall(r"\w+", _CALLED_AS[hook]))
     except TypeError:
         name = getattr(method, "__name__", type(method).__name__)
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,13 +10,19 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..choose.microbatch_counts import own_ids, share_of
 from ..core.errors import ConfigError
 from ..core.types import PyTree
+from ..data.data import eval_batches
+from ..job.agreement import facts_of_data
+from ..job.context import JobContext
 from ..lower.first_pass import Begun, OverBatchPass, Work
 from ..lower.lower import Programs
 from ..lower.store import Store
+from ..lower.sum import Reducer
 from ..model.loss import MetricColumns, means, num_columns
-from ..report.history import MetricValue
+from ..plan.plan import Plan
+from ..report.history import EvalRecord, MetricValue
 
 Evaluated = tuple[float, dict[str, MetricValue]]
 
@@ -184,3 +191,33 @@ def _mean_loss(
     if not weight:
         raise ConfigError("every weight of the evaluation set is zero: it has no mean loss")
     return loss, merged
+
+
+def evaluated(
+    job: JobContext,
+    forwards: ForwardPasses,
+    reducer: Reducer,
+    plan: Plan,
+    data: Any,
+    step: int,
+    beat: Callable[[str], object],
+) -> EvalRecord:
+    """The mean loss and metrics over a data set, equal for every placement of the work.
+
+    Args:
+        data: Any kind of data of a job except an unbounded one.
+        beat: Called with the phase that begins.
+
+    Raises:
+        DataError: If the data is empty or of an unknown kind.
+    """
+    began = time.perf_counter()
+    size, fetch = eval_batches(data, plan.microbatch_size)
+    facts = {"examples of the evaluation": str(size)}
+    job.agree("evaluation", lambda: facts | facts_of_data(fetch(0), "evaluation: "))
+    num = math.ceil(size / plan.microbatch_size)
+    ids = own_ids(share_of(num, plan.counts), reducer)
+    on_reduce = functools.partial(beat, "evaluation's sum")
+    loss, metrics = forwards.evaluate(num, ids, fetch, on_reduce=on_reduce)
+    seconds = time.perf_counter() - began
+    return EvalRecord(step=step, loss=loss, metrics=metrics, num_examples=size, seconds=seconds)

@@ -78,7 +78,6 @@ def _from_state(
     Args:
         closed: The update of gradients, state, parameters and loss.
         num: Arrays of the gradients, and leaves of the state.
-        place: The leaf.
 
     Returns:
         The leaves that it depends on, and the function; None: it depends on more than the state.

@@ -116,12 +116,8 @@ class LogTo(Callback):
                 numbers |= named_scalars(record.evaluation)
             self._file.write(numbers, record.step)
 
-    def on_end(self, session: Session) -> None:  # noqa: ARG002
+    def on_close(self) -> None:
         """Close the file."""
-        self.close()
-
-    def close(self) -> None:
-        """Close the file. More calls do nothing."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -1,16 +1,16 @@
 """Ready callbacks that follow a metric of the evaluation: the best weights, and an early stop."""
 
-import difflib
 import json
 import math
 import os
 import pathlib
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import jax
 
 from ..core.errors import ConfigError, WeightsError
-from ..core.files import local_path, set_aside
+from ..core.files import did_you_mean, local_path, set_aside
 from ..core.whole_numbers import check_whole_numbers
 from ..jax.coordination import gather
 from ..report.history import EvalRecord, scalars
@@ -120,6 +120,7 @@ class _Monitored:
         if mode not in ("max", "min"):
             raise ConfigError(f"{name}({metric!r}, mode={mode!r}): use 'max' or 'min'")
         self.name, self.metric, self.mode = f"{name}({metric!r})", metric, mode
+        self._are_alike = False
 
     def of(self, record: EvalRecord) -> float:
         """The value of an evaluation."""
@@ -128,9 +129,26 @@ class _Monitored:
             return values[self.metric]
         if self.metric in record.metrics:
             raise ConfigError(f"{self.name}: this metric has a number for each example, not one")
-        near = difflib.get_close_matches(self.metric, values, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{self.name}: the evaluation returns {', '.join(values)}{hint}")
+        raise self._unknown(values)
+
+    def check(self, arguments: Mapping[str, Any]) -> None:
+        """Refuse a training without evaluations; note whether they return what steps return."""
+        data, job = arguments["eval_data"], arguments["job"]
+        if data is None:
+            raise ConfigError(f"{self.name} needs eval_data")
+        # A loss may return more for a batch that has more.
+        are_known = isinstance(data, Mapping) and isinstance(job.data, Mapping)
+        has_same_examples = are_known and set(data) == set(job.data)
+        self._are_alike = has_same_examples and job.eval_loss is None
+
+    def start(self, session: Session) -> None:
+        """Refuse a metric that evaluations will not return."""
+        if self._are_alike and self.metric not in session.metric_names:
+            raise self._unknown(session.metric_names)
+
+    def _unknown(self, names: Collection[str]) -> ConfigError:
+        hint = did_you_mean(self.metric, names)
+        return ConfigError(f"{self.name}: the evaluation returns {', '.join(names)}{hint}")
 
     def is_better(self, value: float, best: float | None, min_delta: float = 0.0) -> bool:
         """Whether a value is better than the best so far by more than a difference."""
@@ -149,8 +167,23 @@ class KeepBest(Callback):
         self._path = pathlib.Path()
         self._best: tuple[float, int] | None = None  # value and step
 
+    def on_check(self, arguments: Mapping[str, Any]) -> None:
+        """Refuse a training without a folder, or with another that writes to it."""
+        self._monitored.check(arguments)
+        folders = arguments["run_dir"], arguments["checkpoint_dir"]
+        for other in arguments["callbacks"]:
+            if other is self:
+                break
+            if isinstance(other, KeepBest) and self.folder(*folders) == other.folder(*folders):
+                raise ConfigError(
+                    f"{self.name} and {other.name} write to the same folder, "
+                    f"{self.folder(*folders)}: pass folder= to one"
+                )
+        self.folder(*folders)
+
     def on_start(self, session: Session) -> None:
         """Take up the best of the run that is resumed, or rename that of an earlier run."""
+        self._monitored.start(session)
         folder = self.folder(session.run_dir, session.checkpoint_dir)
         self._path, kept = folder / _FILE, dict[str, str]()
         if jax.process_index() == 0 and self._path.exists():
@@ -172,16 +205,16 @@ class KeepBest(Callback):
         self._best = (float(kept["value"]), int(kept["step"])) if kept else None
 
     def folder(self, run_dir: Any, checkpoint_dir: Any) -> pathlib.Path:
-        """The folder for the weights.
+        """The absolute folder for the weights.
 
         Raises:
             ConfigError: If there is none.
         """
         if self._folder is not None:
-            return self._folder
+            return self._folder.absolute()
         for inside in (run_dir, checkpoint_dir):
             if inside is not None:
-                return local_path(inside, "folder", ConfigError) / "best"
+                return local_path(inside, "folder", ConfigError).absolute() / "best"
         raise ConfigError(f"{self.name} needs a folder: pass folder=, run_dir or checkpoint_dir")
 
     def on_evaluation(self, record: EvalRecord, session: Session) -> None:
@@ -191,9 +224,7 @@ class KeepBest(Callback):
             self._best = value, record.step
             kept = {"metric": self._monitored.metric, "value": repr(value)}
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(
-                self._path.absolute(), session.weights, SAME, kept | {"step": str(record.step)}
-            )
+            save_file(self._path, session.weights, SAME, kept | {"step": str(record.step)})
 
     def on_end(self, session: Session) -> None:
         """Say which step was the best."""
@@ -220,8 +251,13 @@ class StopEarly(Callback):
         """The best value, its step, and the evaluations since then, saved with checkpoints."""
         return session.metadata.get(self._key, {"best": None, "step": None, "waited": 0})
 
+    def on_check(self, arguments: Mapping[str, Any]) -> None:
+        """Refuse a training without evaluations."""
+        self._monitored.check(arguments)
+
     def on_start(self, session: Session) -> bool:
         """Say if the resumed run has ended so before."""
+        self._monitored.start(session)
         state = self._state(session)
         if state["waited"] < self._patience:
             return False

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import pathlib
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 
 import jax
@@ -28,6 +27,7 @@ from ..profile.profile import LayerSize, LayerTime, Profile, Setting, SplitTime,
 from ..profile.profile_file import dump_profile, load_profile, merge_profiles
 from ..profile.segment_times import model_name
 from ..report.history import StepRecord
+from ..report.terminal import LOGGER, print_result
 from .measure import SessionMeasure
 from .session import Session
 from .values import SessionOptions
@@ -287,19 +287,19 @@ def _scaled(
 
 def _progress(setting: Setting, num: int) -> Callable[[int], None]:
     where = f"{setting.kind}, microbatch of {setting.microbatch_size}"
-    return lambda done: print(f"{where}: {done} of {num} segments", file=sys.stderr, flush=True)
+    return lambda done: LOGGER.info("%s: %d of %d segments", where, done, num)
 
 
 def _show(profile: Profile, file: str) -> None:
-    print(f"{'kind':<24} {'microbatch':>10} {'forward':>10} {'backward':>10} {'update':>10}")
+    print_result(f"{'kind':<24} {'microbatch':>10} {'forward':>10} {'backward':>10} {'update':>10}")
     for setting, times in sorted(profile.times.items()):
         row = [sum(getattr(t, part) for t in times) for part in ("forward", "backward", "update")]
         seconds = " ".join(f"{1e3 * s:>7.2f} ms" for s in row)
-        print(f"{setting.kind:<24} {setting.microbatch_size:>10} {seconds}")
+        print_result(f"{setting.kind:<24} {setting.microbatch_size:>10} {seconds}")
     for split in profile.splits:
         parts = ", ".join(
             f"{kind} {p:.0%}" for kind, p in zip(split.kinds, split.parts, strict=True)
         )
         seconds = f"{1e3 * split.seconds:.2f} ms a microbatch of {split.microbatch_size}"
-        print(f"cut over {parts}: {seconds}")
-    print(f"{len(profile.layers)} segments of model {profile.model}, written to {file}")
+        print_result(f"cut over {parts}: {seconds}")
+    print_result(f"{len(profile.layers)} segments of model {profile.model}, written to {file}")

@@ -34,8 +34,8 @@ from ..report.history import EvalRecord, History, StepRecord
 from ..weights.save_weights import weights_of
 from .balancer import balanced
 from .ending import Ending, Termination
-from .evaluating import evaluated
 from .fastest_executors import seconds_of_replicas
+from .forward_passes import evaluated
 from .learning_rate import LearningRate
 from .member import LEAVE, MOVE, SAVE, STOP, SessionMember, ran, rehearse
 from .recorder import recorder_of, step_record
@@ -408,6 +408,11 @@ class Session:
         """The sharded parameters and other variables of `state`, in the model's own tree."""
         return weights_of(self.state)
 
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """What a step returns: `loss`, and the names of the metrics."""
+        return ("loss", *(metric.name for metric in self._programs.graph.metrics))
+
     def log(self, text: str) -> None:
         """Show lines on the terminal of rank 0.
 
@@ -478,7 +483,8 @@ class Session:
         Raises:
             DataError: If the data is empty or of an unknown kind.
         """
-        step, parts = self.step_number, (self._job, self._stepper, self._reducer, self.plan)
+        step, forwards = self.step_number, self._stepper.forwards
+        parts = self._job, forwards, self._reducer, self.plan
         with self._watchdog.phase(step, "evaluation") as beat:
             record = evaluated(*parts, data, step, beat)
         self._recorder.evaluated(record)

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import datetime
 import os
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -21,8 +20,6 @@ from ..report.history import StepRecord
 from ..report.terminal import quietly
 from .callbacks import Callback, Callbacks
 from .job import PLAN_VARIABLE, Job
-from .log_to import LogTo
-from .monitors import KeepBest, StopEarly
 from .periods import as_every, check_period
 from .session import Session
 from .values import Result
@@ -141,6 +138,7 @@ def train(
         Jia et al., "Whale", USENIX ATC 2022, section 3.3.1 (load balance over unlike devices);
         Li et al., "EasyScale", SC 2023, section 3 (logical workers with an identity).
     """
+    arguments = locals().copy()  # for callbacks
     if not isinstance(job, Job):
         raise ConfigError(
             f"job={type(job).__name__} is no hxla.Job: pass hxla.train(hxla.Job(model, data, loss, "
@@ -148,7 +146,7 @@ def train(
         )
     called = Callbacks(callbacks)
     _check_arguments(steps, epochs, checkpoint_every, checkpoint_dir, eval_every, eval_data)
-    _check_monitors(callbacks, eval_data, run_dir, checkpoint_dir)
+    called.checked(arguments)
     requested = {
         "microbatch_size": microbatch_size,
         "mesh": mesh,
@@ -159,7 +157,7 @@ def train(
     with quietly(quiet):
         chosen, balance = _plan(job, plan, counts, requested, checkpoint_dir)
     with (
-        contextlib.ExitStack() as logs,
+        contextlib.ExitStack() as closing,
         job.open(
             chosen,
             steps=steps,
@@ -178,9 +176,7 @@ def train(
         evaluates = "none" if eval_data is None else "given"
         session.agree({"eval_every": eval_every, "eval_data": evaluates})
         every = as_every("eval_every", eval_every, session.epochs)
-        for log in callbacks:
-            if isinstance(log, LogTo):
-                logs.callback(log.close)
+        called.closed_by(closing)
         is_over = called.started(session)
         if eval_data is not None and session.step_number == session.num_steps:  # no steps are left
             session.evaluate(eval_data)
@@ -226,23 +222,6 @@ def _plan(
         f"counts={counts!r}: the plan has its own; edit them there (Plan.with_counts), or pass "
         "counts='measured' to let them follow the devices"
     )
-
-
-def _check_monitors(
-    callbacks: Sequence[Any], eval_data: Any, run_dir: Any, checkpoint_dir: Any
-) -> None:
-    for callback in callbacks:
-        if isinstance(callback, KeepBest | StopEarly) and eval_data is None:
-            raise ConfigError(f"{callback.name} needs eval_data")
-    folders: dict[pathlib.Path, str] = {}
-    for best in (callback for callback in callbacks if isinstance(callback, KeepBest)):
-        folder = best.folder(run_dir, checkpoint_dir).absolute()
-        if folder in folders:
-            raise ConfigError(
-                f"{best.name} and {folders[folder]} write to the same folder, {folder}: pass "
-                "folder= to one"
-            )
-        folders[folder] = best.name
 
 
 def _check_arguments(

@@ -1,7 +1,6 @@
 """Existing weights: the tensors of files matched with a model's arrays, all faults at once."""
 
 import dataclasses
-import difflib
 import hashlib
 import os
 import pathlib
@@ -12,6 +11,7 @@ import jax
 import numpy as np
 
 from ..core.errors import ConfigError, WeightsError
+from ..core.files import meant, nearest
 from ..core.types import PyTree
 from ..model.functional import leaf_names
 from .name_map import FILE_SEPARATOR, MODEL_SEPARATOR, NameMap, as_names, pattern
@@ -161,8 +161,7 @@ def _without_match(
     """Faults of patterns that match no name, each with the nearest one."""
     for text in patterns:
         if not any(pattern(text, separator).match(name) is not None for name in names):
-            near = difflib.get_close_matches(text, names, 1, cutoff=0.0)
-            hint = f"; the nearest is {near[0]!r}" if near else ""
+            hint = f"; the nearest is {nearest(text, names)!r}" if names else ""
             yield (
                 f"{what}: {text!r} matches nothing{hint}. A pattern stands for a whole name: "
                 f"'{{path*}}{separator}{text.split(separator)[-1]}' ends so"
@@ -230,8 +229,8 @@ def _matched(
             elif tensor.dtype != array.dtype and not (cast and _can_cast(tensor, array)):
                 dtypes.append(f"  {piece.tensor}: {tensor.dtype} in the file, needed for {label}")
     unexpected = [n for n in stored if n not in used and not names.is_unused(n)]
-    near = difflib.get_close_matches(missing[0].split()[0], unexpected[:1000], 1) if missing else []
-    hint = f" (the file has {near[0]}, which no rule uses)" if near else ""
+    near = meant(missing[0].split()[0], unexpected) if missing else None
+    hint = f" (the file has {near}, which no rule uses)" if near else ""
     faults = [
         *_listed("no rule for arrays of the model; add one, or name them in `fresh`", unnamed),
         *_listed("rules that do not fit the array", misfit),
