@@ -45,7 +45,9 @@ Pattern = Callable[
 ]
 
 #: Primitives that carry a unit's parameters; in a `split` each of them must be cut.
-UNITS = frozenset({"dot_general", "conv_general_dilated", "gather", "ragged_dot_general"})
+UNITS = frozenset(
+    {"dot_general", "conv_general_dilated", "gather", "ragged_dot_general", "experts"}
+)
 
 # Primitives that keep their operand's shape but are not element-wise.
 _NOT_ELEMENTWISE = frozenset(
@@ -325,6 +327,11 @@ def _window(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[F
     return _dims_of_first(ins, outs, ((d, d) for d, one in enumerate(windows) if one == (1, 1)))
 
 
+def _experts(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    """A layer of experts: each device adds the rows of its experts."""
+    return [Factor("expert", tuple(params["expert_dims"]), (None,) * len(outs), partial=True)]
+
+
 def _generated(ins: Sequence[Shape], outs: Sequence[Shape], _params: dict) -> list[Factor]:
     """Results without array operands (iota, random bits): every device makes its shard."""
     return [Factor(f"d{d}", (None,) * len(ins), (d,)) for d in range(len(outs[0]))]
@@ -366,5 +373,6 @@ PATTERNS = Patterns(
         "reduce_window_min": _window,
         "iota": _generated,
         "random_bits": _generated,
+        "experts": _experts,
     }
 )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from ..core.errors import PlanError
 from ..jax.jaxpr import ClosedJaxpr, Literal, inner_jaxpr, kind_of, run_equation
+from .expert_shards import run_some_experts
 from .factors import PATTERNS, Factor
 
 Dims = Sequence[int | None]
@@ -19,7 +20,7 @@ Dims = Sequence[int | None]
 PartOf = Callable[[int], tuple[int, Any]]
 
 #: Equations whose partial results are added over shards.
-SUMS = ("dot_general", "conv_general_dilated", "gather", "reduce_sum")
+SUMS = ("dot_general", "conv_general_dilated", "gather", "reduce_sum", "experts")
 #: Equations whose partial results are maxima (True) or minima (False) over shards.
 EXTREMES = {"reduce_max": True, "reduce_or": True, "reduce_min": False, "reduce_and": False}
 
@@ -167,6 +168,12 @@ def _gathered(params: Any, table: Any, indices: Any, sizes: Sequence[int]) -> ja
     )
 
 
+def _experts(call: _Call) -> list[Any]:
+    experts = call.eqn.params["experts"]
+    num, start = call.part(experts.num_experts)
+    return run_some_experts(experts, call.operands, num, start)
+
+
 _BY_NAME: dict[str, Callable[[_Call], list[Any]]] = {
     "reshape": _reshape,
     "broadcast_in_dim": _broadcast,
@@ -175,6 +182,7 @@ _BY_NAME: dict[str, Callable[[_Call], list[Any]]] = {
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
     "gather": _gather,
+    "experts": _experts,
 }
 
 
