@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ..jax.jaxpr import run_equation
-from .experts import ADDITIVE, Experts, Step, group_dim
+from .experts import ADDITIVE, Experts, Step
 from .interpreter import AS_THEY_ARE, evaluate, read, scope_of
 
 

@@ -119,7 +119,7 @@ class Experts:
 #: Stands for a layer of experts in a graph's operations; it is never bound in a program.
 experts_p = core.Primitive("experts")
 experts_p.multiple_results = True
-experts_p.def_abstract_eval(lambda *_, shapes, experts: list(shapes))
+experts_p.def_abstract_eval(lambda *_, **params: list(params["shapes"]))
 
 
 def experts_of(op: Op) -> Experts | None:
@@ -329,11 +329,13 @@ class _Layer:
         return {v: next(iter(dims)) for v, dims in read.items() if len(dims) == 1}
 
     def _prepared(self, op: Op, dim: int | None) -> Step | None:
+        if op.name not in _PREPARES or op.task != self._task:
+            return None
         [made], values = op.outputs, self._values
         reads = [values[v] for v in _ints(op.inputs)]
         grows = sum(x.num_bytes for x in reads if x.differentiable) <= values[made].num_bytes
         is_table = op.name == "gather" and any(x.param is not None for x in reads)
-        if op.name not in _PREPARES or op.task != self._task or not grows or is_table:
+        if is_table or not grows:
             return None
         if dim is None:
             return Step(op=op, kind="whole", dims=(None,) * len(op.inputs))
