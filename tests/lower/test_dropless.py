@@ -4,6 +4,7 @@ import functools
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -121,3 +122,53 @@ def test_as_many_bytes_are_sent_as_the_plan_says(router, shares):
     assert sum(c.num_bytes for c in found) == pytest.approx(axis.sent_bytes)
     if router == "top 2":
         assert axis.sent_bytes == pytest.approx(4 * (2 * TOKENS * WIDTH + 2 * TOKENS))
+
+
+def trained(mesh, **config):
+    """The result of two steps."""
+    num = int(np.prod([len(n) if isinstance(n, tuple) else n for n in mesh.values()]))
+    job = hxla.Job(
+        lambda: Dropless(nnx.Rngs(0), "top 2", EXPERTS),
+        tokens(32),
+        loss,
+        optax.adam(1e-2),
+        batch_size=16,
+        mixes_examples=True,
+        config={"cluster": {"visible_devices": list(range(num))}, **config},
+    )
+    rules = RULES if "expert" in mesh else None
+    plan = job.plan(microbatch_size=8, mesh=mesh, rules=rules, counts="even")
+    with job.open(plan, steps=2) as session:
+        for _ in session:
+            pass
+        return session.result()
+
+
+BESIDE = {
+    "nothing": {},
+    "ZeRO": {"memory": {"zero": 2}},
+    "ZeRO 3": {"memory": {"zero": 3}},
+    "recomputation": {"memory": {"recompute": "boundaries"}},
+    "bf16": {"precision": "bf16"},
+}
+
+
+@pytest.mark.parametrize("beside", rows(BESIDE, "nothing"))
+def test_bits_do_not_depend_on_replicas(beside):
+    config = BESIDE[beside]
+    runs = [trained({"data": 2, "expert": 2}, **config)]
+    if "zero" not in config.get("memory", {}):
+        runs.append(trained({"data": 1, "expert": 2}, **config))
+        assert runs[0].plan.numerics == runs[1].plan.numerics
+        assert runs[0].sha256 == runs[1].sha256
+    rounding = 2e-5 if beside != "bf16" else 2e-2
+    one = trained({"data": 1}, **({} if beside != "bf16" else config))
+    for a, b in zip(jax.tree.leaves(one.state), jax.tree.leaves(runs[0].state), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=rounding)
+
+
+@pytest.mark.slow
+def test_bits_of_uneven_experts_do_not_depend_on_replicas():
+    one, two = (trained({"data": n, "expert": (3, 1)}) for n in (1, 2))
+    assert one.plan.numerics == two.plan.numerics
+    assert one.sha256 == two.sha256

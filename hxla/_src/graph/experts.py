@@ -32,8 +32,9 @@ PRODUCT = "ragged_dot_general"
 _ELEMENTWISE = frozenset(
     {
         *("abs", "add", "add_any", "and", "clamp", "convert_element_type", "copy", "cos", "div"),
-        *("eq", "erf", "exp", "exp2", "expm1", "ge", "gt", "integer_pow", "is_finite", "le"),
-        *("logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "reduce_precision"),
+        *("eq", "erf", "erfc", "exp", "exp2", "expm1", "ge", "gt", "integer_pow", "is_finite"),
+        *("le", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or"),
+        "reduce_precision",
         *("select_n", "sign", "sin", "square", "stop_gradient", "sub", "tanh", "xor"),
     }
 )
@@ -174,11 +175,6 @@ def _product_dims(op: Op) -> tuple[int, int, int]:
     return rows, len(batch) + free.index(rows), group
 
 
-def group_dim(op: Op) -> int:
-    """The dimension of experts of a product's second operand."""
-    return _product_dims(op)[2]
-
-
 class _Layer:
     """The steps around one product.
 
@@ -218,7 +214,7 @@ class _Layer:
 
     def _weights(self) -> dict[int, int]:
         products = (step.op for step in self._steps.values() if step.kind == "product")
-        return {op.inputs[1]: group_dim(op) for op in products}
+        return {op.inputs[1]: _product_dims(op)[2] for op in products}
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -249,7 +245,8 @@ class _Layer:
         made = self._row_dims.keys() | self._sums
         if not isinstance(first, int) or first in self._sums or second in made:
             return None
-        if self._row_dims.get(first, rows) != rows:
+        shape = self._values[first].shape
+        if shape[rows] != self._num_rows or self._row_dims.get(first, rows) != rows:
             return None
         self._row_dims[op.outputs[0]] = result
         return Step(op=op, kind="product", dims=(rows, None, None))
@@ -262,6 +259,8 @@ class _Layer:
         if op.name == "div" and 1 in rows:
             return None
         if op.name == "integer_pow" and op.eqn.params["y"] < 0:
+            return None
+        if op.name == "dot_general" and self._reads_params(op):
             return None
         if op.kind == "custom":
             dims = _dims_of_custom(op, rows)
@@ -276,11 +275,13 @@ class _Layer:
     def _sum_step(self, op: Op) -> Step | None:
         made = self._row_dims.keys() | self._sums
         sums = [k for k, v in enumerate(op.inputs) if isinstance(v, int) and v in made]
-        of_params = (self._values[v].param is not None for v in _ints(op.inputs))
-        if not _is_linear(op, sums) or any(of_params):
+        if not _is_linear(op, sums) or self._reads_params(op):
             return None
         self._sums.update(op.outputs)
         return Step(op=op, kind="sum", dims=(None,) * len(op.inputs))
+
+    def _reads_params(self, op: Op) -> bool:
+        return any(self._values[v].param is not None for v in _ints(op.inputs))
 
     def _trim(self) -> None:
         """Leave out last steps that make the layer's results no smaller."""
@@ -326,7 +327,9 @@ class _Layer:
             for v, dim in zip(step.op.inputs, step.dims, strict=True):
                 if isinstance(v, int) and v not in made:
                     read.setdefault(v, set()).add(dim)
-        return {v: next(iter(dims)) for v, dims in read.items() if len(dims) == 1}
+        kept = {self._sizes, *self._weights()}
+        alike = {v: next(iter(dims)) for v, dims in read.items() if len(dims) == 1}
+        return {v: dim for v, dim in alike.items() if v not in kept}
 
     def _prepared(self, op: Op, dim: int | None) -> Step | None:
         if op.name not in _PREPARES or op.task != self._task:
@@ -334,8 +337,7 @@ class _Layer:
         [made], values = op.outputs, self._values
         reads = [values[v] for v in _ints(op.inputs)]
         grows = sum(x.num_bytes for x in reads if x.differentiable) <= values[made].num_bytes
-        is_table = op.name == "gather" and any(x.param is not None for x in reads)
-        if is_table or not grows:
+        if not grows or (op.name == "gather" and self._reads_params(op)):
             return None
         if dim is None:
             return Step(op=op, kind="whole", dims=(None,) * len(op.inputs))
