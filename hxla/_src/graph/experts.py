@@ -202,15 +202,16 @@ class _Layer:
 
     @property
     def is_possible(self) -> bool:
-        """Whether no matrix of experts is also read in another way."""
-        weights = self._weights()
+        """Whether its results are sums, and no matrix of experts is also read in another way."""
+        weights, results = self._weights(), self._results(self._steps)
         others = {
             v
             for step in self._steps.values()
             for k, v in enumerate(step.op.inputs)
             if isinstance(v, int) and not (step.kind == "product" and k == 1)
         }
-        return others.isdisjoint(weights)
+        are_numbers = all(jnp.issubdtype(self._values[v].dtype, jnp.number) for v in results)
+        return bool(results) and are_numbers and others.isdisjoint(weights)
 
     def _weights(self) -> dict[int, int]:
         products = (step.op for step in self._steps.values() if step.kind == "product")
