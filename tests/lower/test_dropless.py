@@ -106,7 +106,6 @@ def test_experts_on_devices_train_as_on_one(case):
 def test_no_expert_is_gathered(case):
     matrices = (f"{WIDTH},{HIDDEN}]", f"{HIDDEN},{WIDTH}]")
     for collective in cut(*case).collectives():
-        assert collective.kind in ("all-reduce", "all-gather")
         assert not [array for array in collective.arrays if array.endswith(matrices)]
 
 

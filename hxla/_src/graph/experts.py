@@ -263,11 +263,8 @@ class _Layer:
             return None
         if op.name == "dot_general" and self._reads_params(op):
             return None
-        if op.kind == "custom":
-            dims = _dims_of_custom(op, rows)
-            results = None if dims is None else [next(iter(rows.values()))] * len(op.outputs)
-        else:
-            dims, results = _dims_of_leaf(op, rows)
+        found = _dims_of_custom if op.kind == "custom" else _dims_of_leaf
+        dims, results = found(op, rows)
         if dims is None or results is None:
             return None
         self._row_dims.update(zip(op.outputs, results, strict=True))
@@ -430,7 +427,9 @@ def _dims_of_leaf(
     return None, None
 
 
-def _dims_of_custom(op: Op, rows: Mapping[int, int]) -> tuple[int | None, ...] | None:
+def _dims_of_custom(
+    op: Op, rows: Mapping[int, int]
+) -> tuple[tuple[int | None, ...] | None, Sequence[int] | None]:
     """The same for an element-wise function with gradient rules, such as `relu`."""
     shape, *others = (v.aval.shape for v in op.eqn.outvars)
     shapes = [v.aval.shape for v in op.eqn.invars]
@@ -438,8 +437,8 @@ def _dims_of_custom(op: Op, rows: Mapping[int, int]) -> tuple[int | None, ...] |
     alike = all(s in ((), shape) for s in shapes) and all(s == shape for s in others)
     [dim, *unlike] = set(rows.values())
     if not is_elementwise or not alike or unlike:
-        return None
-    return tuple(dim if s else None for s in shapes)
+        return None, None
+    return tuple(dim if s else None for s in shapes), [dim] * len(op.outputs)
 
 
 def _is_linear(op: Op, sums: Collection[int]) -> bool:
