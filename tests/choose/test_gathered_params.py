@@ -12,7 +12,7 @@ EXPERTS, WIDTH, HIDDEN = 4, 8, 16
 
 
 class Ragged(nnx.Module):
-    """Experts as grouped products, which have no way to be cut by experts."""
+    """Experts as grouped products, which are cut by experts and in no other way."""
 
     def __init__(self, rngs):
         self.up = nnx.Param(jax.random.normal(rngs.params(), (EXPERTS, WIDTH, HIDDEN)))
@@ -43,12 +43,13 @@ class Normalized(Batched):
         return jax.numpy.einsum("egh,ehw->egw", hidden, self.down[...]).reshape(x.shape)
 
 
-RULES = hxla.RuleSet(
-    name="experts", rules=(hxla.Rule(path="^(up|down)$", axes=(("expert",), (), ())),)
-)
+def rules(dim):
+    axes = tuple(("expert",) if d == dim else () for d in range(3))
+    return hxla.RuleSet(name="experts", rules=(hxla.Rule(path="^(up|down)$", axes=axes),))
 
 
-WISHES = {"microbatch_size": 8, "mesh": {"expert": 2}, "rules": RULES, "counts": "even"}
+WISHES = {"microbatch_size": 8, "mesh": {"expert": 2}, "rules": rules(0), "counts": "even"}
+INSIDE = WISHES | {"rules": rules(1)}
 
 
 def job(model):
@@ -59,9 +60,9 @@ def job(model):
     return hxla.Job(made, data, loss, optax.sgd(0.1), batch_size=16, config=devices)
 
 
-def plan(model):
+def plan(model, wishes=WISHES):
     cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * 2)
-    return job(model).plan(cluster, **WISHES)
+    return job(model).plan(cluster, **wishes)
 
 
 def gathered(reasons):
@@ -69,15 +70,16 @@ def gathered(reasons):
 
 
 def test_experts_that_are_computed_whole_are_told_with_bytes():
-    said = [reason for reason in plan(Ragged).reasons if "gathered whole" in reason]
+    said = [reason for reason in plan(Ragged, INSIDE).reasons if "gathered whole" in reason]
     half = EXPERTS * WIDTH * HIDDEN * 4 // 2
     assert [words.split(" is cut over")[0] for words in said] == ["parameter up", "parameter down"]
     assert all(f"in each microbatch, {half:,} bytes to a device" in words for words in said)
-    assert all("ragged_dot_general at " in w and "test_gathered_params.py:" in w for w in said)
+    assert all("experts at " in w and "test_gathered_params.py:" in w for w in said)
 
 
-def test_experts_that_are_computed_apart_are_not():
-    assert not [reason for reason in plan(Batched).reasons if "gathered whole" in reason]
+@pytest.mark.parametrize("model", [Ragged, Batched])
+def test_experts_that_are_computed_apart_are_not(model):
+    assert not [reason for reason in plan(model).reasons if "gathered whole" in reason]
 
 
 @pytest.mark.usefixtures("every_program_is_cached")
@@ -97,8 +99,8 @@ def test_what_xla_gathers_besides_is_told_once_it_is_compiled(capfd):
 
 @pytest.mark.usefixtures("every_program_is_cached")
 def test_nothing_else_is_told_where_the_plan_knows_or_nothing_is_gathered():
-    for model in (Ragged, Batched):
+    for model, wishes in ((Ragged, INSIDE), (Ragged, WISHES), (Batched, WISHES)):
         own = job(model)
-        planned = own.plan(**WISHES)
+        planned = own.plan(**wishes)
         with own.open(planned) as session:
             assert gathered(session.plan.reasons) == gathered(planned.reasons)

@@ -158,7 +158,7 @@ def _work(graph: Graph, sharded: Sharded) -> tuple[tuple[float, float], tuple[fl
 
 def _op_work(op: Op, graph: Graph) -> tuple[float, float]:
     passes = _PASSES * op.times
-    if op.name in ("dot_general", "conv_general_dilated"):
+    if op.name in ("dot_general", "conv_general_dilated", "ragged_dot_general", "experts"):
         return passes * op.flops, 0.0
     if not op.flops:  # views and fused operations
         return 0.0, 0.0

@@ -45,14 +45,16 @@ Pattern = Callable[
 ]
 
 #: Primitives that carry a unit's parameters; in a `split` each of them must be cut.
-UNITS = frozenset({"dot_general", "conv_general_dilated", "gather", "ragged_dot_general"})
+UNITS = frozenset(
+    {"dot_general", "conv_general_dilated", "gather", "ragged_dot_general", "experts"}
+)
 
 # Primitives that keep their operand's shape but are not element-wise.
 _NOT_ELEMENTWISE = frozenset(
     {
         *("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "fft"),
         *("cholesky", "qr", "lu", "svd", "eigh", "triangular_solve", "approx_top_k"),
-        *("scatter", "scatter-add", "scatter_add", "dynamic_update_slice", "random_wrap"),
+        *("scatter_add", "dynamic_update_slice", "random_wrap"),
         *("while", "cond"),
     }
 )
@@ -238,6 +240,33 @@ def _gather(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[F
     ]
 
 
+def _scatter(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    """Columns of rows; or places: each device keeps what is put into its shard."""
+    numbers, [operand, _, updates] = params["dimension_numbers"], ins
+    batching, windows = tuple(numbers.operand_batching_dims), numbers.update_window_dims
+    inserted, placed = numbers.inserted_window_dims, numbers.scatter_dims_to_operand_dims
+    kept = [d for d in range(len(operand)) if d not in (*inserted, *batching)]
+    factors = [
+        Factor("column", (d, None, w), (d,) * len(outs))
+        for d, w in zip(kept, windows, strict=True)
+        if updates[w] == operand[d] and d not in placed
+    ]
+    return factors + [
+        Factor("place", (d, None, None), (d,) * len(outs)) for d in inserted if d in placed
+    ]
+
+
+def _scatter_add(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    numbers = params["dimension_numbers"]
+    scattered = [d for d in range(len(ins[2])) if d not in numbers.update_window_dims]
+    batching = numbers.scatter_indices_batching_dims
+    return _scatter(ins, outs, params) + [
+        Factor("row", (None, i, u), (None,), partial=True)
+        for i, u in enumerate(scattered)
+        if i not in batching
+    ]
+
+
 def _dims_of_first(
     ins: Sequence[Shape], outs: Sequence[Shape], dims: Iterable[tuple[int | None, int]]
 ) -> list[Factor]:
@@ -325,6 +354,11 @@ def _window(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[F
     return _dims_of_first(ins, outs, ((d, d) for d, one in enumerate(windows) if one == (1, 1)))
 
 
+def _experts(_ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    """A layer of experts: each device adds the rows of its experts."""
+    return [Factor("expert", tuple(params["expert_dims"]), (None,) * len(outs), partial=True)]
+
+
 def _generated(ins: Sequence[Shape], outs: Sequence[Shape], _params: dict) -> list[Factor]:
     """Results without array operands (iota, random bits): every device makes its shard."""
     return [Factor(f"d{d}", (None,) * len(ins), (d,)) for d in range(len(outs[0]))]
@@ -336,6 +370,8 @@ PATTERNS = Patterns(
         "dot_general": _dot_general,
         "conv_general_dilated": _conv,
         "gather": _gather,
+        "scatter": _scatter,
+        "scatter-add": _scatter_add,
         "broadcast_in_dim": _broadcast_in_dim,
         "reshape": _reshape,
         "transpose": _transpose,
@@ -366,5 +402,6 @@ PATTERNS = Patterns(
         "reduce_window_min": _window,
         "iota": _generated,
         "random_bits": _generated,
+        "experts": _experts,
     }
 )

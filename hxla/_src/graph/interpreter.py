@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ..core.types import PyTree
 from ..jax.jaxpr import checkpoint_like, run_equation, scan_counts
+from .experts import experts_of
 from .graph import Graph
 from .operations import Input, Op
 
@@ -20,6 +21,15 @@ def _as_they_are(_: Any, arrays: list[Any]) -> list[Any]:
     return arrays
 
 
+def run_experts(op: Op, operands: Sequence[Any]) -> list[Any]:
+    """The results of a layer of experts, all of which are here."""
+    experts = experts_of(op)
+    assert experts is not None
+    env: Env = dict(zip(experts.inputs, operands, strict=True))
+    run_ops([step.op for step in experts.steps], env, prefix=experts.stack)
+    return [env[v] for v in experts.outputs]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArrayPlacement:
     """Places arrays on devices while operations run.
@@ -28,11 +38,25 @@ class ArrayPlacement:
         operands: Places the operands of an operation.
         results: Places the results of an operation.
         carry: Places the carry of a scan, or other values, given by their numbers.
+        experts: Runs a layer of experts.
     """
 
     operands: Callable[[Op, list[Any]], list[Any]] = _as_they_are
     results: Callable[[Op, list[Any]], list[Any]] = _as_they_are
     carry: Callable[[Sequence[int], list[Any]], list[Any]] = _as_they_are
+    experts: Callable[[Op, list[Any]], list[Any]] = run_experts
+
+
+def scope_of(op: Op, prefix: str) -> contextlib.AbstractContextManager[Any]:
+    """The scopes around an operation.
+
+    Args:
+        prefix: Name stack of the caller, a prefix of the operation's stack.
+    """
+    # The equation has its name stack, but not that of the inlined jit around it.
+    stack = op.stack.removeprefix(prefix).removesuffix(str(op.eqn.source_info.name_stack))
+    stack = stack.strip("/")
+    return jax.named_scope(stack) if stack else contextlib.nullcontext()
 
 
 #: Places nothing: jax decides.
@@ -71,16 +95,15 @@ def run_ops(
     """
     for op in ops:
         operands = place.operands(op, [read(env, v) for v in op.inputs])
-        # The equation has its name stack, but not that of the inlined jit around it.
-        stack = op.stack.removeprefix(prefix).removesuffix(str(op.eqn.source_info.name_stack))
-        stack = stack.strip("/")
-        with jax.named_scope(stack) if stack else contextlib.nullcontext():
+        with scope_of(op, prefix):
             results = place.results(op, evaluate(op, operands, place))
         env.update(zip(op.outputs, results, strict=True))
 
 
 def evaluate(op: Op, operands: list[Any], place: ArrayPlacement) -> list[Any]:
     """The results of one operation; see `run_ops`."""
+    if experts_of(op) is not None:
+        return place.experts(op, operands)
     if not op.body or op.kind == "custom":
         return run_equation(op.eqn, operands)
 

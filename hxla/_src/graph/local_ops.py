@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from ..core.errors import PlanError
-from ..jax.jaxpr import ClosedJaxpr, Literal, inner_jaxpr, kind_of, run_equation
+from ..jax.jaxpr import ClosedJaxpr, Literal, inner_jaxpr, kind_of, run_equation, run_with
+from .expert_shards import run_some_experts
 from .factors import PATTERNS, Factor
 
 Dims = Sequence[int | None]
@@ -19,7 +20,7 @@ Dims = Sequence[int | None]
 PartOf = Callable[[int], tuple[int, Any]]
 
 #: Equations whose partial results are added over shards.
-SUMS = ("dot_general", "conv_general_dilated", "gather", "reduce_sum")
+SUMS = ("dot_general", "conv_general_dilated", "gather", "reduce_sum", "scatter-add", "experts")
 #: Equations whose partial results are maxima (True) or minima (False) over shards.
 EXTREMES = {"reduce_max": True, "reduce_or": True, "reduce_min": False, "reduce_and": False}
 
@@ -167,6 +168,40 @@ def _gathered(params: Any, table: Any, indices: Any, sizes: Sequence[int]) -> ja
     )
 
 
+def _scatter(call: _Call) -> list[Any]:
+    operand, indices, updates = call.operands
+    numbers, dim = call.eqn.params["dimension_numbers"], call.cut[0]
+    if call.results[0] is None:  # one device alone adds what is whole
+        _, start = call.part(call.eqn.invars[2].aval.shape[call.cut[2] or 0])
+        operand = jnp.where(start == 0, operand, jnp.zeros_like(operand))
+    if dim not in numbers.scatter_dims_to_operand_dims:
+        return run_with(call.eqn, [operand, indices, updates])
+    column, num = (
+        numbers.scatter_dims_to_operand_dims.index(dim),
+        call.eqn.invars[0].aval.shape[dim],
+    )
+    size, start = call.part(num)
+    at, modes = indices[..., column], jax.lax.GatherScatterMode
+    if call.eqn.params["mode"] == modes.CLIP:
+        at = jnp.clip(at, 0, num - 1)
+    local = at - start.astype(at.dtype)
+    local = jnp.where((local >= 0) & (local < size), local, size)  # dropped
+    indices = indices.at[..., column].set(local)
+    return run_with(
+        call.eqn,
+        [operand, indices, updates],
+        mode=modes.FILL_OR_DROP,
+        unique_indices=False,
+        indices_are_sorted=False,
+    )
+
+
+def _experts(call: _Call) -> list[Any]:
+    experts = call.eqn.params["experts"]
+    num, start = call.part(experts.num_experts)
+    return run_some_experts(experts, call.operands, num, start)
+
+
 _BY_NAME: dict[str, Callable[[_Call], list[Any]]] = {
     "reshape": _reshape,
     "broadcast_in_dim": _broadcast,
@@ -175,6 +210,9 @@ _BY_NAME: dict[str, Callable[[_Call], list[Any]]] = {
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
     "gather": _gather,
+    "scatter": _scatter,
+    "scatter-add": _scatter,
+    "experts": _experts,
 }
 
 

@@ -29,6 +29,9 @@ def equation_flops(eqn: Any) -> int:
     if name == "dot_general":
         (contract, _), _ = eqn.params["dimension_numbers"]
         return 2 * size * math.prod(shapes[0][d] for d in contract)
+    if name == "ragged_dot_general":
+        (contract, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        return 2 * size * math.prod(shapes[0][d] for d in contract)
     if name == "conv_general_dilated":
         numbers = eqn.params["dimension_numbers"]
         kernel = shapes[1]

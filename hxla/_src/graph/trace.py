@@ -34,6 +34,7 @@ from ..model.loss_call import Loss, closed_over_key_message
 from ..model.loss_scale import scaled_loss
 from ..model.plain_arrays import root_key
 from ..model.writes import CallWrites, refuse_writes
+from .experts import with_experts
 from .factors import PATTERNS, UNITS, Patterns
 from .graph import Graph
 from .mixing import mixing
@@ -506,7 +507,7 @@ def trace_functional(
     _check_depends(graph)
     mixes, normalizes = mixing(graph)
     return dataclasses.replace(
-        graph,
+        with_experts(graph),
         metrics=tuple(metrics),
         num_losses=num_losses[0],
         bound_axes=tuple(axes),

@@ -159,6 +159,12 @@ def renamed(eqn: Any, names: Mapping[Any, Any], **others: Any) -> Any:
     return eqn.replace(**replaced, **others)
 
 
+def with_source_of(eqn: Any, other: Any) -> Any:
+    """Another equation that messages locate where this one is in the user's code."""
+    info = other.source_info.replace(traceback=eqn.source_info.traceback)
+    return other.replace(source_info=info)
+
+
 def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
     """A program with its jitted functions inlined."""
     equations = []

@@ -21,7 +21,7 @@ from ..jax.jaxpr import as_function, inner_jaxpr, kind_of
 from ..model.plain_arrays import root_key
 from ..plan.plan import Plan
 
-_PRODUCTS = members("low")
+_PRODUCTS = members("low") | {"experts"}
 _SUMS = frozenset(
     [
         "cumlogsumexp",

@@ -19,9 +19,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ..graph.expert_shards import run_some_experts
+from ..graph.experts import experts_of
 from ..graph.factors import UNITS
 from ..graph.graph import Graph
-from ..graph.interpreter import ArrayPlacement, run_graph
+from ..graph.interpreter import ArrayPlacement, run_experts, run_graph
 from ..graph.operations import Op, bytes_of, leaves, origins
 from .layout import to_spec
 from .stage_storage import piece_shape
@@ -60,6 +62,44 @@ def place_in(mesh: Mesh, x: jax.Array, spec: P) -> jax.Array:
     return jax.lax.with_sharding_constraint(
         x, NamedSharding(context if context.manual_axes else mesh, spec)
     )
+
+
+def run_experts_on(mesh: Mesh, axes: tuple[str, ...], op: Op, operands: Sequence[Any]) -> list[Any]:
+    """Run a layer of experts that mesh axes cut by experts, evenly.
+
+    Each device reads all tokens and makes partial sums. Both are stacks with one entry a device, so
+    the all-reduces are the sum of a stack: forward that of results, backward that of cotangents.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    known = context if context.manual_axes else mesh
+    experts, num = experts_of(op), math.prod(mesh.shape[name] for name in axes)
+    assert experts is not None
+    dims = next(f for f in op.factors if f.name == "expert").operands
+    specs = [
+        P(axes) if dim is None else spec(x.ndim, dict.fromkeys(axes, dim))
+        for x, dim in zip(operands, dims, strict=True)
+    ]
+
+    def local(*arrays: Any) -> list[Any]:
+        here = [x[0] if dim is None else x for x, dim in zip(arrays, dims, strict=True)]
+        num_here = experts.num_experts // num
+        start = jax.lax.axis_index(axes) * num_here
+        results = run_some_experts(experts, here, num_here, start)
+        return [x[None] for x in results]
+
+    stacks = [
+        x if dim is not None else place_in(mesh, jnp.broadcast_to(x, (num, *x.shape)), s)
+        for x, dim, s in zip(operands, dims, specs, strict=True)
+    ]
+    run = jax.shard_map(
+        local,
+        mesh=known,
+        in_specs=tuple(specs),
+        out_specs=P(axes),
+        axis_names=set(axes),
+        check_vma=False,
+    )
+    return [x.sum(0) for x in run(*stacks)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -268,7 +308,11 @@ class Sharded:
         def results(op: Op, arrays: list[Any]) -> list[Any]:
             return as_made(op.outputs, arrays) if self._constrains_results(op) else arrays
 
-        return ArrayPlacement(operands=operands, results=results, carry=as_made)
+        def experts(op: Op, arrays: list[Any]) -> list[Any]:
+            cut = tuple(n for n, a in self.axes.items() if a.factors.get(op.outputs[0]) == "expert")
+            return run_experts_on(mesh, cut, op, arrays) if cut else run_experts(op, arrays)
+
+        return ArrayPlacement(operands=operands, results=results, carry=as_made, experts=experts)
 
     def _constrains_results(self, op: Op) -> bool:
         """Whether results need constraints; elsewhere XLA's propagation agrees with the plan."""
