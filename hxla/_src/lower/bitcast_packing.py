@@ -45,6 +45,18 @@ class BitcastPacking:
             words.append(jnp.zeros(rest, jnp.uint32))
         return jnp.concatenate(words) if len(words) > 1 else words[0]
 
+    def pack_on_host(self, rows: Sequence[Sequence[Any]], num: int) -> np.ndarray:
+        """Host arrays as uint32[num, size], a row for each sequence; the other rows are padding."""
+        out = np.empty((num, self.size), np.uint32)
+        as_bytes = out.view(np.uint8).reshape(num, 4 * self.size)
+        starts = itertools.accumulate(self.sizes, initial=0)
+        for place, (start, dtype) in enumerate(zip(starts, self.dtypes, strict=False)):
+            num_bytes = math.prod(self.shapes[place]) * dtype.itemsize
+            part = as_bytes[: len(rows), 4 * start : 4 * start + num_bytes]
+            for row, arrays in zip(part, rows, strict=True):
+                row[:] = array_bytes(np.asarray(arrays[place]).astype(dtype, copy=False))
+        return out
+
     def unpack(self, words: jax.Array) -> list[jax.Array]:
         """The arrays, from the first words."""
         starts = itertools.accumulate(self.sizes, initial=0)
