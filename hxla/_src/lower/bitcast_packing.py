@@ -48,13 +48,13 @@ class BitcastPacking:
     def pack_on_host(self, rows: Sequence[Sequence[Any]], num: int) -> np.ndarray:
         """Host arrays as uint32[num, size], a row for each sequence; the other rows are padding."""
         out = np.empty((num, self.size), np.uint32)
-        as_bytes = out.view(np.uint8).reshape(num, 4 * self.size)
         starts = itertools.accumulate(self.sizes, initial=0)
-        for place, (start, dtype) in enumerate(zip(starts, self.dtypes, strict=False)):
-            num_bytes = math.prod(self.shapes[place]) * dtype.itemsize
-            part = as_bytes[: len(rows), 4 * start : 4 * start + num_bytes]
-            for row, arrays in zip(part, rows, strict=True):
-                row[:] = array_bytes(np.asarray(arrays[place]).astype(dtype, copy=False))
+        each = zip(starts, self.sizes, self.shapes, self.dtypes, strict=False)
+        for place, (start, size, shape, dtype) in enumerate(each):
+            if not size:
+                continue
+            part = out[: len(rows), start : start + size].view(dtype)[:, : math.prod(shape)]
+            np.stack([np.asarray(row[place]).reshape(-1) for row in rows], out=part)
         return out
 
     def unpack(self, words: jax.Array) -> list[jax.Array]:
