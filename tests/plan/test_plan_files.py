@@ -606,10 +606,6 @@ BROKEN_COPIES = {
         also(at("placement.zero", 2), at("replicas.0.executors", 2)),
         ["replicas: with placement.zero of 2 each segment runs for all microbatches"],
     ),
-    "calls beside stage 3": (
-        also(at("placement.zero", 3), at("microbatches_per_call", 2)),
-        ["microbatches_per_call: with placement.zero of 3 each segment runs for one"],
-    ),
     "groups of unlike sizes": (
         also(ZERO, at("placement.shard_groups", 3)),
         ["placement.shard_groups: 8 replicas do not make 3 groups"],

@@ -53,8 +53,6 @@ def _why_one(work: Workload, plan: Plan) -> str:
         return "several devices share a replica"
     if plan.num_segments > 1:
         return "it is a chain of several programs"
-    if plan.placement.zero > 1:
-        return f"placement.zero of {plan.placement.zero} runs one segment after another"
     if work.graph.program.effects:
         return "the loss calls Python"
     return ""

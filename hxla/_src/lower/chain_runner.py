@@ -62,7 +62,7 @@ class _OnHost:
 
 @dataclasses.dataclass(slots=True)
 class _Microbatch:
-    """The arrays of a microbatch between operations.
+    """The arrays of a microbatch between operations; of several where one call runs them.
 
     Attributes:
         arguments: For each part its other variables, the numbers of step and microbatch, and its
@@ -200,16 +200,20 @@ class ChainRunner:
             The sums of these microbatches, and a small array to wait on.
         """
         inputs = StepInputs(params, aux, exponents, step)
-        work, num = list(zip(ids, batches, strict=True)), self._spec.per_call
-        if self._executors is not None:
-            num = min(num, self._executors.fair_share(len(ids)))
-        calls = [work[k : k + num] for k in range(0, len(work), num)]
+        calls = self._calls(ids, batches)
         if self._executors is not None:
             in_turn = functools.partial(self._in_turn, inputs, waits=True)
             return self._executors.run(in_turn, sums, calls)
         sums, tick = self._in_turn(inputs, sums, calls, waits=False)
         assert tick is not None
         return sums, tick
+
+    def _calls(self, ids: Sequence[int], batches: Sequence[PyTree]) -> list[Any]:
+        """The microbatches of each call."""
+        work, num = list(zip(ids, batches, strict=True)), self._spec.per_call
+        if self._executors is not None:
+            num = min(num, self._executors.fair_share(len(work)))
+        return [work[k : k + num] for k in range(0, len(work), num)]
 
     def _in_turn(
         self, inputs: StepInputs, sums: DeviceSums | None, calls: Calls, *, waits: bool
@@ -222,8 +226,8 @@ class ChainRunner:
         if self.sequence.written == ONE_PROGRAM:
             return self._one_program(inputs, sums, calls, waits=waits)
         running = self.begin(inputs, sums)
-        for [one] in calls:
-            microbatch = self.microbatch(running, one, goes_on=running.tick is not None)
+        for some in calls:
+            microbatch = self.microbatch(running, some, goes_on=running.tick is not None)
             for op in self.sequence.operations:
                 self._operate(running, microbatch, op)
             assert not microbatch.waits
@@ -271,17 +275,18 @@ class ChainRunner:
         )
 
     def microbatch(
-        self, running: Running, one: tuple[int, PyTree], *, goes_on: bool
+        self, running: Running, some: Sequence[tuple[int, PyTree]], *, goes_on: bool
     ) -> _Microbatch:
-        """The arrays of a microbatch.
+        """The microbatch, or microbatches, of one call.
 
         Args:
-            one: Its number and its batch.
+            some: Consecutive numbers, each with its batch.
             goes_on: Whether sums go on, or begin anew.
         """
-        numbers, leaves = self._numbers_and_batch(running.step, [one], goes_on=goes_on)
+        numbers, leaves = self._numbers_and_batch(running.step, some, goes_on=goes_on)
+        is_whole = self._spec.is_whole
         arguments = [
-            (aux, numbers, [leaves[k] for k in part.batch])
+            (aux, numbers, leaves if is_whole else [leaves[k] for k in part.batch])
             for part, aux in zip(self._parts, running.aux, strict=True)
         ]
         on_host = None if self._stash is None else _OnHost()
@@ -329,8 +334,8 @@ class ChainRunner:
         self, running: Running, ids: Sequence[int], batches: Sequence[PyTree]
     ) -> None:
         """All microbatches of a step, which begin together."""
-        work = enumerate(zip(ids, batches, strict=True))
-        running.microbatches = [self.microbatch(running, one, goes_on=n > 0) for n, one in work]
+        calls = enumerate(self._calls(ids, batches))
+        running.microbatches = [self.microbatch(running, some, goes_on=n > 0) for n, some in calls]
 
     def set_params(self, running: Running, i: int, params: Mapping[int, jax.Array]) -> None:
         """Replace the parameters of a part, by their places; an empty mapping frees them."""

@@ -141,11 +141,6 @@ def _call_faults(plan: Any) -> Iterator[str]:
             f"microbatches_per_call: a {form} has several programs for each microbatch, and none "
             "that runs several of them: use 1"
         )
-    if plan.placement.zero > 1:
-        yield (
-            f"microbatches_per_call: with placement.zero of {plan.placement.zero} each segment "
-            "runs for one microbatch after another: use 1"
-        )
 
 
 def _batch_faults(plan: Any) -> Iterator[str]:

@@ -223,8 +223,8 @@ class Stepper:
         runner, num = self._programs.runners[i], self._programs.plan.num_microbatches
         if isinstance(runner, ChainRunner):
             most, least = min(runner.per_call, num), min(runner.num_executors, num)
-            if most <= least:
-                return least
+            if most <= least or self._programs.layered is not None:
+                return max(most, least)
             [seconds] = self.seconds_of_microbatches(i, batch, 1, repeats=1)
             return max(least, min(most, math.ceil(_TIMED_SECONDS / seconds)))
         # One microbatch alone in a pipeline is mostly bubble.
