@@ -120,9 +120,8 @@ class ChainSpec:
         shapes, num = shapes_of(self.graph, self.graph.batch_values), self.per_call
         if self.packing is not None:
             return [jax.ShapeDtypeStruct((num, self.packing.size), jnp.uint32)]
-        return (
-            shapes if num == 1 else [jax.ShapeDtypeStruct((num, *x.shape), x.dtype) for x in shapes]
-        )
+        first = () if num == 1 else (num,)
+        return [jax.ShapeDtypeStruct((*first, *x.shape), x.dtype) for x in shapes]
 
     def batch_specs(self) -> list[P]:
         """PartitionSpecs of a call's arrays of the batch."""
