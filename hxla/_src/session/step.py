@@ -37,6 +37,8 @@ from ..plan.precision import LEAST_SCALE_EXPONENT, MOST_SCALE_EXPONENT
 from ..report.history import MetricValue
 from .forward_passes import ForwardPasses
 
+_TIMED_SECONDS = 0.1  # of a timed run of microbatches that share a call, about
+
 
 class Feed:
     """Loads the job's data ahead of the step, or cuts the user's batches.
@@ -102,7 +104,6 @@ class Feed:
 
 
 _MAX_REDOS = 3
-_TIMED_SECONDS = 0.1  # of a timed run of microbatches that share a call, about
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
