@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import subprocess
 import tomllib
 from collections.abc import Mapping
@@ -80,7 +81,11 @@ def commit(checkout: pathlib.Path) -> str:
 def version(checkout: pathlib.Path) -> str:
     """The version of hxla that a checkout holds."""
     table = tomllib.loads((checkout / "pyproject.toml").read_text())
-    return str(table["project"]["version"])
+    if "version" in table["project"]:
+        return str(table["project"]["version"])
+    text = (checkout / table["tool"]["hatch"]["version"]["path"]).read_text()
+    [version] = re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)
+    return str(version)
 
 
 def _git(checkout: pathlib.Path, *arguments: str) -> str:

@@ -175,6 +175,15 @@ def dispatch(result: Any) -> list[Row]:
     ]
 
 
+def tiny(result: Any) -> list[Row]:
+    what = f"a step of {result['microbatches']} microbatches of 2,762 parameters: "
+    seconds, ratios = result["step_seconds"], result["ratios"]
+    return [
+        (what + name, *(f"{1e3 * seconds[own]:.3g} ms" for own in name.split(" / ")), spread(ratio))
+        for name, ratio in ratios.items()
+    ]
+
+
 def prediction(result: Any, of: str) -> list[Row]:
     return [
         (
@@ -294,6 +303,12 @@ PARTS = (
         options=["--rounds", "20"],
         quick=["--rounds", "2", "--microbatches", "32"],
         rows=dispatch,
+    ),
+    Part(
+        name="tiny",
+        options=["--rounds", "40"],
+        quick=["--rounds", "2", "--microbatches", "4"],
+        rows=tiny,
     ),
     Part(
         name="prediction",

@@ -8,6 +8,7 @@ CUDA libraries would begin with a traceback.
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -98,8 +99,9 @@ pytestmark = pytest.mark.skipif(
 ASSEMBLER = FOLDER / "nvidia" / "cuda_nvcc" / "bin" / "ptxas"
 
 
-def compiled(plan, *card):
-    """What each program of a plan holds."""
+def compiled(plan, *card, dump=None):
+    """What each program of a plan holds; `dump` is a folder for what XLA runs of a microbatch."""
+    dumps = f"--xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=hxla_micro"
     environment = os.environ | {
         "CUDA_VISIBLE_DEVICES": "-1",
         "JAX_PLATFORMS": "cpu",
@@ -107,7 +109,7 @@ def compiled(plan, *card):
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "PYTHONPATH": os.pathsep.join([PYTHONPATH, str(FOLDER)]),
         # A flag that XLA does not know ends the process.
-        "XLA_FLAGS": " ".join([*_GPU_FLAGS, *_MIXED_GPU_FLAGS]),
+        "XLA_FLAGS": " ".join([*_GPU_FLAGS, *_MIXED_GPU_FLAGS, *[dumps] * (dump is not None)]),
     }
     ran = subprocess.run(
         [sys.executable, str(JOBS / "gpu_programs.py"), plan, *card],
@@ -150,6 +152,16 @@ def test_programs_compile_for_h100(plan):
     if "predicted_bytes" in found:
         # An estimate counts what a fused program never stores, and nothing is missing from it.
         assert 0.3 < found["memory_bytes"] / found["predicted_bytes"] < 1
+
+
+def test_the_microbatches_of_a_step_are_one_cuda_graph(tmp_path):
+    """Otherwise the host waits in each iteration, because their number is an argument."""
+    compiled("perceptron", dump=tmp_path)
+    [path] = tmp_path.glob("*hxla_micro*thunk_sequence_after_thunk_passes.txt")
+    text = path.read_text()
+    # What belongs to a graph, or to a loop, is indented.
+    assert re.findall(r"^\d+: (\w+)", text, re.MULTILINE) == ["kCommandBuffer"]
+    assert len(re.findall(r"^ +\d+: kWhile", text, re.MULTILINE)) == 1
 
 
 @pytest.mark.slow

@@ -565,10 +565,6 @@ BROKEN_COPIES = {
         at("replicas.1.start_seconds", 1.0),
         [r"replicas\.1\.start_seconds: only pipelines can start at different times"],
     ),
-    "executors and calls": (
-        also(at("replicas.0.executors", 2), at("microbatches_per_call", 2)),
-        ["microbatches_per_call: "],
-    ),
     "a pipeline without an axis": (
         at("axes", [{"name": "stage", "size": 1, "roles": []}]),
         ["pipeline: needed if and only if 'stage' is one of the axes"],
@@ -609,10 +605,6 @@ BROKEN_COPIES = {
     "executors beside stage 2": (
         also(at("placement.zero", 2), at("replicas.0.executors", 2)),
         ["replicas: with placement.zero of 2 each segment runs for all microbatches"],
-    ),
-    "calls beside stage 3": (
-        also(at("placement.zero", 3), at("microbatches_per_call", 2)),
-        ["microbatches_per_call: with placement.zero of 3 each segment runs for one"],
     ),
     "groups of unlike sizes": (
         also(ZERO, at("placement.shard_groups", 3)),

@@ -277,7 +277,9 @@ class Form:
                 )
             )
             sequence = draw_sequence(rng, 0, self.chain - 1)
-            plan = plan.replaced(chain=PlannedChain(segments=segments, sequence=sequence))
+            chain = PlannedChain(segments=segments, sequence=sequence)
+            per_call = plan.microbatches_per_call if self.chain == 1 else 1
+            plan = plan.replaced(chain=chain, microbatches_per_call=per_call)
         return plan
 
     def cut(self, pipeline, cuts, points, schedule):

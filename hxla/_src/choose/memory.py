@@ -17,6 +17,7 @@ from ..plan.parts import (
     RunnerUp,
 )
 from ..plan.plan import Plan
+from .calls import with_calls
 from .complete import placement_for
 from .measure import Measure
 from .memory_layout import (
@@ -61,9 +62,11 @@ def with_memory(
     if measure is not None and described:
         compiled_lack = functools.partial(measure.compiled_lack, cluster=cluster)
     ranked = _ranked(work, plan, cluster, step, asked, are_here=measure is not None)
-    layout, chosen = _first_as_compiled(
-        ranked, functools.partial(_in_layout, work, plan, cluster, step), compiled_lack
-    )
+
+    def in_layout(layout: MemoryLayout) -> Plan:
+        return with_calls(work, _in_layout(work, plan, cluster, step, layout), cluster)
+
+    layout, chosen = _first_as_compiled(ranked, in_layout, compiled_lack)
     if not layout.fits and work.settings.memory.recompute in (None, "auto"):
         raise PlanError(_no_fit(layout, step.devices, plan))
     if microbatch_seconds(plan) and chosen.memory_form != timed_form:

@@ -232,9 +232,9 @@ def with_asked_calls(settings: ClusterConfig, plan: Plan) -> Plan:
     """The plan with the settings of calls: executors, and microbatches of each call.
 
     Raises:
-        PlanError: If its replicas cannot have several executors.
+        PlanError: If its replicas cannot have several executors, or calls several microbatches.
     """
     asked, num = settings.executors, settings.microbatches_per_call
-    if num > 1:
+    if num != "auto":
         plan = plan.replaced(microbatches_per_call=num)
     return plan if asked == "auto" else with_executors(plan, (asked,) * len(plan.replicas))

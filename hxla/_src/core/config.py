@@ -109,9 +109,11 @@ class ClusterConfig(_Section):
     """Microbatches that a device runs at once, each with separate sums, if the device has a replica
     alone; no bit moves. `auto`: for a CPU device with several cores the fastest number at the start
     of a session, if the trials take at most a twentieth of its steps; else one."""
-    microbatches_per_call: int = pydantic.Field(1, ge=1, le=4096)
+    microbatches_per_call: Literal["auto"] | Annotated[int, pydantic.Field(ge=1, le=4096)] = "auto"
     """The most microbatches that one call of a program runs, in a loop on the device: a call costs
-    as much as many small operations. Bits do not depend on the counts, but on this number."""
+    as much as many small operations. Bits do not depend on the counts, but on this number. `auto`:
+    as many as have inputs of 16 MiB together, where a replica is one device and a microbatch one
+    program; else 1."""
     layout: Literal["auto", "all", "host"] | list[list[pydantic.NonNegativeInt]] = "auto"
     """Devices of a replica: `auto`, as many as the TaskGraphs ask for; `all`, one replica over all
     devices; `host`, those of one host; or lists of device indices."""

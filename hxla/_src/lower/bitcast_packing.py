@@ -45,6 +45,18 @@ class BitcastPacking:
             words.append(jnp.zeros(rest, jnp.uint32))
         return jnp.concatenate(words) if len(words) > 1 else words[0]
 
+    def pack_on_host(self, rows: Sequence[Sequence[Any]], num: int) -> np.ndarray:
+        """Host arrays as uint32[num, size], a row for each sequence; the other rows are padding."""
+        out = np.empty((num, self.size), np.uint32)
+        starts = itertools.accumulate(self.sizes, initial=0)
+        each = zip(starts, self.sizes, self.shapes, self.dtypes, strict=False)
+        for place, (start, size, shape, dtype) in enumerate(each):
+            if not size:
+                continue
+            part = out[: len(rows), start : start + size].view(dtype)[:, : math.prod(shape)]
+            np.stack([np.asarray(row[place]).reshape(-1) for row in rows], out=part)
+        return out
+
     def unpack(self, words: jax.Array) -> list[jax.Array]:
         """The arrays, from the first words."""
         starts = itertools.accumulate(self.sizes, initial=0)

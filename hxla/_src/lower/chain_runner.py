@@ -10,7 +10,7 @@ Legend of shape suffixes: M microbatches of a step, T float tensors.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +31,7 @@ from ..schedule.segment_sequence import (
 )
 from .chain_spec import ChainSpec
 from .contribution import DeviceSums
-from .executors import Executors, Work
+from .executors import Calls, Executors
 from .offload import Known, Stash, nothing_known
 from .replica import Replica
 from .segment_programs import (
@@ -200,27 +200,33 @@ class ChainRunner:
             The sums of these microbatches, and a small array to wait on.
         """
         inputs = StepInputs(params, aux, exponents, step)
-        work = zip(ids, batches, strict=True)
+        calls = self._calls(ids, batches)
         if self._executors is not None:
-            one_by_one = functools.partial(self._one_by_one, inputs, waits=True)
-            return self._executors.run(one_by_one, sums, work, len(ids))
-        sums, tick = self._one_by_one(inputs, sums, work, waits=False)
+            in_turn = functools.partial(self._in_turn, inputs, waits=True)
+            return self._executors.run(in_turn, sums, calls)
+        sums, tick = self._in_turn(inputs, sums, calls, waits=False)
         assert tick is not None
         return sums, tick
 
-    def _one_by_one(
-        self, inputs: StepInputs, sums: DeviceSums | None, work: Work, *, waits: bool
+    def _calls(self, ids: Sequence[int], batches: Sequence[PyTree]) -> list[Any]:
+        """The microbatches of each call."""
+        work, num = list(zip(ids, batches, strict=True)), self._spec.per_call
+        if self._executors is not None:
+            num = min(num, self._executors.fair_share(len(work)))
+        return [work[k : k + num] for k in range(0, len(work), num)]
+
+    def _in_turn(
+        self, inputs: StepInputs, sums: DeviceSums | None, calls: Calls, *, waits: bool
     ) -> tuple[DeviceSums, jax.Array | None]:
-        """One call after another, each of one or several microbatches.
+        """One call after another.
 
         Args:
             waits: Whether each call ends before the next begins.
         """
-        work = iter(work)
         if self.sequence.written == ONE_PROGRAM:
-            return self._one_program(inputs, sums, work, waits=waits)
+            return self._one_program(inputs, sums, calls, waits=waits)
         running = self.begin(inputs, sums)
-        while some := list(itertools.islice(work, self._spec.per_call)):
+        for some in calls:
             microbatch = self.microbatch(running, some, goes_on=running.tick is not None)
             for op in self.sequence.operations:
                 self._operate(running, microbatch, op)
@@ -233,15 +239,15 @@ class ChainRunner:
         self,
         inputs: StepInputs,
         sums: DeviceSums | None,
-        work: Iterator[tuple[int, PyTree]],
+        calls: Calls,
         *,
         waits: bool,
     ) -> tuple[DeviceSums, jax.Array | None]:
-        """`_one_by_one` where one program is the whole sequence: less Python per microbatch."""
+        """`_in_turn` where one program is the whole sequence, perhaps of several microbatches."""
         program, [part] = self._programs.of(0)["loss"], self._parts
         read: list[Any] = [inputs.params, part.starts, [], inputs.aux]
         sums, tick = sums or self.empty(), None
-        while some := list(itertools.islice(work, self._spec.per_call)):
+        for some in calls:
             where, batch = self._numbers_and_batch(inputs.step, some, goes_on=tick is not None)
             sums, tick, _ = program(*read, sums, inputs.exponents, where, batch)
             if waits:
@@ -278,8 +284,9 @@ class ChainRunner:
             goes_on: Whether sums go on, or begin anew.
         """
         numbers, leaves = self._numbers_and_batch(running.step, some, goes_on=goes_on)
+        is_whole = self._spec.is_whole
         arguments = [
-            (aux, numbers, [leaves[k] for k in part.batch])
+            (aux, numbers, leaves if is_whole else [leaves[k] for k in part.batch])
             for part, aux in zip(self._parts, running.aux, strict=True)
         ]
         on_host = None if self._stash is None else _OnHost()
@@ -289,11 +296,10 @@ class ChainRunner:
         self, step: int, some: Sequence[tuple[int, PyTree]], *, goes_on: bool
     ) -> tuple[np.ndarray, list[Any]]:
         """The numbers that a call reads (step, microbatch, ...), and its arrays of the batch."""
-        index, batch = some[0]
-        where, leaves = [step, index, int(goes_on)], jax.tree.leaves(batch)
+        where = [step, some[0][0], int(goes_on)]
         if self._spec.per_call > 1:
             where.append(len(some))
-            leaves = _stacked([batch for _, batch in some], self._spec.per_call)
+        leaves = self._spec.batch_of([batch for _, batch in some])
         if self._replica.axes:  # a program of one device takes host arrays itself
             leaves = self._replica.put_tree(leaves, self._batch_specs)
         return np.array(where, np.int32), leaves
@@ -328,8 +334,8 @@ class ChainRunner:
         self, running: Running, ids: Sequence[int], batches: Sequence[PyTree]
     ) -> None:
         """All microbatches of a step, which begin together."""
-        work = enumerate(zip(ids, batches, strict=True))
-        running.microbatches = [self.microbatch(running, [one], goes_on=n > 0) for n, one in work]
+        calls = enumerate(self._calls(ids, batches))
+        running.microbatches = [self.microbatch(running, some, goes_on=n > 0) for n, some in calls]
 
     def set_params(self, running: Running, i: int, params: Mapping[int, jax.Array]) -> None:
         """Replace the parameters of a part, by their places; an empty mapping frees them."""
@@ -506,9 +512,9 @@ class ChainRunner:
         self._executors = executors
 
     @property
-    def num_together(self) -> int:
-        """Microbatches that are timed together."""
-        return max(self.num_executors, self._spec.per_call)
+    def per_call(self) -> int:
+        """The most microbatches of a call."""
+        return self._spec.per_call
 
     @property
     def num_executors(self) -> int:
@@ -524,7 +530,7 @@ class ChainRunner:
 
     def memory_bytes(self, sums_bytes: int) -> int:
         """Bytes that one device needs beside the state while it runs microbatches."""
-        waiting = tree_bytes(self._programs.batch_shapes()) if self._spec.per_call > 1 else 0
+        waiting = tree_bytes(self._spec.batch_shapes()) if self._spec.per_call > 1 else 0
         costs = self.costs()
         each = replay_sequence(self.sequence, costs).copying_peak_bytes
         if self._spec.joins_at_end:
@@ -546,10 +552,3 @@ class ChainRunner:
     def sums_bytes(self) -> list[int]:
         """For each part the bytes of the sums that begin with its backward, if `by_part`."""
         return self._programs.sums_bytes()
-
-
-def _stacked(batches: Sequence[PyTree], num: int) -> list[np.ndarray]:
-    """Stack the arrays of microbatches, the last repeated up to `num`."""
-    leaves = [jax.tree.leaves(batch) for batch in batches]
-    leaves += [leaves[-1]] * (num - len(leaves))
-    return [np.stack([np.asarray(x) for x in arrays]) for arrays in zip(*leaves, strict=True)]

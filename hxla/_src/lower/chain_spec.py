@@ -5,13 +5,18 @@ A chain of one segment is the microbatch as one program; its graph is the traced
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ..core.errors import PlanError
-from ..graph.graph import Graph, params_of
+from ..core.types import PyTree
+from ..graph.graph import Graph, params_of, shapes_of
 from ..graph.parts import ChainPart, graph_at, values_by_shape
 from ..graph.segments import Segment, segments_at
 from ..model.loss import num_columns
@@ -19,6 +24,7 @@ from ..plan.plan import Plan
 from ..plan.sharding import Sharded
 from ..plan.stage_storage import check_layers_whole
 from ..schedule.segment_sequence import sequence_from_texts
+from .bitcast_packing import BitcastPacking
 from .contribution import (
     Contribution,
     DeviceSums,
@@ -102,10 +108,37 @@ class ChainSpec:
         known = [set(self.specs_of(values.get(tuple(shape), ()))) for shape in shapes]
         return [next(iter(specs)) if len(specs) == 1 else None for specs in known]
 
+    @functools.cached_property
+    def packing(self) -> BitcastPacking | None:
+        """How one array has a call's whole batch, as each transfer costs; None: it has several."""
+        if self.per_call == 1 or self.sharded.axes:
+            return None
+        return BitcastPacking.like(shapes_of(self.graph, self.graph.batch_values))
+
+    def batch_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of a call's arrays of the batch."""
+        shapes, num = shapes_of(self.graph, self.graph.batch_values), self.per_call
+        if self.packing is not None:
+            return [jax.ShapeDtypeStruct((num, self.packing.size), jnp.uint32)]
+        first = () if num == 1 else (num,)
+        return [jax.ShapeDtypeStruct((*first, *x.shape), x.dtype) for x in shapes]
+
     def batch_specs(self) -> list[P]:
         """PartitionSpecs of a call's arrays of the batch."""
+        if self.packing is not None:
+            return [P()]
         specs = self.specs_of(self.graph.batch_values)
         return specs if self.per_call == 1 else [P(None, *spec) for spec in specs]
+
+    def batch_of(self, batches: Sequence[PyTree]) -> list[Any]:
+        """A call's arrays of the batch in host memory, from those of its microbatches."""
+        leaves = [jax.tree.leaves(batch) for batch in batches]
+        if self.packing is not None:
+            return [self.packing.pack_on_host(leaves, self.per_call)]
+        if self.per_call == 1:
+            return leaves[0]
+        leaves += [leaves[-1]] * (self.per_call - len(leaves))
+        return [np.stack([np.asarray(x) for x in arrays]) for arrays in zip(*leaves, strict=True)]
 
     def sums_specs(self, packs: Sequence[int] | None = None) -> list[tuple[P, ...]]:
         """PartitionSpecs of the limbs of packs; None: of all."""

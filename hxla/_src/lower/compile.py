@@ -39,6 +39,21 @@ def compiler_options(platform: str, sums: SumsForm) -> dict[str, Any]:
     return options
 
 
+#: What a CUDA graph may have: XLA's usual kinds of commands, and loops.
+_COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,WHILE"
+
+
+def loop_options(platform: str, sums: SumsForm) -> dict[str, Any]:
+    """Those of `compiler_options`, for a loop whose count is an argument.
+
+    Without a CUDA graph the host would wait for the card before each of its iterations.
+    """
+    options = compiler_options(platform, sums)
+    if platform in ("gpu", "cuda"):
+        options["xla_gpu_enable_command_buffer"] = _COMMANDS
+    return options
+
+
 def extra_bytes(compiled: Any) -> int:
     """Bytes of one device that a compiled program needs beside its arguments.
 

@@ -35,6 +35,8 @@ from ..core.powers_of_two import times_power_of_two
 _HEADROOM_BITS = {1: 3, 2: 6}  # a maximum may grow 8x, 64x in a step without a redo
 _SLACK_BITS = {1: 8, 2: 20}  # and shrink by 2**5, 2**14 below the headroom
 _MAX_MICROBATCHES = 1 << 14
+#: Limits of scales, for magnitudes that are no normal float32.
+LEAST_EXPONENT, LARGEST_EXPONENT = -160, 200
 
 
 def num_bits(num_microbatches: int) -> int:
@@ -165,7 +167,8 @@ def next_exponents(exponents: np.ndarray, maxima: np.ndarray, limbs: Limbs) -> n
         int32[num_tensors].
     """
     _, magnitude = np.frexp(maxima)  # maxima < 2**magnitude
-    wanted = np.clip(limbs.bits - limbs.headroom_bits - magnitude, -160, 200)
+    wanted = limbs.bits - limbs.headroom_bits - magnitude
+    wanted = np.clip(wanted, LEAST_EXPONENT, LARGEST_EXPONENT)
     return np.where(maxima > 0, wanted, exponents).astype(np.int32)
 
 

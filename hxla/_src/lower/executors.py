@@ -1,13 +1,13 @@
 """Several microbatches of a replica at once, on executors with separate sums.
 
-Each executor is a thread that takes the next microbatch as soon as it has done one. Sums are of
+Each executor is a thread that takes the next call as soon as it has done one. Sums are of
 integers, so no bit depends on which executor ran a microbatch, or on the order.
 """
 
 import concurrent.futures
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,10 +15,12 @@ import jax.numpy as jnp
 
 from .contribution import DeviceSums, Tensors, joined_words
 
-#: Numbers of microbatches, and their batches.
-Work = Iterable[tuple[int, Any]]
-#: `(sums, work) -> (sums, tick)`; no tick where there was no work.
-RunWork = Callable[[DeviceSums | None, Work], tuple[DeviceSums, jax.Array | None]]
+#: For each call its microbatches: consecutive numbers, each with its batch.
+Calls = Iterable[Sequence[tuple[int, Any]]]
+#: `(sums, calls) -> (sums, tick)`; no tick where there was no call.
+RunCalls = Callable[[DeviceSums | None, Calls], tuple[DeviceSums, jax.Array | None]]
+
+_CALLS_OF_EACH = 4  # of an executor in a step: a slow one takes fewer
 
 
 class Executors:
@@ -41,10 +43,14 @@ class Executors:
         merged = functools.partial(_merged, tensors)
         self._merge = jax.jit(merged, donate_argnums=0).lower(like, like).compile()
 
+    def fair_share(self, num_microbatches: int) -> int:
+        """The microbatches of a call, so that no executor waits long for the last one."""
+        return -(-num_microbatches // (_CALLS_OF_EACH * self.num))
+
     def run(
-        self, run_work: RunWork, sums: DeviceSums | None, work: Work, num_microbatches: int
+        self, run_calls: RunCalls, sums: DeviceSums | None, calls: Sequence[Any]
     ) -> tuple[DeviceSums, jax.Array]:
-        """Run microbatches on all executors.
+        """Run calls on all executors.
 
         Args:
             sums: The first executor's sums of the step before, whose memory is reused.
@@ -52,10 +58,10 @@ class Executors:
         Returns:
             The sums of all executors, and a small array to wait on.
         """
-        items, lock = iter(work), threading.Lock()
-        kept = [sums, *self._more][:num_microbatches]
+        items, lock = iter(calls), threading.Lock()
+        kept = [sums, *self._more][: len(calls)]
 
-        def taken() -> Iterator[tuple[int, Any]]:
+        def taken() -> Iterator[Any]:
             while True:
                 with lock:
                     item = next(items, None)
@@ -64,11 +70,11 @@ class Executors:
                 yield item
 
         def execute(sums: DeviceSums | None) -> tuple[DeviceSums, jax.Array | None]:
-            return run_work(sums, taken())
+            return run_calls(sums, taken())
 
         with concurrent.futures.ThreadPoolExecutor(len(kept)) as pool:
             ended = list(pool.map(execute, kept))
-        ended.sort(key=lambda pair: pair[1] is None)  # executors without a microbatch come last
+        ended.sort(key=lambda pair: pair[1] is None)  # executors without a call come last
         (total, tick), *others = ended
         assert tick is not None
         for more, is_used in others:

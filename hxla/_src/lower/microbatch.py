@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..jax.jaxpr import as_function
 from ..jax.lookups import Lookups, lookups_of
+from .bitcast_packing import BitcastPacking
 from .chain_spec import ChainSpec
 from .contribution import DeviceSums, gradient_of, largest, peak_bits, row_gradient_of
 from .padding import Granules
@@ -129,11 +130,16 @@ def joining_uneven(
     )
 
 
-def whole_program(loss: Callable[..., Any], per_call: int) -> Callable[..., Any]:
+def whole_program(
+    loss: Callable[..., Any], per_call: int, packing: BitcastPacking | None
+) -> Callable[..., Any]:
     """`SegmentPart.loss` of a whole microbatch, or of several, one after another.
 
     Of several, `where` has a fourth number, the count of microbatches to run. All counts share one
     body, so no bit depends on them.
+
+    Args:
+        packing: How one array has all arrays of a microbatch; None: they are several.
     """
 
     def hxla_micro(
@@ -155,6 +161,7 @@ def whole_program(loss: Callable[..., Any], per_call: int) -> Callable[..., Any]
 
         def body(i: jax.Array, carry: tuple[DeviceSums, jax.Array]) -> tuple[DeviceSums, jax.Array]:
             leaves = [jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for x in batch]
+            leaves = leaves if packing is None else packing.unpack(leaves[0])
             here = jnp.stack([step, first + i, jnp.where(i == 0, keep, 1)])
             sums, tick, _ = one(carry[0], here, leaves)
             return sums, tick

@@ -215,7 +215,9 @@ class SegmentPart:
     @property
     def last_program(self) -> Any:
         """`loss`, or the program of one or several whole microbatches."""
-        return whole_program(self.loss, self._spec.per_call) if self._spec.is_whole else self.loss
+        if not self._spec.is_whole:
+            return self.loss
+        return whole_program(self.loss, self._spec.per_call, self._spec.packing)
 
     # -- steps of the programs -------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from ..plan.sharding import Sharded
 from ..plan.stage_storage import piece_shape
 from ..schedule.segment_sequence import CUT, INPUT, Residuals, SegmentCost
 from .chain_spec import ChainSpec, first_packs, wanted_values
-from .compile import compiler_options, firsts_alike, update_options
+from .compile import compiler_options, firsts_alike, loop_options, update_options
 from .contribution import DeviceSums, pack_shapes
 from .replica import Replica, device_bytes
 from .segment_part import SegmentPart, join_clipped
@@ -192,6 +192,7 @@ class SegmentPrograms:
         shared_packs = [k for k, pack in enumerate(spec.packs) if not shared.isdisjoint(pack)]
         self.shared = [] if by_part else shared_packs  # by part zeros are made when they are needed
         options = compiler_options if spec.is_whole else update_options
+        options = options if spec.per_call == 1 else loop_options
         self._options = options(replica.devices[0].platform, spec.contribution.form)
         #: Split a replica's scales for the parts of a chain, and join their peaks.
         self._around: list[Any] = []
@@ -339,7 +340,7 @@ class SegmentPrograms:
     def lower(self, params: Sequence[Any], aux: Sequence[Any], exponents: Any) -> list[Any]:
         """The programs before compilation: those of distinct parts, then the small ones."""
         spec, like = self._spec, self._replica.like
-        batch = list(map(like, self.batch_shapes(), spec.batch_specs()))
+        batch = list(map(like, spec.batch_shapes(), spec.batch_specs()))
         limbs, sums = self.sums_shapes.values, jax.tree.map(like, jax.eval_shape(self._empty))
         shared = [limbs[k] for k in self.shared]
         scales, peaks = [exponents], [sums.peaks_T]
@@ -352,7 +353,8 @@ class SegmentPrograms:
             part = self._parts[i]
             stage = part.stage
             arguments = [params[p] for p in part.params], part.starts
-            others, arrays = [aux[k] for k in part.aux], [batch[k] for k in part.batch]
+            others = [aux[k] for k in part.aux]
+            arrays = batch if spec.is_whole else [batch[k] for k in part.batch]
             added = [limbs[k] for k in part.packs]
             inputs = self._arrays(stage.part.inputs, spec.waiting_specs)
             if part.is_last:
@@ -398,16 +400,6 @@ class SegmentPrograms:
             for parts, each in zip(shapes.values, specs, strict=True)
         ]
         return placed._replace(values=limbs)
-
-    def batch_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of a call's arrays of the batch."""
-        num, shapes = (
-            self._spec.per_call,
-            shapes_of(self._spec.graph, self._spec.graph.batch_values),
-        )
-        if num == 1:
-            return shapes
-        return [jax.ShapeDtypeStruct((num, *x.shape), x.dtype) for x in shapes]
 
     def _arrays(self, values: Sequence[int], specs: Any = None) -> list[Any]:
         """Shapes of values of the graph, sharded as `specs` or `specs_of` says."""

@@ -141,16 +141,6 @@ def _call_faults(plan: Any) -> Iterator[str]:
             f"microbatches_per_call: a {form} has several programs for each microbatch, and none "
             "that runs several of them: use 1"
         )
-    if plan.placement.zero > 1:
-        yield (
-            f"microbatches_per_call: with placement.zero of {plan.placement.zero} each segment "
-            "runs for one microbatch after another: use 1"
-        )
-    if any(replica.executors > 1 for replica in plan.replicas):
-        yield (
-            "microbatches_per_call: each executor takes one microbatch at a time: use 1, or "
-            "executors 1"
-        )
 
 
 def _batch_faults(plan: Any) -> Iterator[str]:

@@ -28,8 +28,7 @@ def with_fastest_executors(
 ) -> tuple[Plan, list[float]]:
     """Double the executors of the local replica while microbatches become faster.
 
-    Every process of a job must call this. A plan with several executors, or with calls of several
-    microbatches, stays.
+    Every process of a job must call this. A plan with several executors stays.
 
     Args:
         stepper: A warm one, which then uses the fastest number.
@@ -40,7 +39,7 @@ def with_fastest_executors(
     Returns:
         The plan with the fastest number of executors on each replica, and their seconds.
     """
-    if plan.microbatches_per_call > 1 or any(r.executors > 1 for r in plan.replicas):
+    if any(r.executors > 1 for r in plan.replicas):
         return plan, seconds
     best, most, num = plan, _most_executors(programs), 1
     budget = _MOST_OF_WORK * num_steps * max(plan.counts)

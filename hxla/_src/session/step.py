@@ -25,7 +25,6 @@ from ..lower.contribution import DeviceSums, peaks_to_maxima
 from ..lower.layerwise import Spans
 from ..lower.lower import Programs
 from ..lower.pipeline import PieceTimes, Pipeline, piece_times
-from ..lower.runners import Runner
 from ..lower.store import Store
 from ..lower.sum import NUM_TOLD
 from ..lower.update import UpdateInputs
@@ -37,6 +36,8 @@ from ..plan.plan import Plan
 from ..plan.precision import LEAST_SCALE_EXPONENT, MOST_SCALE_EXPONENT
 from ..report.history import MetricValue
 from .forward_passes import ForwardPasses
+
+_TIMED_SECONDS = 0.1  # of a timed run of microbatches that share a call, about
 
 
 class Feed:
@@ -208,22 +209,27 @@ class Stepper:
         self._totals = (), ()
         if self._programs.layered is not None:
             # Every process takes part in each of its collectives.
-            num = self._num_timed(runners[0])
+            num = self._num_timed(0, batch)
             runs = range(repeats)
             times = [[watch.result() / num for watch in self._run_all(*some(num))] for _ in runs]
             return [float(np.median([run[i] for run in times] or [0.0])) for i in each]
         seconds = [
-            self.seconds_of_microbatches(i, batch, self._num_timed(runner), repeats=repeats)
-            for i, runner in enumerate(runners)
+            self.seconds_of_microbatches(i, batch, self._num_timed(i, batch), repeats=repeats)
+            for i in each
         ]
         return [float(np.median(times or [0.0])) for times in seconds]
 
-    def _num_timed(self, runner: Runner) -> int:
-        """Microbatches in one timed run."""
+    def _num_timed(self, i: int, batch: PyTree) -> int:
+        """Microbatches in one timed run: of small ones a step's, as in a step they share a call."""
+        runner, num = self._programs.runners[i], self._programs.plan.num_microbatches
         if isinstance(runner, ChainRunner):
-            return min(runner.num_together, self._programs.plan.num_microbatches)
+            most, least = min(runner.per_call, num), min(runner.num_executors, num)
+            if most <= least or self._programs.layered is not None:
+                return max(most, least)
+            [seconds] = self.seconds_of_microbatches(i, batch, 1, repeats=1)
+            return max(least, min(most, math.ceil(_TIMED_SECONDS / seconds)))
         # One microbatch alone in a pipeline is mostly bubble.
-        even = self._programs.plan.num_microbatches // len(self._reducer.replicas)
+        even = num // len(self._reducer.replicas)
         return max(runner.unit, even - even % runner.unit)
 
     def seconds_of_microbatches(

@@ -2,6 +2,7 @@
 
 from hxla._src.lower import actions as _actions
 from hxla._src.lower import chunks as _chunks
+from hxla._src.lower import decisions as _decisions
 from hxla._src.lower import exact as _exact
 from hxla._src.lower import lower as _lower
 from hxla._src.lower import pipeline as _pipeline

@@ -1,0 +1,64 @@
+"""How many microbatches one call of a program runs.
+
+A call and each array from the host cost 50 to 350 microseconds, so several microbatches run in a
+loop inside one program. Its rounding need not be that of a program for one, and every device runs
+the same program. So the number follows from the batch alone, and no bit depends on the devices.
+"""
+
+from ..cluster.cluster import Cluster
+from ..core.format import num_bytes
+from ..graph.graph import shapes_of
+from ..graph.operations import bytes_of
+from ..plan.plan import Plan
+from .workload import Workload
+
+#: The most inputs of a call. A device with fewer microbatches than a call takes gets padding, which
+#: crosses a PCIe link of 25 GB/s in less than a millisecond.
+_MOST_BYTES = 16 << 20
+_MOST_OF_MEMORY = 1 / 64  # the part of a device's memory that the inputs of a call may take
+_MOST = 4096
+
+
+def with_calls(work: Workload, plan: Plan, cluster: Cluster) -> Plan:
+    """The plan with the microbatches of a call, where the settings leave them open."""
+    if work.settings.cluster.microbatches_per_call != "auto" or plan.num_microbatches == 1:
+        return plan
+    why = _why_one(work, plan)
+    if why:
+        return _with_reason(plan, f"a call for each microbatch: {why}")
+    each = max(input_bytes(work), 1)
+    num = min(plan.num_microbatches, _MOST_BYTES // each, _MOST)
+    if num < 2:
+        why = f"two would have inputs of {num_bytes(2 * each)}, of {num_bytes(_MOST_BYTES)} at most"
+        return _with_reason(plan, f"a call for each microbatch: {why}")
+    known = [b for d in plan.devices if (b := cluster.devices[d.rank].memory_bytes)]
+    room = int(min(known, default=1 << 62) * _MOST_OF_MEMORY)
+    if num * each > room:
+        why = f"{num} have inputs of {num_bytes(num * each)}, and a device has room for "
+        return _with_reason(plan, f"a call for each microbatch: {why}{num_bytes(room)} of inputs")
+    which = "all microbatches" if num == plan.num_microbatches else f"up to {num} microbatches"
+    reason = (
+        f"one call runs {which} of a device in a loop: their inputs are {num_bytes(num * each)}"
+    )
+    return _with_reason(plan.replaced(microbatches_per_call=num), reason)
+
+
+def _with_reason(plan: Plan, reason: str) -> Plan:
+    return plan.replaced(reasons=(*plan.reasons, reason))
+
+
+def _why_one(work: Workload, plan: Plan) -> str:
+    """Why no loop can run the microbatches of a plan; empty if one can."""
+    if plan.axes:
+        return "several devices share a replica"
+    if plan.num_segments > 1:
+        return "it is a chain of several programs"
+    if work.graph.program.effects:
+        return "the loss calls Python"
+    return ""
+
+
+def input_bytes(work: Workload) -> int:
+    """Bytes of what the program of a microbatch reads of the batch."""
+    shapes = shapes_of(work.graph, work.graph.batch_values)
+    return sum(bytes_of(x.shape, x.dtype) for x in shapes)
