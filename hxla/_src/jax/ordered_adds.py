@@ -157,7 +157,8 @@ class _Axes:
 
     Attributes:
         batch: Operand axes along which scatters are separate.
-        indexed: Operand axes along which indices are given, sorted.
+        columns: The operand axis of each column of the indices.
+        indexed: These axes, sorted, and those of which an update has a part only.
         rest: The other operand axes: those of a row.
         windows: Of each operand axis the size of an update.
         sizes: The sizes of `indexed`.
@@ -171,9 +172,6 @@ class _Axes:
         self.batch = tuple(map(int, numbers.operand_batching_dims))
         self.index_batch = tuple(map(int, numbers.scatter_indices_batching_dims))
         self.columns = tuple(map(int, numbers.scatter_dims_to_operand_dims))
-        self.indexed = tuple(sorted(self.columns))
-        taken = {*self.batch, *self.indexed}
-        self.rest = tuple(d for d in range(len(operand)) if d not in taken)
         self.update_windows = tuple(map(int, numbers.update_window_dims))
         self.in_updates = [
             d
@@ -183,6 +181,9 @@ class _Axes:
         self.windows = [1] * len(operand)
         for d, window in zip(self.in_updates, self.update_windows, strict=True):
             self.windows[d] = updates[window]
+        others = set(range(len(operand))).difference(self.batch, self.columns)
+        self.rest = tuple(sorted(d for d in others if self.windows[d] == operand[d]))
+        self.indexed = tuple(sorted({*self.columns, *others}.difference(self.rest)))
         self.sizes = tuple(operand[d] for d in self.indexed)
         self.num_places = math.prod(self.sizes)
         self.num_offsets = math.prod(self.windows[d] for d in self.indexed)
@@ -209,7 +210,7 @@ def _in_sorted_order(
 ) -> jax.Array:
     """A scatter whose updates are sorted by place, and joined where they meet."""
     params, name = eqn.params, eqn.primitive.name
-    ids, rows = _ids_and_rows(axes, params["mode"], operand.shape, indices, updates)
+    ids, rows = _ids_and_rows(axes, params["mode"], indices, updates)
     rows = jax.lax.optimization_barrier(rows)  # else each block of sums would compute them again
     num_batches = ids.shape[0]
     are_sorted = params["indices_are_sorted"] and num_batches == 1 and len(axes.columns) == 1
@@ -250,7 +251,7 @@ def _in_sorted_order(
 
 
 def _ids_and_rows(
-    axes: _Axes, mode: Any, shape: Sequence[int], indices: jax.Array, updates: jax.Array
+    axes: _Axes, mode: Any, indices: jax.Array, updates: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Each update's place and its row, as `[batches, n]` and `[batches, n, elements of a row]`.
 
@@ -269,25 +270,23 @@ def _ids_and_rows(
     updates = updates.transpose(*(scatter_axes[d] for d in order), *windows)
     rest = [axes.windows[d] for d in axes.rest]
     updates = updates.reshape(num_batches, -1, *rest)
-    padding = [shape[d] - axes.windows[d] for d in axes.rest]
-    if any(padding):  # an update has the first elements of a row only
-        ends = [(0, 0, 0), (0, 0, 0), *((0, p, 0) for p in padding)]
-        updates = jax.lax.pad(updates, jnp.zeros((), updates.dtype), ends)
     places = jnp.zeros(indices.shape[:2], jnp.int32)
     is_inside = jnp.ones(indices.shape[:2], bool)
     windows = [axes.windows[d] for d in axes.indexed]
     offsets = jnp.zeros(windows, jnp.int32)
     for k, (d, size) in enumerate(zip(axes.indexed, axes.sizes, strict=True)):
-        index = indices[:, :, axes.columns.index(d)]
-        info = jnp.iinfo(index.dtype)
-        limit = min(axes.limits[d], int(info.max))
-        if mode == jax.lax.GatherScatterMode.CLIP:
-            index = jnp.clip(index, 0, limit)
-        inside = index <= limit
-        if info.min < 0:
-            inside &= index >= 0
-        is_inside &= inside
-        places = places * size + jnp.where(inside, index, 0).astype(jnp.int32)
+        places *= size
+        if d in axes.columns:
+            index = indices[:, :, axes.columns.index(d)]
+            info = jnp.iinfo(index.dtype)
+            limit = min(axes.limits[d], int(info.max))
+            if mode == jax.lax.GatherScatterMode.CLIP:
+                index = jnp.clip(index, 0, limit)
+            inside = index <= limit
+            if info.min < 0:
+                inside &= index >= 0
+            is_inside &= inside
+            places += jnp.where(inside, index, 0).astype(jnp.int32)
         offsets = offsets * size + jax.lax.broadcasted_iota(jnp.int32, windows, k)
     places = places[:, :, None] + offsets.reshape(-1)
     places = jnp.where(is_inside[:, :, None], places, axes.num_places)
