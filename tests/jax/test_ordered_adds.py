@@ -84,7 +84,7 @@ def test_the_gradient_of_a_lookup_is_the_sum_of_its_rows(kind, mode, dtype):
     # A bfloat16 is the sum rounded once.
     bound = np.abs(expected) * 2.0**-8 * (dtype == "bfloat16") + scale * 2.0**-21
     assert (np.abs(np.asarray(found, np.float64) - expected) <= bound).all()
-    assert racing_scatters(texts(gradient, table, ids)[1]) == (kind == "none")
+    assert racing_scatters(texts(gradient, table, ids)[1]) == 0
 
 
 def test_rows_are_added_in_a_tree_and_not_one_after_another():
@@ -332,7 +332,7 @@ PLACES = {
     "a while in a forward": lambda t, ids: (
         t[0, 0]
         * lax.stop_gradient(
-            lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x.at[ids[0]].add(1.0), t)
+            lax.while_loop(lambda x: x.sum() < 9000, lambda x: x.at[ids[0]].add(1.0), t)
         ).sum()
     ),
     "a function without gradient": lambda t, ids: (

@@ -86,14 +86,20 @@ def determined(columns: Sequence[Known], dims: Iterable[int]) -> set[int]:
 
 
 def unknown(aval: Any) -> Known:
-    """An array of which only the shape and the dtype are known."""
+    """An array of which only the shape and the dtype are known; or a token, which has neither."""
+    if not hasattr(aval, "dtype"):
+        return Known(low=0, high=-1, varies=frozenset())
     low, high = _range_of(aval.dtype)
     return Known(low=low, high=high, varies=_wide(aval.shape))
 
 
 def constant(aval: Any, value: Any) -> Known:
     """A literal, or an array that a program closes over."""
-    is_small = _is_integer(aval.dtype) and 0 < math.prod(aval.shape) <= _MOST_ELEMENTS
+    is_small = (
+        hasattr(aval, "dtype")
+        and _is_integer(aval.dtype)
+        and 0 < math.prod(aval.shape) <= _MOST_ELEMENTS
+    )
     if not is_small or isinstance(value, jax.core.Tracer):
         return unknown(aval)
     x = np.asarray(value)
@@ -120,7 +126,7 @@ def results_of(eqn: Any, operands: Sequence[Known]) -> list[Known]:
     """What is known of an equation's results."""
     rule = _RULES.get(eqn.primitive.name)
     avals = [v.aval for v in eqn.outvars]
-    if rule is None or not any(_is_integer(aval.dtype) for aval in avals):
+    if rule is None or not any(_is_integer(getattr(aval, "dtype", None)) for aval in avals):
         return list(map(unknown, avals))
     found = rule(eqn, operands)
     return found if isinstance(found, list) else [found]
@@ -131,7 +137,7 @@ def _wide(shape: Sequence[int]) -> frozenset[int]:
 
 
 def _is_integer(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.integer) or dtype == np.bool_)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.integer) or dtype == np.bool_)
 
 
 def _range_of(dtype: Any) -> tuple[int, int]:

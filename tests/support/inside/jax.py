@@ -17,7 +17,7 @@ from hxla._src.jax.jaxpr import (
     run_equation,
     scan_counts,
 )
-from hxla._src.jax.known_indices import results_of, unknown
+from hxla._src.jax.known_indices import constant, results_of, unknown
 from hxla._src.jax.lookups import lookups_of
 from hxla._src.jax.min_cut import halve
 from hxla._src.jax.ordered_adds import ordered
