@@ -493,7 +493,7 @@ def products_of_families() -> dict[str, dict[str, int]]:
 
 
 def gradients() -> dict[str, dict[str, Any]]:
-    """Functions whose gradients are scatters, compiled as written and as hxla writes them."""
+    """Functions whose gradients are scatters, compiled in order, and some as they are written."""
     card = SingleDeviceSharding(cards(1)[0])
 
     def like(*shape: int, dtype: Any = np.float32) -> Any:
@@ -527,7 +527,9 @@ def gradients() -> dict[str, dict[str, Any]]:
     options = compiler_options("gpu", hxla.SumsForm())
     found = {}
     for name, (function, *arguments) in made.items():
-        for kind, written in (("plain", function), ("ordered", ordered(function))):
+        kinds = {"ordered": ordered(function)}
+        kinds |= {"plain": function} if name in ("sort", "segment_sum") else {}
+        for kind, written in kinds.items():
             jitted = jax.jit(written, compiler_options=options)
             facts = told(jitted.lower(*arguments).compile())
             kept = ("widest_sort", "loops", "racing_scatters", "temporary_bytes")

@@ -144,7 +144,7 @@ def _scatter(eqn: Any, indices: Known) -> list[Any]:
     commutes = name != "scatter" and not jnp.issubdtype(operand.dtype, jnp.inexact)
     if params["unique_indices"] or commutes or 0 in (*updates.shape, *operand.shape):
         return [eqn]
-    axes = _Axes(eqn)
+    axes = _ScatterAxes(eqn)
     if _is_distinct(axes, params["mode"], places.shape, indices):
         return [eqn.replace(params=params | {"unique_indices": True})]
     if axes.num_places + places.size * axes.num_offsets >= 2**31:
@@ -152,7 +152,7 @@ def _scatter(eqn: Any, indices: Known) -> list[Any]:
     return splice(eqn, lambda *arrays: _in_sorted_order(eqn, axes, *arrays))
 
 
-class _Axes:
+class _ScatterAxes:
     """The axes of a scatter's arrays by their part in it.
 
     Attributes:
@@ -191,7 +191,7 @@ class _Axes:
         self.num_index_axes = len(places) - 1
 
 
-def _is_distinct(axes: _Axes, mode: Any, shape: Sequence[int], indices: Known) -> bool:
+def _is_distinct(axes: _ScatterAxes, mode: Any, shape: Sequence[int], indices: Known) -> bool:
     """Whether no two updates meet at a place."""
     wide = {d for d, size in enumerate(shape[:-1]) if size > 1}
     if wide <= set(axes.index_batch):
@@ -206,7 +206,7 @@ def _is_distinct(axes: _Axes, mode: Any, shape: Sequence[int], indices: Known) -
 
 
 def _in_sorted_order(
-    eqn: Any, axes: _Axes, operand: jax.Array, indices: jax.Array, updates: jax.Array
+    eqn: Any, axes: _ScatterAxes, operand: jax.Array, indices: jax.Array, updates: jax.Array
 ) -> jax.Array:
     """A scatter whose updates are sorted by place, and joined where they meet."""
     params, name = eqn.params, eqn.primitive.name
@@ -251,7 +251,7 @@ def _in_sorted_order(
 
 
 def _ids_and_rows(
-    axes: _Axes, mode: Any, indices: jax.Array, updates: jax.Array
+    axes: _ScatterAxes, mode: Any, indices: jax.Array, updates: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Each update's place and its row, as `[batches, n]` and `[batches, n, elements of a row]`.
 
