@@ -262,7 +262,7 @@ class StagePart:
             floats = [inputs[i] for i in self.above.floats]
             return self._function(inputs, env)(params, floats)[1]
 
-        return self._written(run)(params, inputs, self._own_env(env))  # type: ignore[no-any-return]
+        return self._written(run)(params, inputs, self._given(env))  # type: ignore[no-any-return]
 
     def forward_and_residuals(
         self, params: Sequence[Any], inputs: Sequence[Any], env: Env
@@ -282,7 +282,7 @@ class StagePart:
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """Gradients as of `backward_from_residuals`, and the results of the forward, run again."""
         run = self._written(self._both)
-        return run(params, inputs, self._own_env(env), grads)  # type: ignore[no-any-return]
+        return run(params, inputs, self._given(env), grads)  # type: ignore[no-any-return]
 
     def _both(
         self, params: Sequence[Any], inputs: Sequence[Any], env: Env, grads: Sequence[Any]
@@ -317,9 +317,10 @@ class StagePart:
         return self._backward_halves.run_late(arguments, kept)
 
     def _env_arrays(self, env: Env) -> list[Any]:
-        return list(self._own_env(env).values())
+        return [env[v] for v in self._env_values]
 
-    def _own_env(self, env: Env) -> Env:
+    def _given(self, env: Env) -> Env:
+        """The arrays of an environment that the part reads."""
         return {v: env[v] for v in self._env_values}
 
     def _written(self, function: Callable[..., Any]) -> Callable[..., Any]:
