@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -36,8 +37,8 @@ import gpu_jobs
 import hxla
 from support import families, scanned_models
 from support.inside.graph import PrecisionCalls, trace_functional
-from support.inside.jax import as_function, multiprocessors
-from support.inside.lower import Programs, UpdateInputs, _updates, lower
+from support.inside.jax import as_function, multiprocessors, ordered
+from support.inside.lower import Programs, UpdateInputs, _updates, compiler_options, lower
 from support.inside.model import functional
 from support.inside.plan import as_precision
 
@@ -311,6 +312,12 @@ def _products(text: str) -> list[str]:
     return found
 
 
+def _widest_sort(text: str) -> int:
+    """The most elements that a sort orders; one block of threads sorts 4096, without others."""
+    sorts = re.findall(r"= \(?\w+\[([\d,]+)\].* sort\(.*dimensions=\{(\d+)\}", text)
+    return max((int(shape.split(",")[int(dim)]) for shape, dim in sorts), default=0)
+
+
 def told(program: Any) -> dict[str, Any]:
     """What a compiled program holds."""
     found = hxla.inspect(program).main
@@ -325,6 +332,8 @@ def told(program: Any) -> dict[str, Any]:
         "products": _products(text),
         "has_bf16": "bf16[" in text,
         "racing_scatters": list(_racing_scatters(text)),
+        "widest_sort": _widest_sort(text),
+        "loops": len(re.findall(r" while\(", text)),
         "argument_bytes": stats.argument_size_in_bytes,
         "temporary_bytes": stats.temp_size_in_bytes,
         "output_bytes": stats.output_size_in_bytes,
@@ -484,7 +493,53 @@ def products_of_families() -> dict[str, dict[str, int]]:
     return found
 
 
+def gradients() -> dict[str, dict[str, Any]]:
+    """Functions whose gradients are scatters, compiled in order, and some as they are written."""
+    card = SingleDeviceSharding(cards(1)[0])
+
+    def like(*shape: int, dtype: Any = np.float32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=card)
+
+    def pooled(x: Any) -> Any:
+        return nnx.max_pool(x, (3, 3), (2, 2), "SAME").astype(jnp.float32).sum()
+
+    def sums(x: Any, ids: Any) -> Any:
+        return jax.ops.segment_sum(x, ids, 1000)
+
+    ids, low = like(4096, dtype=np.int32), jnp.bfloat16
+    made = {
+        "lookup": (
+            jax.grad(lambda t, ids: (t[ids] ** 2).astype(jnp.float32).sum()),
+            like(50304, 768, dtype=low),
+            ids,
+        ),
+        "positions": (jax.grad(lambda t: (t[jnp.arange(1000)] ** 2).sum()), like(1024, 768)),
+        "labels": (
+            jax.grad(lambda x, ids: jnp.take_along_axis(x, ids[:, None], axis=1).sum()),
+            like(4096, 512),
+            ids,
+        ),
+        "max-pool": (jax.grad(pooled), like(8, 112, 112, 64, dtype=low)),
+        "sort": (jax.grad(lambda x: (jnp.sort(x, axis=1) * x).sum()), like(8, 4096)),
+        "median": (jax.grad(lambda x: jnp.median(x, axis=1).sum()), like(8, 4096)),
+        "segment_sum": (sums, like(4096, 256), ids),
+        "elements": (jax.grad(lambda x, i, j: x[i, j].sum()), like(512, 512), ids, ids),
+    }
+    options = compiler_options("gpu", hxla.SumsForm())
+    found = {}
+    for name, (function, *arguments) in made.items():
+        kinds = {"ordered": ordered(function)}
+        kinds |= {"plain": function} if name in ("sort", "segment_sum") else {}
+        for kind, written in kinds.items():
+            jitted = jax.jit(written, compiler_options=options)
+            facts = told(jitted.lower(*arguments).compile())
+            kept = ("widest_sort", "loops", "racing_scatters", "temporary_bytes")
+            found[f"{kind} {name}"] = {key: facts[key] for key in kept}
+    return found
+
+
 ALONE = {
+    "gradients": gradients,
     "offload": offloaded,
     "waiting": waiting,
     "families": products_of_families,

@@ -29,6 +29,7 @@ MORE = {"all-gather of f32 over tensor", "all-reduce of s32 over tensor"}
 #: Between stages arrays of all dtypes travel as words.
 CUT, PASSED = {"all-to-all of u32 over stage"}, {"collective-permute of u32 over stage"}
 NONE = (set(), set())
+BLOCK = 4096  # elements that one block of a card's threads sorts
 #: Cards of before Hopper, with a precision that each has.
 OLDER = {"a100": "bf16", "v100": "fp16", "p100": "fp16"}
 CUBLAS = {"__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__cublas$gemm"}
@@ -138,6 +139,7 @@ def test_programs_compile_for_h100(plan):
         assert set(own["custom_calls"]) <= CUBLAS, name
         if "float" not in plan:
             assert not own["racing_scatters"], name
+            assert own["widest_sort"] <= BLOCK, name
     # The new state takes the place of the old one, and new sums that of those before.
     scale = 4 if plan == "fp16" else 0  # the loss scale's exponent takes no place of an old one
     assert programs["update"]["donated_bytes"] >= found["state_bytes"] - scale
@@ -162,6 +164,19 @@ def test_the_microbatches_of_a_step_are_one_cuda_graph(tmp_path):
     # What belongs to a graph, or to a loop, is indented.
     assert re.findall(r"^\d+: (\w+)", text, re.MULTILINE) == ["kCommandBuffer"]
     assert len(re.findall(r"^ +\d+: kWhile", text, re.MULTILINE)) == 1
+
+
+@pytest.mark.slow
+def test_gradients_that_are_scatters_sort_no_more_than_their_indices():
+    found = compiled("gradients")
+    for name, own in found.items():
+        if name.startswith("ordered"):
+            assert own["widest_sort"] <= BLOCK, name
+            assert not own["loops"], name
+            assert not own["racing_scatters"], name
+    # Without it XLA sorts every scalar, or runs a loop over them.
+    assert found["plain segment_sum"]["widest_sort"] == 4096 * 256
+    assert found["plain sort"]["loops"] == 1
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from ..graph.parts import graph_of
 from ..graph.segments import segments
 from ..jax.devices import is_here
 from ..job.context import JobContext
-from ..lower.compile import compiler_options
+from ..lower.compile import adds_in_order, compiler_options
 from ..model.functional import tree_bytes
 from ..plan.axis_assignment import shard_graph
 from ..plan.parts import SumsForm
@@ -92,6 +92,7 @@ def segment_profile(
         batch=job.as_inputs(job.first_batch(0, setting.microbatch_size)),
         device=device,
         options=compiler_options(device.platform, sums),
+        in_order=adds_in_order(device.platform, sums),
         done=done,
     )
     whole = layer_sizes(graph, chain, shard_graph(graph, (), {}), trained=model.trained_places)

@@ -13,6 +13,18 @@ from ..jax.portable import lowered_for, portable
 from ..plan.parts import SumsForm
 from .replica import Replica
 
+_GPUS = frozenset({"cuda", "gpu", "rocm"})
+
+
+def adds_in_order(platform: str, sums: SumsForm) -> bool:
+    """Whether the scatters of programs are written with a fixed order of additions.
+
+    Args:
+        platform: `cpu`, `gpu` or another backend's name.
+        sums: The form of the sums; only exact ones need determinism.
+    """
+    return sums.kind == "exact" and platform in _GPUS
+
 
 def compiler_options(platform: str, sums: SumsForm) -> dict[str, Any]:
     """Options for `jax.jit(..., compiler_options=...)`.
@@ -28,7 +40,7 @@ def compiler_options(platform: str, sums: SumsForm) -> dict[str, Any]:
     if platform == "cpu":
         # The number of threads may change how a contraction is cut.
         return options | {"xla_cpu_multi_thread_eigen": False}
-    if platform in ("gpu", "cuda", "rocm"):
+    if platform in _GPUS:
         # Autotuning may choose other kernels in another process. Without it, matrix products use
         # cuBLAS, which chooses by shape: XLA's Triton kernels would all get the same tile.
         return options | {

@@ -16,11 +16,12 @@ from ..core.errors import ConfigError
 from ..core.types import PyTree
 from ..jax.devices import is_here
 from ..jax.jaxpr import program_text
+from ..jax.ordered_adds import ordered
 from ..model.loss import MetricColumns, as_sums
 from ..model.over_batch import ToEmbed, TracedOverBatch, WithGradients, embedding, trace_over_batch
 from ..plan.parts import SumsForm
 from ..plan.plan import Plan
-from .compile import compiler_options, extra_bytes
+from .compile import adds_in_order, compiler_options, extra_bytes
 from .contribution import microbatch_key
 from .evaluation import evaluation_key
 from .forward import Forward
@@ -53,6 +54,7 @@ class OverBatchPass:
         self._traced, self._forward, self._host = traced, forward, host
         self._device = next(d for d in replica.devices if is_here(d))
         self._options = compiler_options(self._device.platform, sums)
+        self._in_order = adds_in_order(self._device.platform, sums)
         self._compiled: dict[tuple[str, int], Any] = {}
         self.metrics: tuple[MetricColumns, ...] = ()
 
@@ -130,7 +132,7 @@ class OverBatchPass:
             ]
 
             def hxla_over_batch(operands: Sequence[jax.Array]) -> Any:
-                return function(operands)
+                return (ordered(function) if self._in_order else function)(operands)
 
             run = jax.jit(hxla_over_batch, compiler_options=self._options)
             self._compiled[key] = run.lower(shapes).compile()

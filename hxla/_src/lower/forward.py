@@ -8,9 +8,10 @@ from jax.sharding import PartitionSpec as P
 
 from ..core.types import PyTree
 from ..jax.jaxpr import naming_axes, with_axes
+from ..jax.ordered_adds import ordered
 from ..model.functional import Functional
 from ..plan.parts import SumsForm
-from .compile import compiler_options, extra_bytes, for_each, update_options
+from .compile import adds_in_order, compiler_options, extra_bytes, for_each, update_options
 from .padding import StatePadding, unpadded
 from .replica import Replica
 
@@ -56,10 +57,11 @@ class Forward:
             return naming_axes(lambda: with_axes(run, axes)(*trees), axes)
 
         function.__name__ = name
-        self._function = function
+        platform = replicas[0].devices[0].platform
+        self._function = ordered(function) if adds_in_order(platform, sums) else function
         # A replica of several devices gathers shards for each equation, then frees them.
         options = update_options if replicas[0].axes else compiler_options
-        self._options = options(replicas[0].devices[0].platform, sums)
+        self._options = options(platform, sums)
 
     def shapes(self, where: Any, batch: PyTree) -> Any:
         """Shapes of the results."""

@@ -26,6 +26,7 @@ from ..schedule.schedules import BACKWARD, FORWARD, WEIGHT, Schedule
 from . import actions
 from .actions import FIELDS, Actions
 from .bitcast_packing import BitcastPacking
+from .compile import adds_in_order
 from .contribution import (
     Contribution,
     DeviceSums,
@@ -187,13 +188,14 @@ class PipelineProgram:
     def __init__(self, spec: PipelineSpec, replica: Replica):
         self.spec = spec
         self._num_inner = len(replica.rows[0])
-        on_cpu = replica.devices[0].platform == "cpu"
+        platform = replica.devices[0].platform
+        on_cpu, in_order = platform == "cpu", adds_in_order(platform, spec.contribution.form)
         inner = tuple(name for name, _ in replica.axes[1:])
         self.inside = StageSharding(mesh=replica.mesh, axes=inner, on_cpu=on_cpu)
         place = AS_THEY_ARE if spec.sharded is None else spec.sharded.placement(replica.mesh)
         trained = [i for i, p in enumerate(params_of(spec.graph)) if p in spec.slots.trained]
         self.stages = [
-            StagePart(spec.graph, part, place, trained=trained, on_cpu=on_cpu)
+            StagePart(spec.graph, part, place, trained=trained, on_cpu=on_cpu, in_order=in_order)
             for part in spec.parts
         ]
         self._sum_of = {slot: i for i, slot in enumerate(spec.slots.summed)}

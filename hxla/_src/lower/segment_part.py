@@ -15,6 +15,7 @@ import numpy as np
 from ..graph.graph import params_of, shapes_of
 from ..graph.interpreter import AS_THEY_ARE, Env
 from ..jax.lookups import Rows
+from ..jax.ordered_adds import ordered
 from ..model.plain_arrays import from_bytes, in_bytes
 from .chain_spec import ChainSpec
 from .contribution import DeviceSums, changes, joined_words, microbatch_key, row_bits
@@ -50,16 +51,19 @@ class SegmentPart:
         shared: Collection[int],
         wanted: Collection[int],
         on_cpu: bool,
+        in_order: bool,
         replica: Replica | None = None,
     ):
         graph, part = spec.graph, spec.parts[index]
         param_of = params_of(graph)
         entries = [i for i, p in enumerate(param_of) if p in spec.trained]
-        self._spec, self._on_cpu = spec, on_cpu
+        self._spec, self._on_cpu, self._in_order = spec, on_cpu, in_order
         self._mesh = None if replica is None else replica.mesh
         self._uneven = None if replica is None or spec.uneven is None else spec.uneven.on(replica)
         place = AS_THEY_ARE if replica is None else spec.sharded.placement(replica.mesh)
-        self.stage = StagePart(graph, part, place, trained=entries, on_cpu=on_cpu, wanted=wanted)
+        self.stage = StagePart(
+            graph, part, place, trained=entries, on_cpu=on_cpu, in_order=in_order, wanted=wanted
+        )
         self.is_last = part.is_last
         tensor_of = {p: t for t, p in enumerate(spec.trained)}
         # The program of a whole microbatch is the traced one, whose arguments are complete.
@@ -227,6 +231,7 @@ class SegmentPart:
         """`[sums[S], *new aux]`, gradients of the trained parameters, gradients of the inputs."""
         if self._spec.is_whole:
             gradient = whole_gradient(self._spec, self._mesh, self._uneven, self._on_cpu)
+            gradient = ordered(gradient) if self._in_order else gradient
             (_, results), grads = gradient(params, aux, key, batch)
             return results, grads, []
         env, arrays = self._env(aux, key, batch), self._params_or_rows(params, starts)

@@ -27,7 +27,13 @@ from ..plan.sharding import Sharded
 from ..plan.stage_storage import piece_shape
 from ..schedule.segment_sequence import CUT, INPUT, Residuals, SegmentCost
 from .chain_spec import ChainSpec, first_packs, wanted_values
-from .compile import compiler_options, firsts_alike, loop_options, update_options
+from .compile import (
+    adds_in_order,
+    compiler_options,
+    firsts_alike,
+    loop_options,
+    update_options,
+)
 from .contribution import DeviceSums, pack_shapes
 from .replica import Replica, device_bytes
 from .segment_part import SegmentPart, join_clipped
@@ -163,9 +169,17 @@ def parts_for(spec: ChainSpec, replica: Replica) -> ChainParts:
 def _parts(spec: ChainSpec, replica: Replica) -> tuple[SegmentPart, ...]:
     shared = spec.shared
     wanted = wanted_values(spec.graph, spec.trained)
-    on_cpu, several = replica.devices[0].platform == "cpu", replica if replica.axes else None
+    platform, several = replica.devices[0].platform, replica if replica.axes else None
     return tuple(
-        SegmentPart(spec, i, shared=shared, wanted=wanted, on_cpu=on_cpu, replica=several)
+        SegmentPart(
+            spec,
+            i,
+            shared=shared,
+            wanted=wanted,
+            on_cpu=platform == "cpu",
+            in_order=adds_in_order(platform, spec.contribution.form),
+            replica=several,
+        )
         for i in range(len(spec.parts))
     )
 

@@ -31,6 +31,7 @@ from ..graph.segments import segment_kind
 from ..jax.cpu_dots import row_major, uncrossed
 from ..jax.jaxpr import ClosedJaxpr, Literal
 from ..jax.min_cut import Halves, halve
+from ..jax.ordered_adds import ordered
 from ..plan.layout import names_of
 from ..plan.sharding import place_in
 from .bitcast_packing import BitcastPacking
@@ -77,6 +78,7 @@ class StagePart:
         place: Placement of arrays on a stage's devices.
         trained: Parameters that are trained: others have no gradient.
         on_cpu: Whether to write dots for CPUs.
+        in_order: Whether scatters have a fixed order of additions.
         wanted: Values whose gradient is wanted, if they have one; None: all.
         composer: Residual estimator of the graph, shared by its parts; None: a new one.
     """
@@ -89,12 +91,13 @@ class StagePart:
         *,
         trained: Collection[int],
         on_cpu: bool,
+        in_order: bool = False,
         wanted: Collection[int] | None = None,
         composer: ResidualEstimator | None = None,
     ):
         self.part = part
         self._composer = composer
-        self._on_cpu = on_cpu
+        self._on_cpu, self._in_order = on_cpu, in_order
         self._graph = graph
         self.params = part.segment.params
         self.trained = tuple(i for i, p in enumerate(self.params) if p in trained)
@@ -254,8 +257,12 @@ class StagePart:
 
     def forward(self, params: Sequence[Any], inputs: Sequence[Any], env: Env) -> list[Any]:
         """The values for the next part; of the last part the program's results."""
-        _, made = self._function(inputs, env)(params, [inputs[i] for i in self.above.floats])
-        return made
+
+        def run(params: Sequence[Any], inputs: Sequence[Any], env: Env) -> list[Any]:
+            floats = [inputs[i] for i in self.above.floats]
+            return self._function(inputs, env)(params, floats)[1]
+
+        return self._written(run)(params, inputs, self._given(env))  # type: ignore[no-any-return]
 
     def forward_and_residuals(
         self, params: Sequence[Any], inputs: Sequence[Any], env: Env
@@ -274,6 +281,12 @@ class StagePart:
         self, params: Sequence[Any], inputs: Sequence[Any], env: Env, grads: Sequence[Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """Gradients as of `backward_from_residuals`, and the results of the forward, run again."""
+        run = self._written(self._both)
+        return run(params, inputs, self._given(env), grads)  # type: ignore[no-any-return]
+
+    def _both(
+        self, params: Sequence[Any], inputs: Sequence[Any], env: Env, grads: Sequence[Any]
+    ) -> tuple[list[Any], list[Any], list[Any]]:
         floats = [inputs[i] for i in self.above.floats]
         function = self._function(inputs, env)
 
@@ -305,6 +318,14 @@ class StagePart:
 
     def _env_arrays(self, env: Env) -> list[Any]:
         return [env[v] for v in self._env_values]
+
+    def _given(self, env: Env) -> Env:
+        """The arrays of an environment that the part reads."""
+        return {v: env[v] for v in self._env_values}
+
+    def _written(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of trees of arrays as this device's programs are written."""
+        return ordered(function) if self._in_order else function
 
     def signature(self) -> str:
         """Text that two parts share only if they compute the same from arrays of the same shapes.

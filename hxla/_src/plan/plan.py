@@ -65,6 +65,8 @@ def deciding(plan: Any) -> dict[str, Any]:
         found["kinds"] = [
             [[arithmetic[rank] for rank in r.devices], r.num_microbatches] for r in plan.replicas
         ]
+    if plan.sums.kind == "exact" and kinds != {"cpu"}:
+        found["scatters"] = "in order"  # else they are as the loss was traced
     if plan.axes:
         found["axes"] = [axis.model_dump(exclude={"shares"}) for axis in plan.axes]
         found["specs"] = [layout.spec for layout in plan.parameters]

@@ -19,6 +19,7 @@ from ..graph.residuals import ResidualEstimator
 from ..graph.segments import Segment, run_segment, segment_kind, trained_params
 from ..jax.cpu_dots import uncrossed
 from ..jax.jaxpr import ClosedJaxpr
+from ..jax.ordered_adds import ordered
 from ..model.functional import is_abstract, leaf_names
 from ..model.plain_arrays import root_key
 from ..plan.sharding import Sharded
@@ -120,6 +121,7 @@ def measure(
     batch: PyTree,
     device: jax.Device,
     options: dict[str, Any],
+    in_order: bool = False,
     done: Callable[[int], None] = lambda _: None,
 ) -> tuple[LayerTime, ...]:
     """Time every segment's forward, and its forward with backward, on real data.
@@ -131,6 +133,7 @@ def measure(
     Args:
         graph: Traced for a microbatch like `batch`.
         params: Arrays or shapes.
+        in_order: Whether scatters have a fixed order of additions.
         done: Called with the number of segments measured so far.
 
     Returns:
@@ -152,10 +155,12 @@ def measure(
         run = _by_place(graph, segment)
         key = len(read), len(inputs), _text(jax.make_jaxpr(run)(read, inputs, rest))
         if key not in known:
+            with_backward = _with_backward(run)
+            if in_order:
+                run, with_backward = ordered(run), ordered(with_backward)
             forward = jax.jit(run, compiler_options=options)
             jax.block_until_ready(forward(read, inputs, rest))
             forward_seconds = steady_seconds(functools.partial(forward, read, inputs, rest))
-            with_backward = _with_backward(run)
             if device.platform == "cpu":
                 with_backward = uncrossed(with_backward)
             both = jax.jit(with_backward, compiler_options=options)

@@ -21,8 +21,9 @@ from ..graph.graph import Graph
 from ..inspect.bits import BitsComparison, BitsRecord, compare_bits
 from ..inspect.bits_runs import EquationRuns, digest
 from ..jax.jaxpr import as_function
+from ..jax.ordered_adds import ordered
 from ..job.context import JobContext
-from ..lower.compile import compiler_options
+from ..lower.compile import adds_in_order, compiler_options
 from ..lower.contribution import gradient_of, microbatch_key
 from ..model.functional import leaf_names
 from ..plan.parts import SumsForm, versions_here
@@ -233,6 +234,8 @@ def _whole(
 ) -> list[str]:
     """SHA-256 of each result of the microbatch as one program."""
     gradient = _gradient(graph, trained, on_cpu=device.platform == "cpu")
+    if adds_in_order(device.platform, SumsForm()):
+        gradient = ordered(gradient)
     options = compiler_options(device.platform, SumsForm())
     placed = [jax.device_put(x, device) for x in arguments]
     made = jax.jit(gradient, compiler_options=options)(*_grouped(graph, placed))

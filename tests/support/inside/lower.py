@@ -2,6 +2,7 @@
 
 from hxla._src.lower import actions as _actions
 from hxla._src.lower import chunks as _chunks
+from hxla._src.lower import compile as _compile
 from hxla._src.lower import decisions as _decisions
 from hxla._src.lower import exact as _exact
 from hxla._src.lower import lower as _lower
@@ -14,7 +15,7 @@ from hxla._src.lower.bitcast_packing import BitcastPacking
 from hxla._src.lower.chain_runner import ChainRunner
 from hxla._src.lower.chain_spec import direct_parts
 from hxla._src.lower.chunks import Chunks, all_gather, reduce_scatter
-from hxla._src.lower.compile import extra_bytes
+from hxla._src.lower.compile import compiler_options, extra_bytes
 from hxla._src.lower.contribution import Contribution, Tensors, num_terms, packs_of
 from hxla._src.lower.determinism import _equations, dependent
 from hxla._src.lower.disk import _AHEAD, DirectFile, DiskBuffer, _buffers
