@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..cluster.cluster import Cluster, Link
 from ..core.errors import PlanError
@@ -18,6 +18,7 @@ from ..schedule.replay import Timeline, blocking_replay
 from ..schedule.schedules import one_f_one_b
 from .chain import UNBOUNDED, Chain, Group, Rings, Staging, reductions, step_seconds, tables
 from .collective_costs import favoured, volume
+from .known_links import are_all_known
 from .layer_times import Alternative, layer_times
 from .placement import (
     Copies,
@@ -28,7 +29,7 @@ from .placement import (
     busiest_card_seconds,
     copy_seconds,
 )
-from .search import RankedPlan, search
+from .search import NothingFitsError, RankedPlan, SearchResult, search
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -252,7 +253,19 @@ def propose(
         reduce_factor=work.reduce_factor if measured_sum(profile, labels) is None else 0.0,
     )
     budget = {"time_budget_seconds": time_budget_seconds, "most_seconds": most_seconds}
-    result = search(chains, **budget, can_run=can_run, place=placement.place)
+    knows_links = are_all_known(cluster)
+
+    def searched(most_stages: int | None) -> SearchResult:
+        def may_run(key: Alternative, num_stages: int) -> bool:
+            return can_run(key, num_stages) and num_stages <= (most_stages or num_stages)
+
+        return search(chains, **budget, can_run=may_run, place=placement.place)
+
+    if knows_links or max_stages == 1:
+        result = searched(None)
+    else:
+        result, reason = _without_stages(searched)
+        reasons.append(reason)
     ranked = [
         f for f in result.ranked if not all_devices or _uses_all_devices(f, chains[f.alternative])
     ]
@@ -294,7 +307,8 @@ def propose(
             prediction=Prediction(
                 step_seconds=cost.step_seconds,
                 closed_form_seconds=staging.step_seconds,
-                bound_seconds=result.bound_seconds,
+                # A bound that leaves transfers out is no bound on what a step takes.
+                bound_seconds=result.bound_seconds if knows_links else 0.0,
                 devices=devices,
             ),
             runners_up=tuple(dict.fromkeys(others))[:_NUM_RUNNERS_UP],
@@ -302,6 +316,21 @@ def propose(
         ),
         dict(zip(firsts, cost.timelines, strict=False)),
     )
+
+
+def _without_stages(searched: Callable[[int | None], SearchResult]) -> tuple[SearchResult, str]:
+    """The result of a search without stages, as transfers between them are not known.
+
+    Only if no whole replica fits has it stages.
+
+    Args:
+        searched: Searches with at most so many stages (None: any number).
+    """
+    links = "some links are neither measured, by hxla profile, nor described in the mesh file"
+    try:
+        return searched(1), f"no pipeline is proposed: {links}"
+    except NothingFitsError:
+        return searched(None), f"stages, for no device has room for a whole replica: {links}"
 
 
 def _fastest_by_replay(
@@ -526,6 +555,7 @@ def _chain(
         reduce_seconds=tuple(beyond)
         if measured is None
         else (measured / whole_bytes,) * len(groups),
+        meeting_seconds=measured or 0.0,
         rings=Rings(
             inside_seconds=tuple(in_node),
             num_nodes=tuple(len({cluster.devices[r].node for r in ranks}) for ranks in leaders),
@@ -591,7 +621,9 @@ def _links(
             continue  # a single device sends nothing
         link = cluster.link(first, second)
         if link is None:
-            reasons.append("some links are not described: their communication is not counted")
+            reasons.append(
+                "some links are neither described nor measured: their communication is not counted"
+            )
         else:
             cards = [cards_of[node] for node in (i, j) if i != j]
             shares = [card.bytes_per_second / num_at_once for card in cards if card is not None]

@@ -34,6 +34,7 @@ from hxla._src.choose.collective_costs import (
 from hxla._src.choose.complete import complete
 from hxla._src.choose.counts import best_counts, bound_seconds, even_counts, finish_seconds
 from hxla._src.choose.homogeneous_replicas import best_order
+from hxla._src.choose.known_links import with_measured
 from hxla._src.choose.layer_times import Alternative, layer_times, product_flops
 from hxla._src.choose.lower_bound import Bound
 from hxla._src.choose.make_plan import workloads
