@@ -162,6 +162,20 @@ def test_no_stages_are_proposed_over_links_that_nobody_knows(tmp_path):
     assert not any(line.startswith("no pipeline is proposed") for line in known.reasons)
 
 
+def test_devices_that_would_slow_a_job_down_are_left_out_unless_they_must_take_part(tmp_path):
+    """With a sum of 200 s one device alone is faster, and a replica on each is next."""
+    slow_sum = dataclasses.replace(profile(1.0, 3.0), reductions={"gpu0 + gpu1": 200.0})
+    linked, _ = with_measured(cluster(tmp_path, 1, 1), [measured(1.0)])
+    found, _ = propose(work(), linked, slow_sum)
+    assert found.replicas == ((0,),)
+    assert "devices [1] have no part: with them the step would not be shorter" in found.reasons
+    found, _ = propose(work(), linked, slow_sum, all_devices=True)
+    assert (found.replicas, found.counts) == (((0,), (1,)), (9, 3))
+    assert found.prediction.step_seconds == pytest.approx(9 * 4 * 2 + 200.0)
+    [line] = [line for line in found.reasons if "leaves devices out" in line]
+    assert line.startswith("microbatches of 1, 1 stage, 1 x 12 microbatches would take 96 s")
+
+
 def measured(seconds, *, mesh="two", kinds=("gpu0", "gpu1")):
     link = hxla.Link(bytes_per_second=1e15, latency_seconds=seconds, source="measured")
     return hxla.MeasuredLink(kinds=kinds, in_node=True, mesh=mesh, link=link)

@@ -16,8 +16,19 @@ from ..plan.parts import DevicePrediction, Prediction, RunnerUp
 from ..profile.profile import LayerSize, Profile, Setting, measured_sum
 from ..schedule.replay import Timeline, blocking_replay
 from ..schedule.schedules import one_f_one_b
-from .chain import UNBOUNDED, Chain, Group, Rings, Staging, reductions, step_seconds, tables
+from .chain import (
+    UNBOUNDED,
+    Chain,
+    Group,
+    ReplicaSort,
+    Rings,
+    Staging,
+    reductions,
+    step_seconds,
+    tables,
+)
 from .collective_costs import favoured, volume
+from .counts import best_counts
 from .known_links import are_all_known
 from .layer_times import Alternative, layer_times
 from .placement import (
@@ -266,20 +277,19 @@ def propose(
     else:
         result, reason = _without_stages(searched)
         reasons.append(reason)
-    ranked = [
-        f for f in result.ranked if not all_devices or _uses_all_devices(f, chains[f.alternative])
-    ]
+    ranked = _on_all_devices(result.ranked, chains) if all_devices else result.ranked
     if not ranked:
         raise PlanError(
             "no plan in which all devices take part was found; the best is "
             f"{_runner_up(result.ranked[0]).description}: write it with hxla plan --write, and "
             "start its devices only, with hxla run --plan"
         )
-    if ranked[0] is not result.ranked[0]:
+    if ranked[0].staging.step_seconds > result.ranked[0].staging.step_seconds:
         better = _runner_up(result.ranked[0])
         reasons.append(
             f"{better.description} would take {better.step_seconds:.4g} s, but leaves devices out "
-            "that have been started"
+            "whose processes have been started: write that plan with hxla plan --profile --write, "
+            "and start its devices only, with hxla run --plan"
         )
     chosen, placed, cost = _fastest_by_replay(ranked, result.bound_seconds, placement, chains)
     best = dataclasses.replace(chosen, staging=placed.staging)
@@ -406,6 +416,39 @@ def _reduction_reasons(
         f"sums of {num_bytes(sent)} over {len(replicas)} replicas: counted as a ring, {ring:.4g} s "
         f"by the slowest link's figures; they favour {best}, {seconds:.4g} s"
     ]
+
+
+def _on_all_devices(
+    ranked: Sequence[RankedPlan], chains: Mapping[Alternative, Chain]
+) -> list[RankedPlan]:
+    """Plans in which every device takes part, the fastest first.
+
+    A search has one plan for each number of stages. If its replicas leave devices out, those on
+    every device are not among its plans.
+    """
+    plans = [plan for plan in ranked if _uses_all_devices(plan, chains[plan.alternative])]
+    for key, chain in chains.items():
+        staging = None if key.recompute else _replica_on_each(chain)
+        if staging is not None:
+            plans.append(RankedPlan(alternative=key, staging=staging))
+    return sorted(plans, key=lambda plan: plan.staging.step_seconds)
+
+
+def _replica_on_each(chain: Chain) -> Staging | None:
+    """A whole replica on every device, with a microbatch at least; None: it does not fit."""
+    t, num = tables(chain), chain.num_microbatches
+    kinds = [k for k, count in enumerate(t.num_devices) for _ in range(count)]
+    if len(kinds) > num or not all(t.fits(1)[k, 0, -1] for k in kinds):
+        return None
+    seconds = [float(t.seconds[k, 0, -1]) for k in kinds]
+    fixed = [float(t.update[k, 0, -1]) + s for k, s in zip(kinds, seconds, strict=True)]
+    more = best_counts(num - len(kinds), seconds, fixed)
+    alike = collections.Counter((k, 1 + count) for k, count in zip(kinds, more, strict=True))
+    replicas = tuple(
+        ReplicaSort(groups=(k,), count=count, num_microbatches=each)
+        for (k, each), count in sorted(alike.items())
+    )
+    return Staging(cuts=(0,), replicas=replicas, step_seconds=step_seconds(chain, (0,), replicas))
 
 
 def _uses_all_devices(plan: RankedPlan, chain: Chain) -> bool:
