@@ -255,13 +255,13 @@ def propose(
         fits = key.recompute in tried and (key.recompute or 1 in (key.tensor, num_stages))
         return fits and num_stages <= (max_stages or num_stages)
 
-    labels = [device.label for device in cluster.devices]
+    measured = measured_sum(profile, (device.label for device in cluster.devices))
     placement = DevicePlacement(
         chains=chains,
         places=places_of,
         cluster=cluster,
         # A measured reduction is not predicted.
-        reduce_factor=work.reduce_factor if measured_sum(profile, labels) is None else 0.0,
+        reduce_factor=work.reduce_factor if measured is None else 0.0,
     )
     budget = {"time_budget_seconds": time_budget_seconds, "most_seconds": most_seconds}
     knows_links = are_all_known(cluster)
@@ -301,7 +301,8 @@ def propose(
     idle = sorted(set(range(len(cluster.devices))) - {d.rank for d in devices})
     if idle:
         reasons.append(f"devices {idle} have no part: with them the step would not be shorter")
-    reasons += _reduction_reasons(work, cluster, staging, replicas)
+    if measured is None:
+        reasons += _reduction_reasons(work, cluster, staging, replicas)
     if result.exhausted:
         reasons.append("the search ran out of time: the bound holds, a longer search may find more")
     reasons += [f"{which}: {why}" for which, why in result.infeasible.items()]
