@@ -41,12 +41,12 @@ CLUSTERS = {
 }
 DECODERS = ("gpt", "gpt-wide", "long", "vocabulary")
 MODELS = ("mlp", "gpt", "cnn", "lstm", "t5", *DECODERS[1:])
-#: Four clusters for each model, so that every cluster meets every kind of model.
+#: Four clusters for each model; the first pairs differ in both.
 PAIRS = [
     (model, cluster)
     for turn in range(4)
     for n, model in enumerate(MODELS)
-    for cluster in [list(CLUSTERS)[(turn + (turn > 0) * n) % len(CLUSTERS)]]
+    for cluster in [list(CLUSTERS)[(n - turn) % len(CLUSTERS)]]
 ]
 CHOSEN = ("profile", "auto", "default")
 

@@ -301,8 +301,7 @@ def propose(
     idle = sorted(set(range(len(cluster.devices))) - {d.rank for d in devices})
     if idle:
         reasons.append(f"devices {idle} have no part: with them the step would not be shorter")
-    if measured is None:
-        reasons += _reduction_reasons(work, cluster, staging, replicas)
+    reasons += _reduction_reasons(work, cluster, staging, replicas) if measured is None else ()
     if result.exhausted:
         reasons.append("the search ran out of time: the bound holds, a longer search may find more")
     reasons += [f"{which}: {why}" for which, why in result.infeasible.items()]
