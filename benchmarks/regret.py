@@ -199,8 +199,8 @@ def main() -> None:
     for name in chosen:
         model, cluster = name.split("@")
         made = one(model, cluster, args.rules, rounds=args.rounds, chunk=args.chunk)
-        rows[name] = results.row(made)
         print(table(made), flush=True)
+        rows[name] = results.row(made)
         known = [rows[pair] for pair in names if pair in rows]
         results.write(args.out, {**summary(known), "rows": known})
 

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import subprocess
 import tomllib
 from collections.abc import Mapping
@@ -79,6 +80,9 @@ def commit(checkout: pathlib.Path) -> str:
 
 def version(checkout: pathlib.Path) -> str:
     """The version of hxla that a checkout holds."""
+    file = checkout / "hxla" / "_src" / "core" / "version.py"
+    if file.exists():
+        return str(re.search('__version__ = "(.+)"', file.read_text())[1])
     table = tomllib.loads((checkout / "pyproject.toml").read_text())
     return str(table["project"]["version"])
 
