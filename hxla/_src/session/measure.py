@@ -13,7 +13,7 @@ from ..choose.measure import TriedSizes
 from ..choose.memory_model import tightest
 from ..choose.microbatch_sizes import default_sizes
 from ..choose.planning import PlanRequest, plan_for
-from ..choose.short_profile import segment_profile, short_profile
+from ..choose.short_profile import everywhere, segment_profile, short_profile
 from ..cluster.cluster import Cluster
 from ..core.errors import PlanError
 from ..jax.devices import is_here, process_of
@@ -116,7 +116,8 @@ class SessionMeasure:
         batch = job.first_batch(0, plan.batch_size)
         trial = run_trial(job, plan, devices, batch=batch, fewest_seconds=_TRIAL_SECONDS)
         labels = [device.label for device in cluster.devices]
-        return in_training(profile, trial.by_kind(labels), labels, size)
+        # Each process has clocked its steps; all need one profile.
+        return everywhere(job, in_training(profile, trial.by_kind(labels), labels, size))
 
     def compiled_lack(self, plan: Plan, cluster: Cluster) -> float:
         """The most bytes that a device lacks for a plan's compiled programs and their inputs.
