@@ -123,7 +123,9 @@ def one(
             for name, job in running.items():
                 steps[name] = job.finish()
     load.append(os.getloadavg()[0])
-    if known is not None:  # a pipeline predicts its step anew when it runs
+    if (
+        known is not None and "failed" not in steps["profile"]
+    ):  # a pipeline predicts its step anew when it runs
         steps["profile"]["predicted_seconds"] = known.step_seconds
     return {"model": model, "cluster": cluster, "load": load, **judged(steps)}
 
@@ -144,11 +146,16 @@ def judged(steps: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     seconds = {row["plan"]: row["measured_seconds"] for row in plans if "failed" not in row}
     best = min(seconds, key=lambda name: seconds[name])
     alike = min(s for name, s in seconds.items() if whole_replicas(name, steps[name]))
-    regret = {name: round(seconds[name] / seconds[best] - 1, 4) for name in CHOSEN}
-    regret["default, among whole replicas"] = round(seconds["default"] / alike - 1, 4)
-    over_default = {
-        name: round(seconds[name] / seconds["default"] - 1, 4) for name in ("profile", "auto")
-    }
+    ran = [name for name in CHOSEN if name in seconds]
+    regret = {name: round(seconds[name] / seconds[best] - 1, 4) for name in ran}
+    over_default = {}
+    if "default" in ran:
+        regret["default, among whole replicas"] = round(seconds["default"] / alike - 1, 4)
+        over_default = {
+            name: round(seconds[name] / seconds["default"] - 1, 4)
+            for name in ("profile", "auto")
+            if name in ran
+        }
     return {"best": best, "regret": regret, "over_default": over_default, "plans": plans}
 
 
@@ -156,7 +163,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Over all pairs."""
     found: dict[str, Any] = {"pairs": len(rows)}
     for name in (*CHOSEN, "default, among whole replicas"):
-        values = [row["regret"][name] for row in rows]
+        values = [row["regret"][name] for row in rows if name in row["regret"]]
+        if not values:
+            continue
         found[f"regret of {name}"] = {
             "mean": round(statistics.mean(values), 4),
             "worst": round(max(values), 4),
