@@ -9,11 +9,11 @@ alone, even counts, other microbatch sizes, ZeRO, recomputation, pipelines, and 
 parallelism. All take turns of some steps, so the machine's drift meets all of them. The measured
 step is the mean of the middle half of a plan's steps.
 
-The regret of a plan is its measured step over the least one of its pair, minus one; for `default`
-also over the least of plans with as many replicas of one device. A plan that cannot run is listed with its
-error. Each row is written to benchmarks/results/regret.json at once, with the load of the machine
-before and after; rows of other pairs that it holds stay. Memory limits, paced links, experts and
-clusters whose links differ are not among the pairs.
+The regret of a plan is its measured step over the least one of its pair, minus one. `default` is
+also compared with the plans of as many replicas of one device. A plan that cannot run is listed
+with its error. Each row is written to benchmarks/results/regret.json at once, with the load of the
+machine before and after; rows of other pairs that it holds stay. Memory limits, paced links,
+experts and clusters whose links differ are not among the pairs.
 """
 
 import contextlib
