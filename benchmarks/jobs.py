@@ -33,7 +33,8 @@ class Job:
     Args:
         folder: A new one for this job alone.
         script: And its further arguments.
-        mesh: Mesh file, or the name of one; None: one process that is not throttled.
+        mesh: Mesh file, or the name of one; None: that of the plan, or one process that is not
+            throttled.
         plan: File of what is to run, if the script does not say.
         options: Further options of `hxla run`.
         checkout: The hxla that runs it.
@@ -55,9 +56,13 @@ class Job:
         settings: Mapping[str, str] | None = None,
     ):
         self.seconds: list[float] = []
-        num = len(hxla.load_cluster(mesh).devices) if mesh is not None else 1
+        num = 1
+        if plan is not None:
+            num = len(hxla.Plan.read(plan).devices)
+        elif mesh is not None:
+            num = len(hxla.load_cluster(mesh).devices)
         self._turns, self._log = Turns(folder, num), folder / "log"
-        where = ["--mesh", mesh] if mesh is not None else ["-n", "1"]
+        where = ["--mesh", mesh] if mesh is not None else ["-n", "1"] if plan is None else []
         where += [*(["--plan", str(plan)] if plan is not None else []), *options]
         first, *others = map(str, script)
         command = [sys.executable, "-m", "hxla", "run", *where, first, str(folder), *others]

@@ -80,6 +80,9 @@ def commit(checkout: pathlib.Path) -> str:
 
 def version(checkout: pathlib.Path) -> str:
     """The version of hxla that a checkout holds."""
+    file = checkout / "hxla" / "_src" / "core" / "version.py"
+    if file.exists():
+        return str(re.search('__version__ = "(.+)"', file.read_text())[1])
     table = tomllib.loads((checkout / "pyproject.toml").read_text())
     if "version" in table["project"]:
         return str(table["project"]["version"])

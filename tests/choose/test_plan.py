@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ from flax import nnx
 import hxla
 from hxla import LayerSize, LayerTime, Profile, Setting, load_cluster, load_profile
 from support import profiles
-from support.inside.choose import Alternative, ChainWork, propose
+from support.inside.choose import Alternative, ChainWork, propose, with_measured
 from support.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -93,6 +94,15 @@ def test_a_measured_profile_is_planned_with(tmp_path):
     assert "hxla profile" in other.stderr
 
 
+NODE = """
+[[node]]
+name = "a"
+[node.link]
+gigabytes_per_second = 300
+latency_microseconds = 5
+"""
+
+
 def cluster(tmp_path, *gibibytes, kinds="01", node=""):
     text = f'name = "two"\n{node}\n'
     header = "[[node.device]]" if node else "[[device]]"
@@ -127,14 +137,83 @@ def profile(*seconds, num_layers=4):
 
 def test_a_model_that_fits_everywhere_is_copied_and_its_microbatches_follow_the_speeds(tmp_path):
     """Two copies of 9 and 3 microbatches; the closed formula of data parallelism."""
-    found, timelines = propose(work(), cluster(tmp_path, 1, 1), profile(1.0, 3.0))
+    linked = cluster(tmp_path, 1, 1, node=NODE)
+    found, timelines = propose(work(), linked, profile(1.0, 3.0))
     assert (found.replicas, found.cuts) == (((0,), (1,)), (0,))
     assert found.counts == (9, 3)
     known = found.prediction
-    assert known.step_seconds == pytest.approx(9 * 4 * 2 * 1.0)
+    assert known.step_seconds == pytest.approx(9 * 4 * 2 * 1.0, rel=1e-5)
     assert known.closed_form_seconds == pytest.approx(known.step_seconds)
     assert known.gap == pytest.approx(0, abs=0.02)
     assert len(timelines) == 2
+
+
+def test_no_stages_are_proposed_over_links_that_nobody_knows(tmp_path):
+    """Free transfers and an expensive sum would make a pipeline of two stages look fastest."""
+    names = ("gpu0", "gpu1")
+    slow_sum = dataclasses.replace(profile(1.0, 1.0), reductions={" + ".join(names): 50.0})
+    unlinked, linked = cluster(tmp_path, 1, 1), cluster(tmp_path, 1, 1, node=NODE)
+    found, _ = propose(work(), unlinked, slow_sum)
+    assert len(found.cuts) == 1
+    assert math.isnan(found.prediction.gap)
+    assert any(line.startswith("no pipeline is proposed: some links") for line in found.reasons)
+    known, _ = propose(work(), linked, slow_sum)
+    assert known.prediction.gap >= 0
+    assert not any(line.startswith("no pipeline is proposed") for line in known.reasons)
+
+
+def test_devices_that_would_slow_a_job_down_are_left_out_unless_they_must_take_part(tmp_path):
+    """With a sum of 200 s one device alone is faster, and a replica on each is next."""
+    slow_sum = dataclasses.replace(profile(1.0, 3.0), reductions={"gpu0 + gpu1": 200.0})
+    linked, _ = with_measured(cluster(tmp_path, 1, 1), [measured(1.0)])
+    found, _ = propose(work(), linked, slow_sum)
+    assert found.replicas == ((0,),)
+    assert "devices [1] have no part: with them the step would not be shorter" in found.reasons
+    found, _ = propose(work(), linked, slow_sum, all_devices=True)
+    assert (found.replicas, found.counts) == (((0,), (1,)), (9, 3))
+    assert found.prediction.step_seconds == pytest.approx(9 * 4 * 2 + 200.0)
+    [line] = [line for line in found.reasons if "leaves devices out" in line]
+    assert line.startswith("microbatches of 1, 1 stage, 1 x 12 microbatches would take 96 s")
+
+
+def measured(seconds, *, mesh="two", kinds=("gpu0", "gpu1")):
+    link = hxla.Link(bytes_per_second=1e15, latency_seconds=seconds, source="measured")
+    return hxla.MeasuredLink(kinds=kinds, in_node=True, mesh=mesh, link=link)
+
+
+def test_a_measured_link_decides_whether_stages_pay(tmp_path):
+    """Each microbatch crosses the boundary twice; replicas pay for a sum once."""
+    names = ("gpu0", "gpu1")
+    sums = dataclasses.replace(profile(1.0, 1.0), reductions={" + ".join(names): 10.0}, form="")
+    plain = cluster(tmp_path, 1, 1)
+    fast, lines = with_measured(plain, [measured(1e-6)])
+    assert fast.link(0, 1).latency_seconds == 1e-6
+    assert lines == ("link in a node: 1e+06 GB/s, 1 us measured",)
+    # Filling and emptying stages costs what a sum costs, so replicas win by the pipeline's fill.
+    assert len(propose(work(), fast, sums)[0].cuts) == 1
+    small = cluster(tmp_path, 12.1 / 1024, 12.1 / 1024)
+    quick = propose(work(), with_measured(small, [measured(1e-6)])[0], sums)[0]
+    slow = propose(work(), with_measured(small, [measured(2.0)])[0], sums)[0]
+    assert (len(quick.cuts), len(slow.cuts)) == (2, 2)
+    steps = [x.prediction.step_seconds for x in (quick, slow)]
+    assert steps[0] == pytest.approx((12 + 1) * 2 * 2 * 1.0 + 10.0, rel=1e-4)
+    assert steps[1] == pytest.approx(steps[0] + 12 * 2 * 2.0, rel=1e-4)
+
+
+def test_a_described_link_is_corrected_only_by_its_own_mesh(tmp_path):
+    described = cluster(tmp_path, 1, 1, node=NODE)
+    same, lines = with_measured(described, [measured(3e-4)])
+    assert same.link(0, 1).source == "measured"
+    assert lines == (
+        "link in a node: 1e+06 GB/s, 300 us measured, 300 GB/s, 5 us described: "
+        "the measured one counts",
+    )
+    other, lines = with_measured(described, [measured(3e-4, mesh="elsewhere")])
+    assert other.link(0, 1) == described.link(0, 1)
+    assert lines == ()
+    kinds, lines = with_measured(cluster(tmp_path, 1, 1), [measured(1e-4, kinds=("cpu", "cpu"))])
+    assert kinds.link(0, 1) is None
+    assert lines == ()
 
 
 def test_a_model_that_fits_no_device_becomes_stages(tmp_path):
@@ -151,15 +230,6 @@ def test_a_model_that_fits_nowhere_is_refused_with_the_missing_bytes(tmp_path):
     assert 4 * 2**21 + 2 * 2 * 2**10 - 3 * 2**20 == 5_246_976
     with pytest.raises(hxla.PlanError, match=r"stage 0 of 2.*lacks 5,246,976 bytes"):
         propose(work(), cluster(tmp_path, 3 / 1024, 3 / 1024), profile(1.0, 1.0))
-
-
-NODE = """
-[[node]]
-name = "a"
-[node.link]
-gigabytes_per_second = 300
-latency_microseconds = 5
-"""
 
 
 def test_tensor_parallelism_is_tried_where_its_transfers_can_be_counted(tmp_path):

@@ -13,10 +13,11 @@ from flax import nnx
 import hxla
 from hxla import LayerSize, LayerTime, Profile, Setting, StepRecord, load_profile
 from hxla.__main__ import main
+from support.inside.choose import measured_links
 from support.inside.graph import segments
 from support.inside.job import JobContext
 from support.inside.profile import dump_profile, merge_profiles, model_name
-from support.inside.session import ObservedSteps, Observer
+from support.inside.session import ObservedSteps, Observer, in_training
 from support.profiles import profile_command
 
 SMALL = """
@@ -180,6 +181,58 @@ def test_the_parts_of_a_trial_add_up_to_its_step():
     assert by_kind.rest_seconds == trial.rest_seconds
 
 
+def test_times_of_segments_alone_become_those_of_training():
+    """Calls and sums cost every size the same seconds more; a faster trial scales every size."""
+    size = LayerSize(parameter_bytes=8.0, output_bytes=4.0, stash_bytes=4.0)
+    alone = Profile(
+        model="net",
+        layers=("a", "b"),
+        sizes={(1, 1): (size, size), (4, 1): (size, size)},
+        times={
+            Setting(kind, b): (LayerTime(forward=b * s, backward=b * s, update=1.0),) * 2
+            for kind, s in (("fast", 0.1), ("slow", 0.2))
+            for b in (1, 4)
+        },
+    )
+    trial = ObservedSteps(
+        micro_seconds=(2.6, 2.4),
+        update_seconds=(3.0, 4.0),
+        counts=(5, 4),
+        step_seconds=17.0,
+        peak_bytes=8,
+        end_step=12,
+        form="zero 0",
+    )
+    found = in_training(alone, trial, ["fast", "slow"], 4)
+
+    def micro(kind, b):
+        return sum(t.forward + t.backward for t in found.times[Setting(kind, b)])
+
+    assert micro("fast", 4) == pytest.approx(2.6)
+    assert micro("fast", 1) == pytest.approx(4 * 0.1 + 1.0)
+    assert micro("slow", 4) == pytest.approx(2.4)
+    assert micro("slow", 1) == pytest.approx(4 * 0.2 * 2.4 / 3.2)
+    assert sum(t.update for t in found.times[Setting("slow", 1)]) == pytest.approx(4.0)
+    assert found.reductions == {"fast + slow": pytest.approx(17.0 - (5 * 2.6 + 3.0))}
+    assert found.form == "zero 0"
+
+
+def test_links_between_the_devices_of_a_job_are_measured_by_messages():
+    data = {"x": np.ones((8, 4), np.float32)}
+    two = {"cluster": {"visible_devices": [0, 1]}}
+    model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+    loss = lambda model, batch: model(batch["x"]).mean(axis=-1)  # noqa: E731
+    job = JobContext(hxla.Job(model, data, loss, optax.sgd(0.1), batch_size=8, config=two))
+    devices = job.all_devices()
+    [found] = measured_links(job, job.cluster(devices), devices)
+    assert (found.kinds, found.in_node) == (("cpu", "cpu"), True)
+    sizes = [num_bytes for num_bytes, _ in found.link.curve]
+    assert sizes == sorted(sizes)
+    assert found.link.latency_seconds > 0
+    # A longer message takes longer, by a thousand times the bytes.
+    assert found.link.seconds(sizes[-1]) > found.link.seconds(sizes[0])
+
+
 def test_a_copy_on_several_devices_is_not_profiled(profile_here):
     text = SMALL.replace("[0]", "[0, 1]").replace(
         "data, loss, optax", "data, hxla.split()(loss), optax"
@@ -201,9 +254,26 @@ def example(**changes):
     return Profile(**{**values, **changes})
 
 
+LINK = hxla.MeasuredLink(
+    kinds=("cpu", "cpu@0.5"),
+    in_node=True,
+    mesh="mine",
+    link=hxla.Link(bytes_per_second=1e9, latency_seconds=1e-4, curve=((4096.0, 4e7),), source="x"),
+)
+
+
 def test_a_profile_is_read_back_equal(tmp_path):
-    dump_profile(example(), tmp_path / "new" / "p.json")
-    assert load_profile(tmp_path / "new" / "p.json", model="net") == example()
+    whole = example(links=(LINK,))
+    dump_profile(whole, tmp_path / "new" / "p.json")
+    assert load_profile(tmp_path / "new" / "p.json", model="net") == whole
+
+
+def test_a_link_that_was_measured_later_wins():
+    link = LINK.link.model_copy(update={"latency_seconds": 1.0})
+    later = dataclasses.replace(LINK, link=link)
+    between = dataclasses.replace(LINK, in_node=False)
+    merged = merge_profiles([example(links=(LINK, between)), example(links=(later,))])
+    assert merged.links == (later, between)
 
 
 def test_a_chain_of_fewer_segments_than_asked_is_cut_in_the_same_places_again():
@@ -233,7 +303,7 @@ def test_a_chain_of_fewer_segments_than_asked_is_cut_in_the_same_places_again():
 
 
 def broken(change):
-    table = {"version": 1, **example().to_table()}
+    table = {"version": 1, **example(links=(LINK,)).to_table()}
     change(table)
     return json.dumps(table)
 
@@ -265,6 +335,14 @@ def broken(change):
         (
             broken(lambda t: t["sizes"][0].update(tensor=True)),
             "sizes.0.tensor: .* valid integer, found True",
+        ),
+        (
+            broken(lambda t: t["links"].append(t["links"][0])),
+            r"links: \('cpu', 'cpu@0.5', True\) is listed 2 times",
+        ),
+        (
+            broken(lambda t: t["links"][0]["link"].update(bytes_per_second=-1.0)),
+            "links.0.link.bytes_per_second: .* greater than 0, found -1.0",
         ),
         (broken(lambda t: t.update(layers=[])), "layers: .* at least 1 item"),
         (broken(lambda t: t["times"].append(t["times"][0])), r"\('cpu', 2, 1\) is listed 2 times"),

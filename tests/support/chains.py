@@ -180,11 +180,13 @@ def best_deal(chain, spans, replicas, costs, m):
     stages = [(k, span) for kinds in replicas for k, span in zip(kinds, spans, strict=True)]
     groups = chain.groups
     tail = max(sum(groups[k].update_seconds[a:b]) for k, (a, b) in stages)
+    sums = [chain.meeting_seconds if len(stages) > 1 else 0.0]
     if len(replicas) > 1 and chain.reduce_seconds:
-        tail += max(
+        sums += (
             sum_seconds(chain, own, span, len(replicas))
             for own, span in zip(zip(*replicas, strict=True), spans, strict=True)
         )
+    tail += max(sums)
     best = math.inf
     for inner in itertools.combinations(range(1, m), len(replicas) - 1):
         counts = [b - a for a, b in itertools.pairwise((0, *inner, m))]

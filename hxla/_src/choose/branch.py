@@ -451,8 +451,9 @@ class Branching:
         if FREE not in node.modes:
             rest = float(ring[0, -1]) - self._most_pure(node, ring)
             shared = max(shared, 2 / num_kinds * rest)
-        update = part.bound.least_tails(self._num)[1]
-        return max(part.tail, (max(pure, shared) + update) * (1 - 1e-9))
+        meeting = t.meeting if self._num > 1 else 0.0
+        update = part.bound.least_tails(self._num)[1] - meeting
+        return max(part.tail, (max(pure, shared, meeting) + update) * (1 - 1e-9))
 
     def _most_pure(self, node: BranchNode, ring: Array) -> float:
         """The largest rings of the stages of one kind, as if they had several."""

@@ -81,6 +81,8 @@ class Chain:
         send_latency_seconds: The same for the latency of one message.
         reduce_seconds: Per group, seconds per byte of gradient of the reduction over replicas
             (0: not counted).
+        meeting_seconds: The least seconds once a step, beside computations and updates, of any plan
+            with several devices: their reduction, or the filling and emptying of stages.
         rings: Reductions of few replicas, or of replicas in one node; None: the same for any
             number, as when measured.
     """
@@ -94,6 +96,7 @@ class Chain:
     send_seconds: tuple[tuple[float, ...], ...] = ()
     send_latency_seconds: tuple[tuple[float, ...], ...] = ()
     reduce_seconds: tuple[float, ...] = ()
+    meeting_seconds: float = 0.0
     rings: Rings | None = None
 
 
@@ -145,6 +148,7 @@ class Tables:
         reduce: [K, L+1, L+1] The reduction of their gradients over very many replicas in several
             nodes.
         reduce_inside: [K, L+1, L+1] The same in one node.
+        meeting: The least seconds of a reduction of any plan with several devices.
         copies_inside: [K] The most replicas of a stage in one node; empty: the reduction is the
             same for any number.
         num_nodes: [K] Nodes of a kind; empty: not known.
@@ -165,6 +169,7 @@ class Tables:
     update: Array
     reduce: Array
     reduce_inside: Array
+    meeting: float
     copies_inside: tuple[int, ...]
     num_nodes: tuple[int, ...]
     shared: Array | None
@@ -256,6 +261,7 @@ def tables(chain: Chain) -> Tables:
         update=spans([g.update_seconds for g in chain.groups]),
         reduce=parameters * rates[:, None, None],
         reduce_inside=parameters * np.minimum(rates, inside)[:, None, None],
+        meeting=chain.meeting_seconds,
         copies_inside=chain.rings.copies_inside if chain.rings else (),
         num_nodes=chain.rings.num_nodes if chain.rings else (),
         shared=shared,
@@ -312,14 +318,16 @@ def times_with_edges(
 
 
 def reductions(t: Tables, cuts: Sequence[int], replicas: Sequence[ReplicaSort]) -> list[float]:
-    """Per stage the reduction of its gradients over replicas (0 for a single replica).
+    """Per stage the reduction of its gradients over replicas (0 for a single device).
+
+    A single pipeline reduces nothing, and fills and empties its stages instead.
 
     A ring of one kind of devices counts as inside a node if a node has enough of them: without
     places it is not known to leave the node.
     """
     ends, num = (*cuts[1:], t.num_layers), sum(r.count for r in replicas)
     if num < 2:
-        return [0.0] * len(cuts)
+        return [t.meeting if len(cuts) > 1 else 0.0] * len(cuts)
     by_stage = []
     for i, (a, b) in enumerate(zip(cuts, ends, strict=True)):
         kinds = {r.groups[i] for r in replicas if r.count}
@@ -329,7 +337,7 @@ def reductions(t: Tables, cuts: Sequence[int], replicas: Sequence[ReplicaSort]) 
             if not others and num <= t.copies_inside[kind]:
                 seconds = float(t.reduce_inside[kind, a, b])
             seconds *= 1 - 1 / num
-        by_stage.append(seconds)
+        by_stage.append(max(seconds, t.meeting))
     return by_stage
 
 
@@ -364,6 +372,7 @@ def _faults(chain: Chain) -> Iterator[str]:
         ("output_bytes", chain.output_bytes, num_layers, "layers"),
         ("state_factor", [chain.state_factor], 1, "chain"),
         ("workspace_bytes", [chain.workspace_bytes], 1, "chain"),
+        ("meeting_seconds", [chain.meeting_seconds], 1, "chain"),
     ]
     for g in groups:
         if not (math.isfinite(g.memory_bytes) and g.memory_bytes > 0):

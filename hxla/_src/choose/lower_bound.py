@@ -137,7 +137,7 @@ class Bound:
         update = t.update[:, layers, layers + 1].min(axis=0)
         self._least_update = float(update.max()), float(update.sum())
         self.least_work = work_bound(t, num_microbatches)
-        self.floor = self.least_work + self.least_tails(self.max_stages)[1]
+        self.floor = self.least_work + self._least_of_all_tails
 
     def some_plan_fits(self) -> bool:
         """Whether some pipeline fits, however many devices of each kind it takes."""
@@ -159,7 +159,7 @@ class Bound:
             ratio: Of the longest to the least period of an interval.
         """
         r = self.relaxation
-        left = seconds - self.least_tails(self.max_stages)[1]
+        left = seconds - self._least_of_all_tails
         low = r.least_period()
         if known is None:
             whole = Alive(*r.periods(low, left, _COARSE), shallow=frozenset(self._depths()))
@@ -371,6 +371,7 @@ class Bound:
     ) -> list[tuple[tuple[int, ...], float, float]]:
         """Sets of kinds, with the least reduction plus update: of several replicas, and of one."""
         t = self.t
+        meeting = t.meeting if num_stages > 1 else 0.0  # of a single replica
         if num_stages == 1:
             cuts = (0,)
         if cuts is not None:
@@ -388,9 +389,10 @@ class Bound:
                             float(rows.min(axis=0).max()),
                         )
                     )
-                cases.append((kinds, max(self._least_tail, sum(least)), least[1]))
+                several = max(least[0], t.meeting) + least[1]
+                cases.append((kinds, max(self._least_tail, several), meeting + least[1]))
             return cases
-        update = max(self._least_update[0], self._least_update[1] / num_stages)
+        update = meeting + max(self._least_update[0], self._least_update[1] / num_stages)
         several = max(self._least_tail, self.tails_of(self.num_copies)[1][num_stages - 1], update)
         return [(tuple(range(t.num_kinds)), several, update)]
 
@@ -398,6 +400,11 @@ class Bound:
         """The least reduction plus update for so many stages: of several replicas, and of one."""
         cases = self.tails(num_stages)
         return min(several for _, several, _ in cases), min(single for *_, single in cases)
+
+    @property
+    def _least_of_all_tails(self) -> float:
+        """The least tail of one replica with any number of stages."""
+        return min(self.least_tails(1)[1], self.least_tails(self.max_stages)[1])
 
     def with_tail(self, seconds: float) -> "Bound":
         """The same bound where several replicas have at least this tail."""

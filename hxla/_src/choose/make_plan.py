@@ -9,6 +9,7 @@ from ..cluster.card_dtypes import missing_dtypes
 from ..cluster.cluster import Cluster
 from ..cluster.mesh_file import load_cluster
 from ..core.errors import ConfigError, LaunchError, PlanError
+from ..jax.devices import process_of
 from ..job.context import JobContext
 from ..launch.join import uninitialised_cluster
 from ..plan.precision import Precision
@@ -64,9 +65,12 @@ def make_plan(
 
     target = described or job.cluster(job.all_devices())
     _check_dtypes(job.precision, target)
+    # A process without a device in the plan could not take part in training.
+    all_devices = is_here and len(set(map(process_of, job.all_devices()))) > 1
     if is_here and profile is None:
         here = measure(job, job.all_devices())
-        return PlanResult(plan=auto_plan(jobs, target, here, sums=sums, size=size))
+        plan = auto_plan(jobs, target, here, sums=sums, size=size, all_devices=all_devices)
+        return PlanResult(plan=plan)
     return search_plan(
         jobs,
         target,
@@ -74,7 +78,7 @@ def make_plan(
         search or SearchOptions(),
         sums=sums,
         size=size,
-        all_devices=is_here,
+        all_devices=all_devices,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from ..cluster.cluster import Cluster, Link
+from ..cluster.cluster import Cluster
 from ..plan.parts import SumsForm
 from ..plan.plan import Plan
 from ..profile.profile import Profile
@@ -55,11 +55,7 @@ class Measure(Protocol):
     def profile(
         self, cluster: Cluster, sizes: Sequence[int], num_segments: int, sums: SumsForm
     ) -> Profile:
-        """Times of the job's segments on each kind of device."""
-        ...
-
-    def link(self) -> Link:
-        """The slowest link between neighbours while all of them send at once."""
+        """Times of the job's segments, of its training as replicas, and of the links."""
         ...
 
     def compiled_lack(self, plan: Plan, cluster: Cluster) -> float:

@@ -210,7 +210,11 @@ def predicted(
     return known.model_copy(
         update={
             "step_seconds": max(map(sum, zip(starts, finish, strict=True))),
-            "bound_seconds": bound_seconds(sum(plan.counts), seconds, fixed),
+            # A single replica has no other counts.
+            "bound_seconds": bound_seconds(sum(plan.counts), seconds, fixed)
+            if len(plan.replicas) > 1
+            else 0.0,
+            "bound_over": "counts",
             "microbatch_seconds": tuple(seconds),
             "fixed_seconds": tuple(fixed),
         }

@@ -1,5 +1,6 @@
 """Microbatch sizes: the default by the batch, candidates to measure, and the best."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from ..core.errors import PlanError
@@ -35,7 +36,8 @@ def candidate_sizes(batch_size: int, num_devices: int) -> tuple[int, ...]:
         batch_size: Examples of a global batch.
 
     Returns:
-        At most four sizes, largest first, spread evenly over the useful divisors.
+        At most four sizes, largest first, spread evenly over the useful divisors. The default size
+        is one of them, so that no choice among them is worse than none.
 
     Raises:
         PlanError: If there are more devices than examples.
@@ -53,7 +55,13 @@ def candidate_sizes(batch_size: int, num_devices: int) -> tuple[int, ...]:
     if num_devices == 1:
         pool = [b for b in fitting if batch_size // b <= 64]
     step = max(1, -(-len(pool) // _CANDIDATES))
-    return tuple(pool[::-1][::step])
+    sizes = pool[::-1][::step]
+    usual = default_sizes(batch_size, num_devices)[0]
+    if usual not in sizes:
+        if len(sizes) == _CANDIDATES:
+            sizes.remove(min(sizes, key=lambda size: abs(math.log(size / usual))))
+        sizes = sorted([*sizes, usual], reverse=True)
+    return tuple(sizes)
 
 
 def best_size(

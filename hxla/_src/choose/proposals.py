@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..cluster.cluster import Cluster, Link
 from ..core.errors import PlanError
@@ -16,8 +16,20 @@ from ..plan.parts import DevicePrediction, Prediction, RunnerUp
 from ..profile.profile import LayerSize, Profile, Setting, measured_sum
 from ..schedule.replay import Timeline, blocking_replay
 from ..schedule.schedules import one_f_one_b
-from .chain import UNBOUNDED, Chain, Group, Rings, Staging, reductions, step_seconds, tables
+from .chain import (
+    UNBOUNDED,
+    Chain,
+    Group,
+    ReplicaSort,
+    Rings,
+    Staging,
+    reductions,
+    step_seconds,
+    tables,
+)
 from .collective_costs import favoured, volume
+from .counts import best_counts
+from .known_links import are_all_known
 from .layer_times import Alternative, layer_times
 from .placement import (
     Copies,
@@ -28,7 +40,7 @@ from .placement import (
     busiest_card_seconds,
     copy_seconds,
 )
-from .search import RankedPlan, search
+from .search import NothingFitsError, RankedPlan, SearchResult, search
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -243,30 +255,41 @@ def propose(
         fits = key.recompute in tried and (key.recompute or 1 in (key.tensor, num_stages))
         return fits and num_stages <= (max_stages or num_stages)
 
-    labels = [device.label for device in cluster.devices]
+    measured = measured_sum(profile, (device.label for device in cluster.devices))
     placement = DevicePlacement(
         chains=chains,
         places=places_of,
         cluster=cluster,
         # A measured reduction is not predicted.
-        reduce_factor=work.reduce_factor if measured_sum(profile, labels) is None else 0.0,
+        reduce_factor=work.reduce_factor if measured is None else 0.0,
     )
     budget = {"time_budget_seconds": time_budget_seconds, "most_seconds": most_seconds}
-    result = search(chains, **budget, can_run=can_run, place=placement.place)
-    ranked = [
-        f for f in result.ranked if not all_devices or _uses_all_devices(f, chains[f.alternative])
-    ]
+    knows_links = are_all_known(cluster)
+
+    def searched(most_stages: int | None) -> SearchResult:
+        def may_run(key: Alternative, num_stages: int) -> bool:
+            return can_run(key, num_stages) and num_stages <= (most_stages or num_stages)
+
+        return search(chains, **budget, can_run=may_run, place=placement.place)
+
+    if knows_links or max_stages == 1:
+        result = searched(None)
+    else:
+        result, reason = _without_stages(searched)
+        reasons.append(reason)
+    ranked = _on_all_devices(result.ranked, chains) if all_devices else result.ranked
     if not ranked:
         raise PlanError(
             "no plan in which all devices take part was found; the best is "
             f"{_runner_up(result.ranked[0]).description}: write it with hxla plan --write, and "
             "start its devices only, with hxla run --plan"
         )
-    if ranked[0] is not result.ranked[0]:
+    if ranked[0].staging.step_seconds > result.ranked[0].staging.step_seconds:
         better = _runner_up(result.ranked[0])
         reasons.append(
             f"{better.description} would take {better.step_seconds:.4g} s, but leaves devices out "
-            "that have been started"
+            "whose processes have been started: write that plan with hxla plan --profile --write, "
+            "and start its devices only, with hxla run --plan"
         )
     chosen, placed, cost = _fastest_by_replay(ranked, result.bound_seconds, placement, chains)
     best = dataclasses.replace(chosen, staging=placed.staging)
@@ -278,7 +301,7 @@ def propose(
     idle = sorted(set(range(len(cluster.devices))) - {d.rank for d in devices})
     if idle:
         reasons.append(f"devices {idle} have no part: with them the step would not be shorter")
-    reasons += _reduction_reasons(work, cluster, staging, replicas)
+    reasons += _reduction_reasons(work, cluster, staging, replicas) if measured is None else ()
     if result.exhausted:
         reasons.append("the search ran out of time: the bound holds, a longer search may find more")
     reasons += [f"{which}: {why}" for which, why in result.infeasible.items()]
@@ -294,7 +317,8 @@ def propose(
             prediction=Prediction(
                 step_seconds=cost.step_seconds,
                 closed_form_seconds=staging.step_seconds,
-                bound_seconds=result.bound_seconds,
+                # A bound that leaves transfers out is no bound on what a step takes.
+                bound_seconds=result.bound_seconds if knows_links else 0.0,
                 devices=devices,
             ),
             runners_up=tuple(dict.fromkeys(others))[:_NUM_RUNNERS_UP],
@@ -302,6 +326,21 @@ def propose(
         ),
         dict(zip(firsts, cost.timelines, strict=False)),
     )
+
+
+def _without_stages(searched: Callable[[int | None], SearchResult]) -> tuple[SearchResult, str]:
+    """The result of a search without stages, as transfers between them are not known.
+
+    Only if no whole replica fits has it stages.
+
+    Args:
+        searched: Searches with at most so many stages (None: any number).
+    """
+    links = "some links are neither measured, by hxla profile, nor described in the mesh file"
+    try:
+        return searched(1), f"no pipeline is proposed: {links}"
+    except NothingFitsError:
+        return searched(None), f"stages, for no device has room for a whole replica: {links}"
 
 
 def _fastest_by_replay(
@@ -377,6 +416,39 @@ def _reduction_reasons(
         f"sums of {num_bytes(sent)} over {len(replicas)} replicas: counted as a ring, {ring:.4g} s "
         f"by the slowest link's figures; they favour {best}, {seconds:.4g} s"
     ]
+
+
+def _on_all_devices(
+    ranked: Sequence[RankedPlan], chains: Mapping[Alternative, Chain]
+) -> list[RankedPlan]:
+    """Plans in which every device takes part, the fastest first.
+
+    A search has one plan for each number of stages. If its replicas leave devices out, those on
+    every device are not among its plans.
+    """
+    plans = [plan for plan in ranked if _uses_all_devices(plan, chains[plan.alternative])]
+    for key, chain in chains.items():
+        staging = None if key.recompute else _replica_on_each(chain)
+        if staging is not None:
+            plans.append(RankedPlan(alternative=key, staging=staging))
+    return sorted(plans, key=lambda plan: plan.staging.step_seconds)
+
+
+def _replica_on_each(chain: Chain) -> Staging | None:
+    """A whole replica on every device, with a microbatch at least; None: it does not fit."""
+    t, num = tables(chain), chain.num_microbatches
+    kinds = [k for k, count in enumerate(t.num_devices) for _ in range(count)]
+    if len(kinds) > num or not all(t.fits(1)[k, 0, -1] for k in kinds):
+        return None
+    seconds = [float(t.seconds[k, 0, -1]) for k in kinds]
+    fixed = [float(t.update[k, 0, -1]) + s for k, s in zip(kinds, seconds, strict=True)]
+    more = best_counts(num - len(kinds), seconds, fixed)
+    alike = collections.Counter((k, 1 + count) for k, count in zip(kinds, more, strict=True))
+    replicas = tuple(
+        ReplicaSort(groups=(k,), count=count, num_microbatches=each)
+        for (k, each), count in sorted(alike.items())
+    )
+    return Staging(cuts=(0,), replicas=replicas, step_seconds=step_seconds(chain, (0,), replicas))
 
 
 def _uses_all_devices(plan: RankedPlan, chain: Chain) -> bool:
@@ -526,6 +598,7 @@ def _chain(
         reduce_seconds=tuple(beyond)
         if measured is None
         else (measured / whole_bytes,) * len(groups),
+        meeting_seconds=measured or 0.0,
         rings=Rings(
             inside_seconds=tuple(in_node),
             num_nodes=tuple(len({cluster.devices[r].node for r in ranks}) for ranks in leaders),
@@ -591,7 +664,9 @@ def _links(
             continue  # a single device sends nothing
         link = cluster.link(first, second)
         if link is None:
-            reasons.append("some links are not described: their communication is not counted")
+            reasons.append(
+                "some links are neither described nor measured: their communication is not counted"
+            )
         else:
             cards = [cards_of[node] for node in (i, j) if i != j]
             shares = [card.bytes_per_second / num_at_once for card in cards if card is not None]

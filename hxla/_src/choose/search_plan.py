@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from ..cluster.cluster import Cluster, Device, Node
+from ..cluster.cluster import Cluster, Device
 from ..core.config import Config
 from ..core.errors import AnnotationError, ConfigError, PlanError
 from ..graph.parts import graph_of
@@ -18,6 +18,7 @@ from ..plan.sharding import Sharded
 from ..profile.profile import LayerSize, Profile
 from ..profile.segment_times import kept_bytes, layer_sizes
 from .complete import complete
+from .known_links import with_measured
 from .measure import Measure
 from .mesh_axes import split_over
 from .microbatch_sizes import candidate_sizes
@@ -58,6 +59,8 @@ def search_plan(
         ConfigError: If the model is annotated, or sizes do not divide the batch.
         PlanError: If a kind of device has neither a profile nor a rate, or nothing fits.
     """
+    described = cluster
+    cluster, measured = with_measured(described, () if profile is None else profile.links)
     tried = options.microbatch_sizes
     if profile is not None and not tried and size is None:
         tried = tuple({s.microbatch_size for s in profile.times})
@@ -101,7 +104,8 @@ def search_plan(
                 time_budget_seconds=options.seconds,
                 most_seconds=options.most_seconds,
             )
-            plan = _completed(jobs, cluster, proposal, num_segments, sums, (*notes, *uncut))
+            lines = (*measured, *notes, *uncut)
+            plan = _completed(jobs, described, proposal, num_segments, sums, lines)
             whole = PlanResult(plan=in_form(plan), timelines=timelines)
         except PlanError as error:  # nothing fits, or the settings refuse the plan
             refused = error
@@ -109,7 +113,9 @@ def search_plan(
             work,
             cluster,
             profile,
-            lambda proposal: _completed(jobs, cluster, proposal, num_segments, sums, notes),
+            lambda proposal: _completed(
+                jobs, described, proposal, num_segments, sums, (*measured, *notes)
+            ),
             in_form,
             least,
             faster_than=_step_seconds(whole),
@@ -137,7 +143,13 @@ def search_plan(
 
 
 def auto_plan(
-    jobs: Workloads, cluster: Cluster, measure: Measure, *, sums: SumsForm, size: int | None
+    jobs: Workloads,
+    cluster: Cluster,
+    measure: Measure,
+    *,
+    sums: SumsForm,
+    size: int | None,
+    all_devices: bool,
 ) -> Plan:
     """The fastest plan for the devices here, by a short profile of them.
 
@@ -145,13 +157,20 @@ def auto_plan(
 
     Args:
         size: Examples of a microbatch; None: not asked for.
+        all_devices: Whether every device must take part.
     """
     options = SearchOptions()
-    cluster = _linked(cluster, measure)
     sizes = _sizes(jobs.batch_size, (), size, len(cluster.devices))
     profile = measure.profile(cluster, sizes, _MEASURED_SEGMENTS, sums)
     result = search_plan(
-        jobs, cluster, profile, options, sums=sums, size=size, all_devices=True, measure=measure
+        jobs,
+        cluster,
+        profile,
+        options,
+        sums=sums,
+        size=size,
+        all_devices=all_devices,
+        measure=measure,
     )
     return result.plan.replaced(reasons=("chosen by search", *result.plan.reasons))
 
@@ -162,21 +181,6 @@ def _of_stages(options: SearchOptions, settings: Config) -> tuple[bool, ...]:
     if word == "boundaries":
         return (True,)
     return (False,) if word == "none" or not options.recompute else (False, True)
-
-
-def _linked(cluster: Cluster, measure: Measure) -> Cluster:
-    """The cluster with measured links where the mesh file describes none."""
-    nodes = cluster.nodes or (Node(name="here"),)
-    known = cluster.default_link is not None or len(nodes) == 1
-    if len(cluster.devices) == 1 or (known and all(node.link is not None for node in nodes)):
-        return cluster
-    link = measure.link()
-    filled = tuple(
-        node if node.link is not None else node.model_copy(update={"link": link}) for node in nodes
-    )
-    return cluster.model_copy(
-        update={"nodes": filled, "default_link": cluster.default_link or link}
-    )
 
 
 def _sizes(

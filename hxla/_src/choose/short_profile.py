@@ -1,20 +1,13 @@
-"""A profile in seconds: each segment alone on each kind of device, and the links between all."""
+"""A profile in seconds: each segment alone on each kind of device, and links between devices."""
 
 import dataclasses
-import functools
 import json
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from ..cluster.cluster import Cluster, Link
+from ..cluster.cluster import Cluster
 from ..cluster.hardware import copy_bytes_per_second
-from ..core.timing import median_seconds
-from ..core.types import DATA_AXIS
 from ..graph.parts import graph_of
 from ..graph.segments import segments
 from ..jax.devices import is_here
@@ -26,6 +19,7 @@ from ..plan.parts import SumsForm
 from ..profile.profile import Profile, Setting
 from ..profile.profile_file import merge_profiles
 from ..profile.segment_times import layer_sizes, measure, model_name
+from .link_times import measured_links
 
 _COPIED_BYTES = 1 << 26
 
@@ -64,7 +58,8 @@ def short_profile(
             for t, s in zip(times, whole, strict=True)
         )
         profiles.append(dataclasses.replace(alone, times={setting: updated}))
-    return everywhere(job, merge_profiles(profiles))
+    known = everywhere(job, merge_profiles(profiles))
+    return dataclasses.replace(known, links=measured_links(job, cluster, devices))
 
 
 def segment_profile(
@@ -109,40 +104,3 @@ def everywhere(job: JobContext, profile: Profile) -> Profile:
     """The profiles of all processes, merged on each of them."""
     texts = job.gather("profile", json.dumps(profile.to_table()))
     return merge_profiles(Profile.from_table(json.loads(text)) for text in texts)
-
-
-_SHORT_BYTES, _LONG_BYTES = 1 << 12, 1 << 23
-
-
-def measured_link(job: JobContext, devices: Sequence[jax.Device]) -> Link:
-    """The slowest link between neighbours while all of them send at once.
-
-    Every process of the job takes part and gets the same figures.
-    """
-    mesh = Mesh(np.array(devices), (DATA_AXIS,), axis_types=(AxisType.Auto,))
-    num = len(devices)
-    to_next = [(i, (i + 1) % num) for i in range(num)]
-    hand_on = jax.jit(
-        jax.shard_map(
-            lambda x: jax.lax.ppermute(x, DATA_AXIS, to_next),
-            mesh=mesh,
-            in_specs=P(DATA_AXIS),
-            out_specs=P(DATA_AXIS),
-            check_vma=False,
-        )
-    )
-    times = []
-    for size in (_SHORT_BYTES, _LONG_BYTES):
-        make = jax.jit(
-            functools.partial(jnp.zeros, num * size, jnp.uint8),
-            out_shardings=NamedSharding(mesh, P(DATA_AXIS)),
-        )
-        times.append(median_seconds(functools.partial(hand_on, make())))
-    times_of_processes = [json.loads(text) for text in job.gather("links", json.dumps(times))]
-    short, long = (max(column) for column in zip(*times_of_processes, strict=True))
-    seconds = max(long - short, 1e-9)
-    return Link(
-        bytes_per_second=(_LONG_BYTES - _SHORT_BYTES) / seconds,
-        latency_seconds=short,
-        source="measured by this job",
-    )

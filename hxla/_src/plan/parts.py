@@ -393,7 +393,8 @@ class Prediction(PlanValue):
 
     Attributes:
         step_seconds: The seconds of a step, by replay of the schedule (0: nothing was measured).
-        bound_seconds: The lower bound over all plans that were searched (0: not known).
+        bound_seconds: The lower bound of a step (0: not known, or some transfers are not counted).
+        bound_over: What the bound is over: all plans of the search, other counts, or other cuts.
         closed_form_seconds: The seconds of the plan by the formula of the bound (0:
             `step_seconds`).
         microbatch_seconds: The seconds of one microbatch on each replica; empty if not measured.
@@ -407,6 +408,7 @@ class Prediction(PlanValue):
 
     step_seconds: pydantic.NonNegativeFloat = 0.0
     bound_seconds: pydantic.NonNegativeFloat = 0.0
+    bound_over: Literal["plans", "counts", "cuts"] = "plans"
     closed_form_seconds: pydantic.NonNegativeFloat = 0.0
     microbatch_seconds: tuple[pydantic.NonNegativeFloat, ...] = ()
     fixed_seconds: tuple[pydantic.NonNegativeFloat, ...] = ()
@@ -416,10 +418,13 @@ class Prediction(PlanValue):
 
     @property
     def gap(self) -> float:
-        """The certified distance from the optimum: the step over its bound, minus one."""
+        """The certified distance from the optimum: the step over its bound, minus one.
+
+        Where replay and formula differ, the longer counts. Without a bound it is not a number.
+        """
         if not self.bound_seconds:
             return math.nan
-        return (self.closed_form_seconds or self.step_seconds) / self.bound_seconds - 1
+        return max(self.closed_form_seconds, self.step_seconds) / self.bound_seconds - 1
 
 
 class RunnerUp(PlanValue):

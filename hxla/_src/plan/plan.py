@@ -501,7 +501,9 @@ class Plan(PlanValue):
     def _prediction_in_words(self, known: Prediction) -> Iterator[str]:
         if known.step_seconds:
             has_choice = known.bound_seconds and len(self.devices) > 1
-            bound = f", at most {max(known.gap, 0.0):.1%} above any plan" if has_choice else ""
+            other = {"plans": "any plan", "counts": "other counts", "cuts": "any cut"}
+            above = f", at most {max(known.gap, 0.0):.1%} above {other[known.bound_over]}"
+            bound = above if has_choice else ""
             rate = self.batch_size / known.step_seconds
             yield f"  predicted step {span(known.step_seconds)}, {si(rate)} examples/s{bound}"
         if known.sent_bytes:
@@ -591,6 +593,6 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     if known is not None and known.step_seconds:
         yield "predicted step", f"{known.step_seconds:.4g} s"
         yield "examples/s", f"{plan.batch_size / known.step_seconds:.4g}"
-        yield "gap", f"{known.gap:.1%}"
+        yield "gap", f"{known.gap:.1%}" if known.bound_seconds else "not known"
         fullest = max((d.memory_bytes for d in known.devices), default=0.0)
         yield "fullest device", f"{fullest / 2**30:.2f} GiB"

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..cluster.cluster import Link
 from ..core.errors import PlanError
 from .products import MatrixProduct
 
@@ -93,6 +94,29 @@ class SplitTime:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasuredLink:
+    """The measured link between two kinds of devices.
+
+    Attributes:
+        kinds: The kinds of both devices, sorted.
+        in_node: Whether they are in one node.
+        mesh: The name of the mesh in which it was measured; empty without one.
+        link: Its times are half of an exchange. In an exchange each device sends one message, as
+            neighbouring stages of a pipeline do in a tick.
+    """
+
+    kinds: tuple[str, str]
+    in_node: bool
+    mesh: str
+    link: Link
+
+    @property
+    def place(self) -> tuple[tuple[str, str], bool]:
+        """The key of a link, without its figures."""
+        return self.kinds, self.in_node
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Profile:
     """A model as a chain of layers, with known sizes and times.
 
@@ -112,6 +136,7 @@ class Profile:
             `Plan.memory_form` names it. Its recomputation and transfers are in the times. Empty:
             each layer ran alone.
         splits: Times of splits of the model, each with its parts.
+        links: The measured links, at most one for each pair of kinds in a node or between nodes.
     """
 
     model: str
@@ -123,6 +148,7 @@ class Profile:
     num_segments: int = 0
     form: str = ""
     splits: tuple[SplitTime, ...] = ()
+    links: tuple[MeasuredLink, ...] = ()
 
     @property
     def most_segments(self) -> int:
@@ -165,6 +191,15 @@ class Profile:
                 for setting, peak in sorted(self.peaks.items())
             ],
             "splits": [dataclasses.asdict(split) for split in self.splits],
+            "links": [
+                {
+                    "kinds": list(x.kinds),
+                    "in_node": x.in_node,
+                    "mesh": x.mesh,
+                    "link": x.link.model_dump(mode="json"),
+                }
+                for x in self.links
+            ],
         }
 
     @classmethod
@@ -200,6 +235,7 @@ class Profile:
             num_segments=int(table.get("num_segments", 0)),
             form=str(table.get("form", "")),
             splits=tuple(map(_split, table.get("splits", ()))),
+            links=tuple(map(_link, table.get("links", ()))),
         )
 
 
@@ -211,6 +247,16 @@ def _size(layer: Mapping[str, Any]) -> LayerSize:
 def _split(row: Mapping[str, Any]) -> SplitTime:
     rows = {name: tuple(row[name]) for name in ("kinds", "parts")}
     return SplitTime(**{**row, **rows})
+
+
+def _link(row: Mapping[str, Any]) -> MeasuredLink:
+    first, second = map(str, row["kinds"])
+    return MeasuredLink(
+        kinds=(first, second),
+        in_node=bool(row["in_node"]),
+        mesh=str(row["mesh"]),
+        link=Link.model_validate(row["link"]),
+    )
 
 
 def _setting(row: Mapping[str, Any]) -> Setting:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
+from ..cluster.cluster import Link
 from ..core.errors import PlanError
 from ..core.files import fault, listed, local_path, named, read_json, shown
 from .profile import Profile
@@ -90,6 +91,17 @@ class _Split(_FileTable):
     seconds: _Seconds
 
 
+class _MeasuredLink(_FileTable):
+    kinds: list[str] = pydantic.Field(min_length=2, max_length=2)
+    in_node: bool
+    mesh: str = ""
+    link: Link
+
+    @property
+    def setting(self) -> tuple[Any, ...]:
+        return (*sorted(self.kinds), self.in_node)
+
+
 class _ProfileTable(_FileTable):
     version: int
     model: str
@@ -101,6 +113,7 @@ class _ProfileTable(_FileTable):
     reductions: dict[str, _Seconds] = {}
     peaks: list[_Peak] = []
     splits: list[_Split] = []
+    links: list[_MeasuredLink] = []
 
 
 def dump_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
@@ -173,6 +186,7 @@ def merge_profiles(profiles: Iterable[Profile]) -> Profile:
             peaks={**first.peaks, **other.peaks},
             form=other.form or first.form,
             splits=tuple({s.split: s for s in (*first.splits, *other.splits)}.values()),
+            links=tuple({x.place: x for x in (*first.links, *other.links)}.values()),
         )
     return first
 
@@ -184,7 +198,10 @@ def _faults(table: Mapping[str, Any]) -> Iterator[str]:
     except pydantic.ValidationError as error:
         yield from (fault(failure, _ProfileTable) for failure in error.errors())
         return
-    for name, rows in (("sizes", file.sizes), ("times", file.times), ("peaks", file.peaks)):
+    for name, rows in (
+        *(("sizes", file.sizes), ("times", file.times)),
+        *(("peaks", file.peaks), ("links", file.links)),
+    ):
         settings = Counter(row.setting for row in rows)
         for setting, times in settings.items():
             if times > 1:

@@ -8,20 +8,26 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
+from ..choose.make_plan import workloads
 from ..choose.measure import TriedSizes
 from ..choose.memory_model import tightest
-from ..choose.short_profile import measured_link, segment_profile, short_profile
-from ..cluster.cluster import Cluster, Link
+from ..choose.microbatch_sizes import default_sizes
+from ..choose.planning import PlanRequest, plan_for
+from ..choose.short_profile import everywhere, segment_profile, short_profile
+from ..cluster.cluster import Cluster
+from ..core.errors import PlanError
 from ..jax.devices import is_here, process_of
 from ..job.agreement import facts_of_plan
 from ..job.context import JobContext
 from ..plan.parts import SumsForm
 from ..plan.plan import Plan
-from ..profile.profile import Profile, Setting
+from ..profile.profile import Profile, Setting, together_key
 from .session import Session
+from .trial import ObservedSteps, run_trial
 from .values import SessionOptions
 from .watch import FIRST_MEASURED, has_clocks
 
+_TRIAL_SECONDS = 1.0  # of steps as replicas
 _SECONDS = 3.0  # of measured steps, within these numbers
 _FEWEST_STEPS, _MOST_STEPS = 4, 24
 
@@ -95,12 +101,23 @@ class SessionMeasure:
     def profile(
         self, cluster: Cluster, sizes: Sequence[int], num_segments: int, sums: SumsForm
     ) -> Profile:
-        """Times of the job's segments on each kind of device."""
-        return short_profile(self.job, cluster, self.devices, sizes, num_segments, sums)
-
-    def link(self) -> Link:
-        """The slowest link between neighbours while all of them send at once."""
-        return measured_link(self.job, self.devices)
+        """Times of the job's segments on each kind of device, of its training, and of its links."""
+        job, devices = self.job, self.devices
+        profile = short_profile(job, cluster, devices, sizes, num_segments, sums)
+        usual = default_sizes(job.batch_size, 1)[0]
+        size = usual if usual in sizes else sizes[len(sizes) // 2]
+        try:
+            request = PlanRequest(microbatch_size=size)
+            plan = plan_for(workloads(job), request, cluster, sums, self)
+        except PlanError:  # no device has room for a whole replica
+            return profile
+        if plan.axes:
+            return profile
+        batch = job.first_batch(0, plan.batch_size)
+        trial = run_trial(job, plan, devices, batch=batch, fewest_seconds=_TRIAL_SECONDS)
+        labels = [device.label for device in cluster.devices]
+        # Each process has clocked its steps; all need one profile.
+        return everywhere(job, in_training(profile, trial.by_kind(labels), labels, size))
 
     def compiled_lack(self, plan: Plan, cluster: Cluster) -> float:
         """The most bytes that a device lacks for a plan's compiled programs and their inputs.
@@ -121,3 +138,49 @@ class SessionMeasure:
     def agree(self, plan: Plan) -> None:
         """Stop if processes have made different plans."""
         self.job.agree("a plan of the search", lambda: facts_of_plan(plan))
+
+
+def in_training(
+    profile: Profile, trial: ObservedSteps, labels: Sequence[str], size: int
+) -> Profile:
+    """Times of segments alone, as in a trial of replicas of one device each.
+
+    A microbatch in training takes longer than its segments alone, by calls of programs and by the
+    sums of its gradients. Neither depends on its size, so every size takes the same seconds more.
+
+    Args:
+        trial: Its times by kind of device.
+        labels: The kind of each device.
+        size: Examples of a microbatch in the trial.
+    """
+    alone = {
+        setting: sum(t.forward + t.backward for t in times)
+        for setting, times in profile.times.items()
+    }
+    times = dict(profile.times)
+    spent = zip(trial.micro_seconds, trial.update_seconds, strict=True)
+    by_kind = dict(zip(labels, spent, strict=True))
+    rest = trial.rest_seconds
+    for setting, layers in profile.times.items():
+        micro, update = by_kind[setting.kind]
+        before = alone[Setting(setting.kind, size)]
+        if not micro or not before:
+            continue  # a device without microbatches
+        more = micro - before
+        factor = 1 + more / alone[setting] if more > 0 else micro / before
+        if len(labels) == 1:
+            update += rest
+        planned = sum(t.update for t in layers) or 1.0
+        times[setting] = tuple(
+            dataclasses.replace(
+                t,
+                forward=t.forward * factor,
+                backward=t.backward * factor,
+                update=t.update * update / planned,
+            )
+            for t in layers
+        )
+    sums = {together_key(labels): rest} if len(labels) > 1 else {}
+    return dataclasses.replace(
+        profile, times=times, reductions={**profile.reductions, **sums}, form=trial.form
+    )

@@ -1,23 +1,20 @@
-"""`hxla profile`: measure the segments of a job's model alone and in training steps."""
+"""`hxla profile`: measure a job's links, and the segments of its model, alone and in training."""
 
-import collections
 import dataclasses
 import pathlib
-import statistics
 from collections.abc import Callable, Sequence
 
 import jax
 
-from ..choose.counts import finish_seconds
+from ..choose.known_links import link_in_words
+from ..choose.link_times import measured_links
 from ..choose.make_plan import workloads
 from ..choose.microbatch_sizes import candidate_sizes
 from ..choose.planning import PlanRequest, check_enough, plan_for, size_asked
 from ..choose.short_profile import everywhere, segment_profile
 from ..choose.split_times import split_time
 from ..cluster.cluster import Cluster
-from ..core.config import BalanceConfig
 from ..core.errors import PlanError
-from ..core.timing import middle_mean
 from ..graph.parts import graph_of
 from ..graph.segments import segments
 from ..jax.devices import is_here
@@ -26,81 +23,9 @@ from ..plan.plan import Plan
 from ..profile.profile import LayerSize, LayerTime, Profile, Setting, SplitTime, together_key
 from ..profile.profile_file import dump_profile, load_profile, merge_profiles
 from ..profile.segment_times import model_name
-from ..report.history import StepRecord
 from ..report.terminal import LOGGER, print_result
 from .measure import SessionMeasure
-from .session import Session
-from .values import SessionOptions
-
-MOST_STEPS = 200
-_WARM_STEPS = 2
-_FEWEST_STEPS = 10
-_FEWEST_SECONDS = 4.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ObservedSteps:
-    """Times of some training steps.
-
-    Attributes:
-        micro_seconds: Seconds of a microbatch's forward and backward, by device.
-        counts: Microbatch counts of most of the steps.
-        peak_bytes: See `Profile.peaks`.
-        end_step: First step whose data was not read.
-        form: The memory layout, as `Plan.memory_form` names it.
-    """
-
-    micro_seconds: tuple[float, ...]
-    update_seconds: tuple[float, ...]
-    counts: tuple[int, ...]
-    step_seconds: float
-    peak_bytes: int
-    end_step: int
-    form: str = ""
-
-    def by_kind(self, labels: Sequence[str]) -> "ObservedSteps":
-        """Average times over the devices of each kind."""
-
-        def mean(values: Sequence[float]) -> tuple[float, ...]:
-            by_label = collections.defaultdict(list)
-            for label, value in zip(labels, values, strict=True):
-                by_label[label].append(value)
-            return tuple(statistics.mean(by_label[label]) for label in labels)
-
-        return dataclasses.replace(
-            self,
-            micro_seconds=mean(self.micro_seconds),
-            update_seconds=mean(self.update_seconds),
-        )
-
-    @property
-    def rest_seconds(self) -> float:
-        """Seconds of a step beyond the slowest device's work: the all-reduce and the loop."""
-        busy = finish_seconds(self.counts, self.micro_seconds, self.update_seconds)
-        return max(0.0, self.step_seconds - max(busy))
-
-
-class Observer:
-    """Collects steps until enough of them have the same counts."""
-
-    def __init__(self) -> None:
-        self._num_warm = 0
-        self._seconds: dict[tuple[int, ...], list[float]] = collections.defaultdict(list)
-
-    def has_enough_steps(self, record: StepRecord) -> bool:
-        """Add a step; returns whether its counts have enough steps now."""
-        if self._num_warm < _WARM_STEPS:
-            self._num_warm += 1
-            return False
-        seconds = self._seconds[record.counts]
-        seconds.append(record.seconds)
-        return len(seconds) >= _FEWEST_STEPS and sum(seconds) >= _FEWEST_SECONDS
-
-    @property
-    def most(self) -> tuple[tuple[int, ...], float]:
-        """The most frequent counts, and the mean of the middle half of their seconds."""
-        counts, seconds = max(self._seconds.items(), key=lambda item: len(item[1]))
-        return counts, middle_mean(seconds)
+from .trial import ObservedSteps, run_trial
 
 
 def profile(
@@ -111,7 +36,7 @@ def profile(
     microbatch_sizes: Sequence[int],
     num_segments: int,
 ) -> None:
-    """Measure the segments and write a profile; every process of the job must call this.
+    """Measure links and segments and write a profile; every process of the job must call this.
 
     Args:
         request: If its mesh shards a replica over one axis, that split is measured too.
@@ -155,9 +80,9 @@ def profile(
             )
         sized = dataclasses.replace(request, microbatch_size=size)
         if measured is None or _is_new(measured, labels, size):
-            trial = _run_trial(job, _single_device_plan(job, sized, cluster), next_step).by_kind(
-                labels
-            )
+            trial = run_trial(
+                job, _single_device_plan(job, sized, cluster), devices, start=next_step
+            ).by_kind(labels)
             next_step = trial.end_step
             setting = Setting(labels[rank], size)
             local = Profile(
@@ -184,11 +109,14 @@ def profile(
         split = _new_split(job, sized, cluster, measured) if request.mesh is not None else None
         if split is not None:
             plan, split_times = split
-            trial = _run_trial(job, plan, next_step)
+            trial = run_trial(job, plan, devices, start=next_step)
             next_step = trial.end_step
             timed = dataclasses.replace(split_times, seconds=max(trial.micro_seconds))
             measured = write(dataclasses.replace(measured, splits=(*measured.splits, timed)))
     assert measured is not None
+    if len(devices) > 1 and not any(link.mesh == cluster.name for link in measured.links):
+        links = measured_links(job, cluster, devices)
+        measured = write(merge_profiles([measured, dataclasses.replace(measured, links=links)]))
     if jax.process_index() == 0:
         _show(measured, file)
 
@@ -224,37 +152,6 @@ def _new_split(
     if timed is None or timed.split in {known.split for known in profile.splits}:
         return None
     return plan, timed
-
-
-def _run_trial(job: JobContext, plan: Plan, start: int) -> ObservedSteps:
-    """Train a plan from a step on until enough steps are timed."""
-    devices = job.all_devices()
-    # Counts that follow small changes would leave too few steps of each.
-    moves = job.settings.balance
-    calm = BalanceConfig(
-        min_gain=max(0.1, moves.min_gain),
-        patience_steps=moves.patience_steps,
-        window_steps=MOST_STEPS,
-        retry_steps=moves.retry_steps,
-    )
-    observer = Observer()
-    options = SessionOptions(
-        steps=start + MOST_STEPS, balance=calm, first_step=start, is_trial=True
-    )
-    with Session(job, plan, devices, options) as session:
-        for record in session:
-            if observer.has_enough_steps(record):
-                session.stop()
-        counts, seconds = observer.most
-        return ObservedSteps(
-            micro_seconds=session.balancer.seconds,
-            update_seconds=session.balancer.fixed,
-            counts=counts,
-            step_seconds=seconds,
-            peak_bytes=session.memory_bytes,
-            end_step=session.step_number + job.settings.data.prefetch_steps,
-            form=plan.memory_form,
-        )
 
 
 def _is_new(profile: Profile, labels: Sequence[str], size: int) -> bool:
@@ -302,4 +199,8 @@ def _show(profile: Profile, file: str) -> None:
         )
         seconds = f"{1e3 * split.seconds:.2f} ms a microbatch of {split.microbatch_size}"
         print_result(f"cut over {parts}: {seconds}")
+    for measured in profile.links:
+        where = "in a node" if measured.in_node else "between nodes"
+        ends = " and ".join(measured.kinds)
+        print_result(f"link of {ends}, {where}: {link_in_words(measured.link)}")
     print_result(f"{len(profile.layers)} segments of model {profile.model}, written to {file}")

@@ -82,7 +82,11 @@ class PipelineWatch:
         steps = [self._starts[r] + p.busy_seconds + fixed[r] for r, p in self._predicted.items()]
         bounds = [p.bound_seconds for p in self._predicted.values()]
         return prediction.model_copy(
-            update={"step_seconds": max(steps), "bound_seconds": max(bounds)}
+            update={
+                "step_seconds": max(steps),
+                "bound_seconds": max(bounds),
+                "bound_over": "cuts",
+            }
         )
 
     def time_ticks(self, on: bool) -> None:

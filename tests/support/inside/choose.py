@@ -34,7 +34,9 @@ from hxla._src.choose.collective_costs import (
 from hxla._src.choose.complete import complete
 from hxla._src.choose.counts import best_counts, bound_seconds, even_counts, finish_seconds
 from hxla._src.choose.homogeneous_replicas import best_order
+from hxla._src.choose.known_links import with_measured
 from hxla._src.choose.layer_times import Alternative, layer_times, product_flops
+from hxla._src.choose.link_times import measured_links
 from hxla._src.choose.lower_bound import Bound
 from hxla._src.choose.make_plan import workloads
 from hxla._src.choose.memory import with_memory
