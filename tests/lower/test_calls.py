@@ -166,17 +166,17 @@ def plan_of(width, num=8, *, devices=1, memory_gib=None, printing=False, config=
 @pytest.mark.parametrize(
     ("plan", "num", "said"),
     [
-        ({"width": 4}, 8, "one call runs all microbatches of a device in a loop"),
-        ({"width": 4, "devices": 3}, 8, "their inputs are 128 B"),
-        ({"width": 1 << 20}, 4, "one call runs up to 4 microbatches of a device"),
+        ({"width": 4}, 8, ""),
+        ({"width": 4, "devices": 3}, 8, ""),
+        ({"width": 1 << 20}, 4, "one call runs up to 4 microbatches: 16.0 MiB"),
         ({"width": 1 << 22}, 1, "two would have inputs of 32.0 MiB, of 16.0 MiB at most"),
-        ({"width": 1 << 19, "memory_gib": 1}, 8, "one call runs all"),
+        ({"width": 1 << 19, "memory_gib": 1}, 8, ""),
         ({"width": 1 << 19, "memory_gib": 0.5}, 1, "a device has room for 8.0 MiB of inputs"),
         ({"width": 4, "printing": True}, 1, "the loss calls Python"),
         (
             {"width": 4, "config": {"memory": {"recompute": "boundaries", "segments": 2}}},
             1,
-            "it is a chain of several programs",
+            "",
         ),
     ],
 )
@@ -184,3 +184,4 @@ def test_inputs_alone_decide_how_many_a_call_runs(plan, num, said):
     made = plan_of(**plan)
     assert made.microbatches_per_call == num
     assert said in made.explain()
+    assert said or "call" not in made.explain()

@@ -23,9 +23,10 @@ def with_calls(work: Workload, plan: Plan, cluster: Cluster) -> Plan:
     """The plan with the microbatches of a call, where the settings leave them open."""
     if work.settings.cluster.microbatches_per_call != "auto" or plan.num_microbatches == 1:
         return plan
-    why = _why_one(work, plan)
-    if why:
-        return _with_reason(plan, f"a call for each microbatch: {why}")
+    if plan.axes or plan.num_segments > 1:  # a microbatch is several programs or has collectives
+        return plan
+    if work.graph.program.effects:
+        return _with_reason(plan, "a call for each microbatch: the loss calls Python")
     each = max(input_bytes(work), 1)
     num = min(plan.num_microbatches, _MOST_BYTES // each, _MOST)
     if num < 2:
@@ -36,26 +37,14 @@ def with_calls(work: Workload, plan: Plan, cluster: Cluster) -> Plan:
     if num * each > room:
         why = f"{num} have inputs of {num_bytes(num * each)}, and a device has room for "
         return _with_reason(plan, f"a call for each microbatch: {why}{num_bytes(room)} of inputs")
-    which = "all microbatches" if num == plan.num_microbatches else f"up to {num} microbatches"
-    reason = (
-        f"one call runs {which} of a device in a loop: their inputs are {num_bytes(num * each)}"
-    )
-    return _with_reason(plan.replaced(microbatches_per_call=num), reason)
+    plan = plan.replaced(microbatches_per_call=num)
+    if num == plan.num_microbatches:
+        return plan
+    return _with_reason(plan, f"one call runs up to {num} microbatches: {num_bytes(num * each)}")
 
 
 def _with_reason(plan: Plan, reason: str) -> Plan:
     return plan.replaced(reasons=(*plan.reasons, reason))
-
-
-def _why_one(work: Workload, plan: Plan) -> str:
-    """Why no loop can run the microbatches of a plan; empty if one can."""
-    if plan.axes:
-        return "several devices share a replica"
-    if plan.num_segments > 1:
-        return "it is a chain of several programs"
-    if work.graph.program.effects:
-        return "the loss calls Python"
-    return ""
 
 
 def input_bytes(work: Workload) -> int:
