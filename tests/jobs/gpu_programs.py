@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -90,6 +91,7 @@ gpu_device_info {{
   device_memory_size: {self.memory_gib * 2**30}
   runtime_version: "12.9.0"
   compile_time_toolkit_version: "12.9.0"
+  driver_version: "12.9.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: {self.cudnn[0]} minor: {self.cudnn[1]} }}
@@ -158,10 +160,20 @@ def cards(num: int, card: str = "h100") -> tuple[jax.Device, ...]:
     return tuple(topology.devices)[:num]
 
 
-def small_gpt(precision: str | None = None, config: Any = None) -> hxla.Job:
+class FusedBlock(gpt.Block):
+    """With cuDNN's attention, which jax refuses in the float32 of its trace."""
+
+    def attention(self, qkv_BTN3H: jax.Array) -> jax.Array:
+        qkv = jnp.moveaxis(qkv_BTN3H, 3, 0)
+        return jax.nn.dot_product_attention(*qkv, is_causal=True, implementation="cudnn")
+
+
+def small_gpt(
+    precision: str | None = None, config: Any = None, block: type[gpt.Block] = gpt.Block
+) -> hxla.Job:
     """Of a GPT whose arrays nobody made."""
     sizes = {"vocabulary": 64, "length": LENGTH, "width": 32, "heads": 4, "layers": 2}
-    model = nnx.eval_shape(lambda: gpt.GPT(nnx.Rngs(0), **sizes))
+    model = nnx.eval_shape(lambda: gpt.GPT(nnx.Rngs(0), **sizes, block=block))
     data = {"text": jax.ShapeDtypeStruct((64, LENGTH + 1), np.int32)}
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     return hxla.Job(
@@ -191,6 +203,8 @@ def perceptron() -> hxla.Job:
     return hxla.Job(model, data, gpu_jobs.squares, optax.adam(1e-3), batch_size=NUM * SIZE)
 
 
+fused_gpt = functools.partial(small_gpt, "bf16", block=FusedBlock)
+
 PLANS: dict[str, tuple[Callable[[], hxla.Job], dict[str, Any]]] = {
     "data": (small_gpt, {"mesh": {"data": 2}}),
     "data, float sums": (small_gpt, {"mesh": {"data": 2}, "reduction": "float"}),
@@ -204,6 +218,12 @@ PLANS: dict[str, tuple[Callable[[], hxla.Job], dict[str, Any]]] = {
     "bf16": (functools.partial(small_gpt, "bf16"), {"mesh": {"data": 1}}),
     "fp16": (functools.partial(small_gpt, "fp16"), {"mesh": {"data": 1}}),
     "fp8": (functools.partial(small_gpt, "fp8"), {"mesh": {"data": 1}}),
+    "fused attention": (fused_gpt, {"mesh": {"data": 1}}),
+    "fused attention over tensor": (
+        fused_gpt,
+        {"mesh": {"data": 2, "tensor": 2}, "rules": "decoder"},
+    ),
+    "fused attention in stages": (fused_gpt, {"mesh": {"stage": 2}}),
     "124 million parameters": (large_gpt, {"mesh": {"data": 1}}),
     "perceptron": (perceptron, {"mesh": {"data": 1}}),
 }
