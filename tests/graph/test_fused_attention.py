@@ -82,7 +82,7 @@ def test_outside_of_hxla_jax_checks_as_before():
     def run(q):
         return jax.nn.dot_product_attention(q, q, q, implementation="cudnn")
 
-    with pytest.raises((NotImplementedError, RuntimeError), match="Q must be|cuDNN is not"):
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"Q must be|cuDNN is not"):
         jax.make_jaxpr(run)(q)
 
 

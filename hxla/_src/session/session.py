@@ -119,6 +119,7 @@ class Session:
             inputs = job.as_inputs(batch := job.first_batch(start, plan.microbatch_size))
             job.agree("data", lambda: facts_of_data(batch, f"data of step {start + 1}: "))
             weights = job.opened_weights(plan.microbatch_size) if resumed is None else None
+            self._stack.enter_context(job.functional(plan.microbatch_size).in_host_memory())
             self._programs = job.programs(plan, devices, waiting.tell, keep=options.is_trial)
             self._reducer = self._programs.reducer
             self._store = self._programs.store()
