@@ -11,6 +11,8 @@ import dataclasses
 import functools
 import json
 import math
+import os
+import pathlib
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -351,6 +353,52 @@ def told(program: Any) -> dict[str, Any]:
     }
 
 
+#: A line of XLA's list of what a program launches, with what is inside a graph indented.
+_LAUNCH = re.compile(r"^ *\d+: (k\w+)\s+\[[^]]*\] ?(\S*)(?: grid: \[(\d+), (\d+), (\d+)\])?", re.M)
+
+
+def _launches(text: str) -> dict[str, int]:
+    """What a program launches in one call, each loop's body counted once."""
+    found = _LAUNCH.findall(text)
+    kinds = collections.Counter(kind for kind, *_ in found)
+    sorts = [grid for kind, name, *grid in found if kind in _KERNELS and name.startswith("sort")]
+    return {
+        "graphs": kinds["kCommandBuffer"],
+        "kernels": sum(kinds[kind] for kind in _KERNELS),
+        "products": sum(num for kind, num in kinds.items() if re.match("kCu(blas|dnn)", kind)),
+        "copies": sum(num for kind, num in kinds.items() if re.match("kCopy|kMem", kind)),
+        "loops": kinds["kWhile"],
+        "sorts": len(sorts),
+        "wide_sorts": sum(grid != ["1", "1", "1"] for grid in sorts),
+    }
+
+
+_KERNELS = ("kKernel", "kCustomKernel")
+
+
+def step() -> dict[str, dict[str, int]]:
+    """What a step of a small GPT of benchmarks/gpu_parts launches and moves, by program.
+
+    XLA writes what programs launch into the folder of `--xla_dump_to`.
+    """
+    size = gpu_jobs.Size(
+        vocabulary=256, length=64, width=64, heads=2, layers=1, num_microbatches=8, dtype="bfloat16"
+    )
+    data = {"text": jax.ShapeDtypeStruct((64, size.length + 1), np.int32)}
+    model = nnx.eval_shape(size.make)
+    job = hxla.Job(model, data, size.loss, gpu_jobs.gpt_optimizer(), batch_size=8 * 4)
+    programs = compiled(lowered(job, {"mesh": {"data": 1}}, size=4))
+    modules = {hxla.inspect(p).main.name: name for name, p in programs.items()}
+    folder = re.findall(r"--xla_dump_to=(\S+)", os.environ["XLA_FLAGS"])[-1]
+    found = {}
+    for path in pathlib.Path(folder).glob("*.thunk_sequence_after_thunk_passes.txt"):
+        module = path.name.split(".")[1]
+        found[modules.get(module, module)] = _launches(path.read_text())
+    for name, program in programs.items():
+        found[name]["bytes"] = program.cost_analysis()["bytes accessed"]
+    return found
+
+
 def _bytes(tree: Any) -> int:
     """Of one device's part."""
     leaves = jax.tree.leaves(tree)
@@ -510,6 +558,7 @@ ALONE = {
     "multiprocessors": lambda: {k: multiprocessors(cards(1, k)[0]) for k in CARDS},
     "cut segments": cut_segments,
     "plain": lambda: told(plain_step()),
+    "step": step,
 }
 
 

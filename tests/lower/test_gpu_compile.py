@@ -31,6 +31,8 @@ NONE = (set(), set())
 #: Cards of before Hopper, with a precision that each has.
 OLDER = {"a100": "bf16", "v100": "fp16", "p100": "fp16"}
 CUBLAS = {"__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__cublas$gemm"}
+#: cuDNN's attention, forward and backward.
+FUSED = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
 #: Products that read a parameter: forward, and the gradients of either operand.
 FLOAT8 = {"f32 = f8e4m3fn x f8e4m3fn", "f32 = f8e5m2 x f8e4m3fn", "f32 = f8e4m3fn x f8e5m2"}
 #: Of a plan's precision the dtype of its products, as HLO has it.
@@ -80,6 +82,19 @@ EXPECTED = {
     "bf16": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
     "fp16": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
     "fp8": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
+    "fused attention": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
+    "fused attention over tensor": {
+        "microbatch": (INSIDE, MORE | {"all-reduce of bf16 over tensor"}),
+        "update": NONE,
+        "sum 0": (SUM | {ASKED + "tensor"}, set()),
+    },
+    "fused attention in stages": {
+        "fill": (CUT, set()),
+        "ticks": (PASSED, set()),
+        "finish": (CUT, set()),
+        "update": NONE,
+        "sum 0": ({ASKED + "stage"}, set()),
+    },
     # What benchmarks/gpu.py trains.
     "124 million parameters": {"microbatch": NONE, "update": NONE, "sum 0": NONE, "sum 1": NONE},
     "perceptron": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
@@ -98,7 +113,7 @@ pytestmark = pytest.mark.skipif(
 ASSEMBLER = FOLDER / "nvidia" / "cuda_nvcc" / "bin" / "ptxas"
 
 
-def compiled(plan, *card):
+def compiled(plan, *card, flags=()):
     """What each program of a plan holds."""
     environment = os.environ | {
         "CUDA_VISIBLE_DEVICES": "-1",
@@ -107,7 +122,7 @@ def compiled(plan, *card):
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "PYTHONPATH": os.pathsep.join([PYTHONPATH, str(FOLDER)]),
         # A flag that XLA does not know ends the process.
-        "XLA_FLAGS": " ".join([*_GPU_FLAGS, *_MIXED_GPU_FLAGS]),
+        "XLA_FLAGS": " ".join([*_GPU_FLAGS, *_MIXED_GPU_FLAGS, *flags]),
     }
     ran = subprocess.run(
         [sys.executable, str(JOBS / "gpu_programs.py"), plan, *card],
@@ -133,7 +148,8 @@ def test_programs_compile_for_h100(plan):
         # Nothing calls back into Python, or waits for the host in the midst of a program.
         assert not own["transfers"], name
         assert not own["problems"], name
-        assert set(own["custom_calls"]) <= CUBLAS, name
+        fused = FUSED if "fused" in plan and name in ("microbatch", "ticks") else set()
+        assert fused <= set(own["custom_calls"]) <= CUBLAS | fused, name
         if "float" not in plan:
             assert not own["racing_scatters"], name
     # The new state takes the place of the old one, and new sums that of those before.
@@ -142,6 +158,9 @@ def test_programs_compile_for_h100(plan):
     if "microbatch" in programs:
         num_parts = 1 if "float" in plan else 2
         assert programs["microbatch"]["donated_bytes"] >= num_parts * found["param_bytes"]
+    if "fused" in plan:
+        computed = programs.get("microbatch", programs.get("ticks"))
+        assert set(computed["products"]) == {"bf16 = bf16 x bf16"}
     if plan in LOW or "million" in plan:  # no product of float32 is left, forward or backward
         low = LOW.get(plan, "bf16")  # the large model's loss casts by hand
         assert set(programs["microbatch"]["products"]) == {f"{low} = {low} x {low}"}
@@ -150,6 +169,31 @@ def test_programs_compile_for_h100(plan):
     if "predicted_bytes" in found:
         # An estimate counts what a fused program never stores, and nothing is missing from it.
         assert 0.3 < found["memory_bytes"] / found["predicted_bytes"] < 1
+
+
+#: The most that programs of a step may launch and move; less is better, and lowers these.
+MOST = {
+    "microbatch": {"kernels": 64, "products": 21, "copies": 5, "sorts": 8, "wide_sorts": 6},
+    "empty": {"kernels": 6},
+    "sum 0": {"kernels": 5, "copies": 3},
+    "jit_hxla_largest": {"kernels": 11},
+    "jit_hxla_digits": {"kernels": 25},
+    "update": {"kernels": 6, "copies": 1},
+}
+#: Bytes that kernels of a microbatch read and write, each counted whole.
+MOST_MICROBATCH_BYTES = 30e6
+
+
+def test_each_program_of_a_step_is_one_graph_and_no_larger_than_it_was(tmp_path):
+    found = compiled("step", flags=(f"--xla_dump_to={tmp_path}",))
+    assert set(found) <= set(MOST)
+    for name, own in found.items():
+        num_bytes = own.pop("bytes", 0)
+        # All of a program is one CUDA graph: nothing in it stops for the host.
+        assert own.pop("graphs") == 1, name
+        assert all(num <= MOST[name].get(what, 0) for what, num in own.items()), (name, own)
+        if name == "microbatch":
+            assert 0 < num_bytes <= MOST_MICROBATCH_BYTES
 
 
 @pytest.mark.slow
