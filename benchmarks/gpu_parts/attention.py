@@ -1,6 +1,6 @@
 """The GPT of 124 million parameters with unfused attention, beside cuDNN's, plain Flax and PyTorch.
 
-Unfused attention writes its scores to memory. With cuDNN's, or PyTorch's, they never leave the chip.
+Unfused attention writes its scores to memory. In fused attention they never leave the chip.
 """
 
 import pathlib
