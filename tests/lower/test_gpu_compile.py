@@ -181,7 +181,7 @@ MOST = {
     "update": {"kernels": 6, "copies": 1},
 }
 #: Bytes that kernels of a microbatch read and write, each counted whole.
-MOST_MICROBATCH_BYTES = 30e6
+MOST_MICROBATCH_BYTES = 12e6
 
 
 def test_each_program_of_a_step_is_one_graph_and_no_larger_than_it_was(tmp_path):

@@ -52,8 +52,8 @@ class Job(JobArguments):
     Args:
         model: An `nnx.Module` instance (updated in place), a function without arguments that makes
             one, or an unbound `flax.linen.Module`. The arrays of an instance are in host memory
-            while a session is open, and can be read there. Arrays of such a function are made sharded as
-            they are placed, so no device needs room for whole ones. An abstract module of
+            while a session is open, and can be read there. Arrays of a function are made sharded
+            as they are placed, so no device needs room for whole ones. An abstract module of
             `nnx.eval_shape` is enough for plans.
         data: A pytree of arrays with examples in the leading dimension, a sequence of examples, a
             Grain dataset, a callable from index to example, or an iterable of global batches. A
