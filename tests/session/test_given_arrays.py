@@ -106,13 +106,16 @@ def test_after_an_error_every_array_is_where_it_was():
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_a_session_that_fails_to_open_gives_them_back():
+def test_a_session_that_fails_to_open_gives_them_back(tmp_path):
     model = Net(nnx.Rngs(0))
     job, mesh = job_of(model), mesh_of(1)
     plan = job.plan(mesh=mesh, microbatch_size=4)
-    with pytest.raises(hxla.WeightsError):
-        job_of(model, weights="nowhere.safetensors").open(plan, mesh=mesh)
+    kernel = model.layer.kernel.get_value()
+    (tmp_path / "file").touch()
+    with pytest.raises(hxla.ConfigError, match="metrics cannot be written"):
+        job.open(plan, mesh=mesh, run_dir=tmp_path / "file")
     assert isinstance(model.layer.kernel.get_value(), jax.Array)
+    assert model.layer.kernel.get_value() is not kernel  # it had left
 
 
 def test_trained_arrays_and_what_the_user_puts_in_stay():

@@ -149,36 +149,27 @@ def is_statistic(shape: Sequence[int]) -> bool:
 def split_dims(
     shapes: Sequence[Sequence[int]], results: Sequence[Sequence[int]], params: dict[str, Any]
 ) -> list[tuple[str, tuple[int | None, ...], tuple[int | None, ...]]]:
-    """The ways to split an equation of `PRIMITIVES`: by examples and, with as many keys, by heads.
+    """The ways to split an equation of `PRIMITIVES`: by examples, and by heads if all have as many.
 
     Returns:
         For each way its name and the dimension of each operand and of each result, or None.
     """
     of = attention_shape(shapes, params)
-    has_one_size = len({tuple(x)[of.heads_dim] for x in shapes[:3]}) == 1
-    is_whole = all(math.prod(x) == 0 for x in shapes[6:8])  # no sequences of unlike lengths packed
+    if any(math.prod(x) for x in shapes[6:8]):  # offsets of several sequences in one row
+        return []
+    # The dimension by an array's rank; heads of a bias, the fourth operand and result, are others.
+    ways = {"batch": (of.batch, {4: 0, 3: 0, 1: 0}, {4: 0})}
+    if len({x[of.heads_dim] for x in shapes[:3]}) == 1:
+        ways["heads"] = of.heads, {4: of.heads_dim, 3: 1}, {4: 1}
 
-    def dim(shape: Sequence[int], place: int, name: str) -> int | None:
-        size = of.batch if name == "batch" else of.heads
-        is_bias = place == 3
-        if len(shape) == 4:
-            d = 0 if name == "batch" else 1 if is_bias else of.heads_dim
-        elif is_statistic(shape):
-            d = 0 if name == "batch" else 1
-        else:
-            d = 0
-            if name != "batch" or len(shape) != 1:
-                return None
-        return d if shape[d] == size and size > 1 else None
-
-    ways = ["batch", *["heads"] * has_one_size] if is_whole else []
-    return [
-        (
-            name,
-            tuple(dim(x, i, name) for i, x in enumerate(shapes)),
-            # The fourth result of a gradient is the bias's.
-            tuple(dim(x, i, name) for i, x in enumerate(results)),
+    def dims(arrays: Sequence[Sequence[int]], way: str) -> tuple[int | None, ...]:
+        size, usual, of_bias = ways[way]
+        found = [(of_bias if i == 3 else usual).get(len(x)) for i, x in enumerate(arrays)]
+        return tuple(
+            d if d is not None and x[d] == size else None
+            for d, x in zip(found, arrays, strict=True)
         )
-        for name in ways
-        if (of.batch if name == "batch" else of.heads) > 1
+
+    return [
+        (way, dims(shapes, way), dims(results, way)) for way, (size, *_) in ways.items() if size > 1
     ]
