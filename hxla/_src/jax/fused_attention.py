@@ -16,7 +16,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax._src.cudnn import fused_attention_stablehlo
+
+cudnn: Any = fused_attention_stablehlo
 
 FORWARD = "dot_product_attention_fwd_wrapper"
 #: The primitives of cuDNN's attention and of its gradient.
