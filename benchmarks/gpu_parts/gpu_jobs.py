@@ -127,7 +127,8 @@ def scanned(
     """
 
     def value(params: Any, part: Any) -> jax.Array:
-        return loss(nnx.merge(graphdef, params, rest), part).mean()
+        own = jax.tree.map(lambda x: x, rest)  # variables that this trace may write, and drops
+        return loss(nnx.merge(graphdef, params, own), part).mean()
 
     def step(params: Any, opt_state: Any, parts: Any) -> Any:
         def add(total: Any, part: Any) -> Any:
