@@ -154,8 +154,9 @@ class Session:
             self._plans, self._source = source.plans, source
             state_bytes = self._store.num_bytes()
             self.memory_bytes = self._programs.memory_bytes(state_bytes)
-            num_bytes = state_bytes + self.memory_bytes
-            is_alone = on_cpu and bool(lack(devices, self._cluster, num_bytes))
+            is_alone = on_cpu and bool(
+                lack(devices, self._cluster, state_bytes + self.memory_bytes)
+            )
             saves = self._checkpoints, options.checkpoint_every, source.saved_step
             self._saver = Saver(*saves, is_alone=is_alone)
             self.after_save = self._saver.after_save
