@@ -87,8 +87,7 @@ class Session:
     """
 
     def __init__(self, job: JobContext, plan: Plan, devices: Devices, options: SessionOptions):
-        self._job, self._options = job, options
-        self.num_steps = options.steps
+        self._job, self._options, self.num_steps = job, options, options.steps
         self.checkpoint_dir, self.run_dir = options.checkpoint_dir, options.run_dir
         self._cluster = job.cluster(devices)
         self._stack = contextlib.ExitStack()
@@ -154,9 +153,8 @@ class Session:
             self._plans, self._source = source.plans, source
             state_bytes = self._store.num_bytes()
             self.memory_bytes = self._programs.memory_bytes(state_bytes)
-            is_alone = on_cpu and bool(
-                lack(devices, self._cluster, state_bytes + self.memory_bytes)
-            )
+            num_bytes = state_bytes + self.memory_bytes
+            is_alone = on_cpu and bool(lack(devices, self._cluster, num_bytes))
             saves = self._checkpoints, options.checkpoint_every, source.saved_step
             self._saver = Saver(*saves, is_alone=is_alone)
             self.after_save = self._saver.after_save
