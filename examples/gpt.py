@@ -29,15 +29,19 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         B, T, D = x_BTD.shape
-        N, H = self.heads, D // self.heads
-        qkv_BTN3H = self.attn["qkv"](self.norm1(x_BTD)).reshape(B, T, N, 3, H)
+        qkv_BTN3H = self.attn["qkv"](self.norm1(x_BTD)).reshape(B, T, self.heads, 3, -1)
+        mixed_BTD = self.attention(qkv_BTN3H).reshape(B, T, D)
+        x_BTD = x_BTD + self.dropout(self.attn["out"](mixed_BTD))
+        return x_BTD + self.dropout(self.down(jax.nn.gelu(self.up(self.norm2(x_BTD)))))
+
+    def attention(self, qkv_BTN3H: jax.Array) -> jax.Array:
+        """Causal attention, [B, T, N, H]."""
+        _, T, _, _, H = qkv_BTN3H.shape
         q_BNTH, k_BNTH, v_BNTH = qkv_BTN3H.transpose(3, 0, 2, 1, 4)
         scores_BNTT = q_BNTH @ k_BNTH.swapaxes(2, 3) * H**-0.5
         mask_TT = jnp.tril(jnp.ones((T, T), bool))
         weights_BNTT = jax.nn.softmax(jnp.where(mask_TT, scores_BNTT, -1e9))
-        mixed_BTD = (weights_BNTT @ v_BNTH).transpose(0, 2, 1, 3).reshape(B, T, D)
-        x_BTD = x_BTD + self.dropout(self.attn["out"](mixed_BTD))
-        return x_BTD + self.dropout(self.down(jax.nn.gelu(self.up(self.norm2(x_BTD)))))
+        return (weights_BNTT @ v_BNTH).transpose(0, 2, 1, 3)
 
 
 class GPT(nnx.Module):
@@ -53,10 +57,11 @@ class GPT(nnx.Module):
         width: int = WIDTH,
         heads: int = HEADS,
         layers: int = LAYERS,
+        block: type[Block] = Block,
     ):
         self.tok = nnx.Embed(vocabulary, width, rngs=rngs)
         self.pos = nnx.Embed(length, width, rngs=rngs)
-        self.blocks = nnx.List([Block(rngs, dropout, width, heads) for _ in range(layers)])
+        self.blocks = nnx.List([block(rngs, dropout, width, heads) for _ in range(layers)])
         self.norm = nnx.LayerNorm(width, use_bias=False, rngs=rngs)
 
     def __call__(self, text_BT: jax.Array) -> jax.Array:

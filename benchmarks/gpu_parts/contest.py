@@ -132,15 +132,30 @@ def compare(
         report.row(f"{name}: loss", f"{losses[0]:.4f} -> {losses[-1]:.4f}", ready)
 
 
-def gpt_options(num_sequences: int, num_turns: int, num_steps: int, *, is_tiny: bool) -> list[str]:
-    """What gpt_run.py and torch_run.py are told, all alike."""
+def gpt_options(
+    num_sequences: int, num_turns: int, num_steps: int, *, is_tiny: bool, attention: str = "unfused"
+) -> list[str]:
+    """The options of gpt_run.py and torch_run.py, all alike."""
     options = {
+        "attention": attention,
         "size": "tiny" if is_tiny else "124m",
         "micro": num_sequences,
         "rounds": num_turns,
         "steps": num_steps,
     }
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def torch_command(report: Report, python: str, *, is_tiny: bool) -> list[str]:
+    """The command of torch_run.py; empty, with a row of the report, without torch."""
+    device = "cpu" if is_tiny else "cuda"
+    probe = f"import torch; assert {is_tiny} or torch.cuda.is_available(); torch.zeros(1)"
+    try:
+        subprocess.run([python, "-c", probe], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        report.row("beside torch.compile", "LEFT OUT", f"{python} has no torch for {device}")
+        return []
+    return [python, str(pathlib.Path(__file__).with_name("torch_run.py")), "--device", device]
 
 
 def microbatch_size(gib: float | None, num_contenders: int, *, is_tiny: bool) -> int:

@@ -26,6 +26,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 parser = argparse.ArgumentParser()
 parser.add_argument("kind", choices=["exact", "float", "plain", *PRECISIONS])
 parser.add_argument("--size", choices=gpu_jobs.SIZES, required=True)
+parser.add_argument("--attention", choices=["fused", "unfused"], default="unfused")
 parser.add_argument("--micro", type=int, required=True, help="sequences of a microbatch")
 parser.add_argument("--memory", type=json.loads, default={}, help="that setting of hxla, as JSON")
 parser.add_argument("--turns", required=True)
@@ -34,6 +35,8 @@ parser.add_argument("--steps", type=int, required=True, help="of a turn")
 parser.add_argument("--out", type=pathlib.Path, required=True)
 args = parser.parse_args()
 size = gpu_jobs.SIZES[args.size]
+if args.attention == "fused":
+    size = dataclasses.replace(size, block=gpu_jobs.FusedBlock)
 num, text, optimizer = size.num_microbatches, size.text(), gpu_jobs.gpt_optimizer()
 
 

@@ -1,15 +1,16 @@
 """A GPT of 124 million parameters: hxla beside plain Flax under `jax.jit` and `torch.compile`.
 
+All of them have fused attention; attention.py has the unfused form.
+
 Eight microbatches a step, as large as lets all contenders onto the card: they stay there and take
 turns, so that its clock's drift meets all of them. Exact sums ask XLA for deterministic operations
 and untimed kernels; float sums compiled so show which part of the difference that is.
 """
 
 import pathlib
-import subprocess
 import sys
 
-from contest import compare, contest, gpt_options, microbatch_size
+from contest import compare, contest, gpt_options, microbatch_size, torch_command
 from report import Report, arguments
 
 HERE = pathlib.Path(__file__).parent
@@ -19,7 +20,7 @@ AS_EXACT = (
 )
 args = arguments()
 report = Report(args.out)
-ROUNDS, STEPS, SECONDS = (2, 1, 900) if args.tiny else (5, 4, 230)
+ROUNDS, STEPS, SECONDS = (2, 1, 900) if args.tiny else (4, 4, 150)
 MORE = ("hxla float", "hxla bf16 by a word")
 QUIET = ("plain", "hxla float", "torch.compile")
 SEQUENCES = microbatch_size(args.gib, 6, is_tiny=args.tiny)
@@ -27,17 +28,11 @@ SEQUENCES = microbatch_size(args.gib, 6, is_tiny=args.tiny)
 
 def commands() -> dict[str, list[str]]:
     """Of the contenders, those first that time their kernels."""
-    options = gpt_options(SEQUENCES, ROUNDS, STEPS, is_tiny=args.tiny)
+    options = gpt_options(SEQUENCES, ROUNDS, STEPS, is_tiny=args.tiny, attention="fused")
     of_jax = [sys.executable, str(HERE / "gpt_run.py")]
     found = {"plain": [*of_jax, "plain", *options], "hxla float": [*of_jax, "float", *options]}
-    device = "cpu" if args.tiny else "cuda"
-    probe = f"import torch; assert {args.tiny} or torch.cuda.is_available(); torch.zeros(1)"
-    try:
-        subprocess.run([args.torch, "-c", probe], check=True, capture_output=True)
-        torch = [args.torch, str(HERE / "torch_run.py"), "--device", device]
+    if torch := torch_command(report, args.torch, is_tiny=args.tiny):
         found["torch.compile"] = [*torch, *options]
-    except (OSError, subprocess.CalledProcessError):
-        report.row("beside torch.compile", "LEFT OUT", f"{args.torch} has no torch for {device}")
     found["hxla exact"] = [*of_jax, "exact", *options]
     found["hxla bf16 by a word"] = [*of_jax, "bf16", *options]
     if not args.tiny:

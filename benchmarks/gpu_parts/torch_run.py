@@ -1,7 +1,7 @@
 """PyTorch's contender of gpt_speed.py: the GPT of examples/gpt.py under `torch.compile`.
 
 Attention is `scaled_dot_product_attention`, the optimizer fused AdamW, mixed precision autocast:
-what a good user of PyTorch writes.
+what a good user of PyTorch writes. Unfused attention is there to compare alike.
 """
 
 import argparse
@@ -22,6 +22,7 @@ SIZES = {"124m": (50304, 1024, 768, 12, 12, 8), "tiny": (64, 16, 32, 2, 1, 2)}
 parser = argparse.ArgumentParser()
 parser.add_argument("--device", choices=["cuda", "cpu"], required=True)
 parser.add_argument("--size", choices=SIZES, required=True)
+parser.add_argument("--attention", choices=["fused", "unfused"], default="unfused")
 parser.add_argument("--micro", type=int, required=True)
 parser.add_argument("--turns", required=True)
 parser.add_argument("--rounds", type=int, required=True)
@@ -31,6 +32,14 @@ args = parser.parse_args()
 V, T, D, H, L, M = SIZES[args.size]
 MICRO, device = args.micro, args.device
 torch.set_float32_matmul_precision("high")
+
+
+def attend(q, k, v):
+    if args.attention == "fused":
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+    scores = (q @ k.transpose(2, 3) * q.shape[3] ** -0.5).masked_fill(~mask, -1e9)
+    return scores.softmax(-1).to(v.dtype) @ v
 
 
 class Block(nn.Module):
@@ -43,7 +52,7 @@ class Block(nn.Module):
     def forward(self, x):
         B, T, _ = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(B, T, 3, H, D // H).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = attend(q, k, v)
         x = x + self.out(y.transpose(1, 2).reshape(B, T, D))
         return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
 

@@ -11,6 +11,8 @@ import dataclasses
 import functools
 import json
 import math
+import os
+import pathlib
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -92,6 +94,7 @@ gpu_device_info {{
   driver_version: "12.9.0"
   runtime_version: "12.9.0"
   compile_time_toolkit_version: "12.9.0"
+  driver_version: "12.9.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: {self.cudnn[0]} minor: {self.cudnn[1]} }}
@@ -160,10 +163,20 @@ def cards(num: int, card: str = "h100") -> tuple[jax.Device, ...]:
     return tuple(topology.devices)[:num]
 
 
-def small_gpt(precision: str | None = None, config: Any = None) -> hxla.Job:
+class FusedBlock(gpt.Block):
+    """With cuDNN's attention, which jax refuses in the float32 of its trace."""
+
+    def attention(self, qkv_BTN3H: jax.Array) -> jax.Array:
+        qkv = jnp.moveaxis(qkv_BTN3H, 3, 0)
+        return jax.nn.dot_product_attention(*qkv, is_causal=True, implementation="cudnn")
+
+
+def small_gpt(
+    precision: str | None = None, config: Any = None, block: type[gpt.Block] = gpt.Block
+) -> hxla.Job:
     """Of a GPT whose arrays nobody made."""
     sizes = {"vocabulary": 64, "length": LENGTH, "width": 32, "heads": 4, "layers": 2}
-    model = nnx.eval_shape(lambda: gpt.GPT(nnx.Rngs(0), **sizes))
+    model = nnx.eval_shape(lambda: gpt.GPT(nnx.Rngs(0), **sizes, block=block))
     data = {"text": jax.ShapeDtypeStruct((64, LENGTH + 1), np.int32)}
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     return hxla.Job(
@@ -193,6 +206,8 @@ def perceptron() -> hxla.Job:
     return hxla.Job(model, data, gpu_jobs.squares, optax.adam(1e-3), batch_size=NUM * SIZE)
 
 
+fused_gpt = functools.partial(small_gpt, "bf16", block=FusedBlock)
+
 PLANS: dict[str, tuple[Callable[[], hxla.Job], dict[str, Any]]] = {
     "data": (small_gpt, {"mesh": {"data": 2}}),
     "data, float sums": (small_gpt, {"mesh": {"data": 2}, "reduction": "float"}),
@@ -206,6 +221,12 @@ PLANS: dict[str, tuple[Callable[[], hxla.Job], dict[str, Any]]] = {
     "bf16": (functools.partial(small_gpt, "bf16"), {"mesh": {"data": 1}}),
     "fp16": (functools.partial(small_gpt, "fp16"), {"mesh": {"data": 1}}),
     "fp8": (functools.partial(small_gpt, "fp8"), {"mesh": {"data": 1}}),
+    "fused attention": (fused_gpt, {"mesh": {"data": 1}}),
+    "fused attention over tensor": (
+        fused_gpt,
+        {"mesh": {"data": 2, "tensor": 2}, "rules": "decoder"},
+    ),
+    "fused attention in stages": (fused_gpt, {"mesh": {"stage": 2}}),
     "124 million parameters": (large_gpt, {"mesh": {"data": 1}}),
     "perceptron": (perceptron, {"mesh": {"data": 1}}),
 }
@@ -339,6 +360,59 @@ def told(program: Any) -> dict[str, Any]:
         "output_bytes": stats.output_size_in_bytes,
         "donated_bytes": stats.alias_size_in_bytes,
     }
+
+
+#: A line of XLA's list of what a program launches, with what is inside a graph indented.
+_LAUNCH = re.compile(r"^ *\d+: (k\w+)\s+\[[^]]*\] ?(\S*)(?: grid: \[(\d+), (\d+), (\d+)\])?", re.M)
+
+
+def _launches(text: str) -> dict[str, int]:
+    """What a program launches in one call, each loop's body counted once."""
+    found = _LAUNCH.findall(text)
+    kinds = collections.Counter(kind for kind, *_ in found)
+    sorts = [grid for kind, name, *grid in found if kind in _KERNELS and name.startswith("sort")]
+    return {
+        "graphs": kinds["kCommandBuffer"],
+        "kernels": sum(kinds[kind] for kind in _KERNELS),
+        "products": sum(num for kind, num in kinds.items() if re.match("kCu(blas|dnn)", kind)),
+        "copies": sum(num for kind, num in kinds.items() if re.match("kCopy|kMem", kind)),
+        "loops": kinds["kWhile"],
+        "sorts": len(sorts),
+        "wide_sorts": sum(grid != ["1", "1", "1"] for grid in sorts),
+    }
+
+
+_KERNELS = ("kKernel", "kCustomKernel")
+_WORKSPACE = re.compile(r", [su]8\[(\d+)\]\{0\}\) custom-call\(.*custom_call_target=\"__cu")
+
+
+def _moved_bytes(program: Any) -> float:
+    """Bytes that kernels read and write, without the workspaces of libraries."""
+    workspaces = sum(map(int, _WORKSPACE.findall(program.as_text())))
+    return hxla.inspect(program).main.total.num_bytes - workspaces
+
+
+def step() -> dict[str, dict[str, int]]:
+    """What a step of a small GPT of benchmarks/gpu_parts launches and moves, by program.
+
+    XLA writes what programs launch into the folder of `--xla_dump_to`.
+    """
+    size = gpu_jobs.Size(
+        vocabulary=256, length=64, width=64, heads=2, layers=1, num_microbatches=8, dtype="bfloat16"
+    )
+    data = {"text": jax.ShapeDtypeStruct((64, size.length + 1), np.int32)}
+    model = nnx.eval_shape(size.make)
+    job = hxla.Job(model, data, size.loss, gpu_jobs.gpt_optimizer(), batch_size=8 * 4)
+    programs = compiled(lowered(job, {"mesh": {"data": 1}}, size=4))
+    modules = {hxla.inspect(p).main.name: name for name, p in programs.items()}
+    folder = re.findall(r"--xla_dump_to=(\S+)", os.environ["XLA_FLAGS"])[-1]
+    found = {}
+    for path in pathlib.Path(folder).glob("*.thunk_sequence_after_thunk_passes.txt"):
+        module = path.name.split(".")[1]
+        found[modules.get(module, module)] = _launches(path.read_text())
+    for name, program in programs.items():
+        found[name]["bytes"] = _moved_bytes(program)
+    return found
 
 
 def _bytes(tree: Any) -> int:
@@ -546,6 +620,7 @@ ALONE = {
     "multiprocessors": lambda: {k: multiprocessors(cards(1, k)[0]) for k in CARDS},
     "cut segments": cut_segments,
     "plain": lambda: told(plain_step()),
+    "step": step,
 }
 
 

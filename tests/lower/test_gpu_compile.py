@@ -33,6 +33,8 @@ BLOCK = 4096  # elements that one block of a card's threads sorts
 #: Cards of before Hopper, with a precision that each has.
 OLDER = {"a100": "bf16", "v100": "fp16", "p100": "fp16"}
 CUBLAS = {"__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__cublas$gemm"}
+#: cuDNN's attention, forward and backward.
+FUSED = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
 #: Products that read a parameter: forward, and the gradients of either operand.
 FLOAT8 = {"f32 = f8e4m3fn x f8e4m3fn", "f32 = f8e5m2 x f8e4m3fn", "f32 = f8e4m3fn x f8e5m2"}
 #: Of a plan's precision the dtype of its products, as HLO has it.
@@ -82,6 +84,19 @@ EXPECTED = {
     "bf16": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
     "fp16": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
     "fp8": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
+    "fused attention": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
+    "fused attention over tensor": {
+        "microbatch": (INSIDE, MORE | {"all-reduce of bf16 over tensor"}),
+        "update": NONE,
+        "sum 0": (SUM | {ASKED + "tensor"}, set()),
+    },
+    "fused attention in stages": {
+        "fill": (CUT, set()),
+        "ticks": (PASSED, set()),
+        "finish": (CUT, set()),
+        "update": NONE,
+        "sum 0": ({ASKED + "stage"}, set()),
+    },
     # What benchmarks/gpu.py trains.
     "124 million parameters": {"microbatch": NONE, "update": NONE, "sum 0": NONE, "sum 1": NONE},
     "perceptron": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
@@ -100,9 +115,8 @@ pytestmark = pytest.mark.skipif(
 ASSEMBLER = FOLDER / "nvidia" / "cuda_nvcc" / "bin" / "ptxas"
 
 
-def compiled(plan, *card, dump=None):
-    """What each program of a plan holds; `dump` is a folder for what XLA runs of a microbatch."""
-    dumps = f"--xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=hxla_micro"
+def compiled(plan, *card, flags=()):
+    """What each program of a plan holds."""
     environment = os.environ | {
         "CUDA_VISIBLE_DEVICES": "-1",
         "JAX_PLATFORMS": "cpu",
@@ -110,7 +124,7 @@ def compiled(plan, *card, dump=None):
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "PYTHONPATH": os.pathsep.join([PYTHONPATH, str(FOLDER)]),
         # A flag that XLA does not know ends the process.
-        "XLA_FLAGS": " ".join([*_GPU_FLAGS, *_MIXED_GPU_FLAGS, *[dumps] * (dump is not None)]),
+        "XLA_FLAGS": " ".join([*_GPU_FLAGS, *_MIXED_GPU_FLAGS, *flags]),
     }
     ran = subprocess.run(
         [sys.executable, str(JOBS / "gpu_programs.py"), plan, *card],
@@ -136,7 +150,8 @@ def test_programs_compile_for_h100(plan):
         # Nothing calls back into Python, or waits for the host in the midst of a program.
         assert not own["transfers"], name
         assert not own["problems"], name
-        assert set(own["custom_calls"]) <= CUBLAS, name
+        fused = FUSED if "fused" in plan and name in ("microbatch", "ticks") else set()
+        assert fused <= set(own["custom_calls"]) <= CUBLAS | fused, name
         if "float" not in plan:
             assert not own["racing_scatters"], name
             assert own["widest_sort"] <= BLOCK, name
@@ -146,6 +161,9 @@ def test_programs_compile_for_h100(plan):
     if "microbatch" in programs:
         num_parts = 1 if "float" in plan else 2
         assert programs["microbatch"]["donated_bytes"] >= num_parts * found["param_bytes"]
+    if "fused" in plan:
+        computed = programs.get("microbatch", programs.get("ticks"))
+        assert set(computed["products"]) == {"bf16 = bf16 x bf16"}
     if plan in LOW or "million" in plan:  # no product of float32 is left, forward or backward
         low = LOW.get(plan, "bf16")  # the large model's loss casts by hand
         assert set(programs["microbatch"]["products"]) == {f"{low} = {low} x {low}"}
@@ -158,7 +176,8 @@ def test_programs_compile_for_h100(plan):
 
 def test_the_microbatches_of_a_step_are_one_cuda_graph(tmp_path):
     """Otherwise the host waits in each iteration, because their number is an argument."""
-    compiled("perceptron", dump=tmp_path)
+    dump = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=hxla_micro"
+    compiled("perceptron", flags=(dump,))
     [path] = tmp_path.glob("*hxla_micro*thunk_sequence_after_thunk_passes.txt")
     text = path.read_text()
     # What belongs to a graph, or to a loop, is indented.
@@ -177,6 +196,31 @@ def test_gradients_that_are_scatters_sort_no_more_than_their_indices():
     # Without it XLA sorts every scalar, or runs a loop over them.
     assert found["plain segment_sum"]["widest_sort"] == 4096 * 256
     assert found["plain sort"]["loops"] == 1
+
+
+#: The most that programs of a step may launch and move; less is better, and lowers these.
+MOST = {
+    "microbatch": {"kernels": 64, "products": 21, "copies": 5, "sorts": 8, "wide_sorts": 0},
+    "empty": {"kernels": 6},
+    "sum 0": {"kernels": 5, "copies": 3},
+    "jit_hxla_largest": {"kernels": 11},
+    "jit_hxla_digits": {"kernels": 25},
+    "update": {"kernels": 6, "copies": 1},
+}
+#: Bytes that kernels of a microbatch read and write, each counted whole.
+MOST_MICROBATCH_BYTES = 12e6
+
+
+def test_each_program_of_a_step_is_one_graph_and_no_larger_than_it_was(tmp_path):
+    found = compiled("step", flags=(f"--xla_dump_to={tmp_path}",))
+    assert set(found) <= set(MOST)
+    for name, own in found.items():
+        num_bytes = own.pop("bytes", 0)
+        # All of a program is one CUDA graph: nothing in it stops for the host.
+        assert own.pop("graphs") == 1, name
+        assert all(num <= MOST[name].get(what, 0) for what, num in own.items()), (name, own)
+        if name == "microbatch":
+            assert 0 < num_bytes <= MOST_MICROBATCH_BYTES
 
 
 @pytest.mark.slow

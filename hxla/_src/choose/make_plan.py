@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 import jax
 
-from ..cluster.card_dtypes import missing_dtypes
+from ..cluster.card_dtypes import missing_attention, missing_dtypes
 from ..cluster.cluster import Cluster
 from ..cluster.mesh_file import load_cluster
 from ..core.errors import ConfigError, LaunchError, PlanError
+from ..graph.attention import largest_head
 from ..jax.devices import process_of
 from ..job.context import JobContext
 from ..launch.join import uninitialised_cluster
-from ..plan.precision import Precision
 from ..profile.profile import Profile
 from ..profile.profile_file import load_profile
 from ..profile.segment_times import model_name
@@ -56,7 +56,7 @@ def make_plan(
         if is_here:
             devices = job.all_devices(mesh if isinstance(mesh, jax.sharding.Mesh) else None)
         target = described or job.cluster(devices or ())
-        _check_dtypes(job.precision, target)
+        _check_devices(job, size, target)
         here = None if devices is None else measure(job, devices)
         return PlanResult(plan=plan_for(jobs, request, target, sums, here, profile))
     if is_fixed:
@@ -64,7 +64,7 @@ def make_plan(
     from .search_plan import auto_plan, search_plan  # most scripts search nothing
 
     target = described or job.cluster(job.all_devices())
-    _check_dtypes(job.precision, target)
+    _check_devices(job, size, target)
     # A process without a device in the plan could not take part in training.
     all_devices = is_here and len(set(map(process_of, job.all_devices()))) > 1
     if is_here and profile is None:
@@ -100,14 +100,19 @@ def workloads(job: JobContext) -> Workloads:
     return Workloads(settings=job.settings, batch_size=job.batch_size, at=at)
 
 
-def _check_dtypes(precision: Precision, cluster: Cluster) -> None:
-    """Refuse a precision that some device of a cluster cannot compute in.
+def _check_devices(job: JobContext, size: int | None, cluster: Cluster) -> None:
+    """Refuse a precision or an attention that some device of a cluster lacks.
+
+    Args:
+        size: The microbatch size; None: the default.
 
     Raises:
-        PlanError: With the kinds that lack it, and the dtypes of all.
+        PlanError: With the kinds that lack it, and the remedy.
     """
     kinds = [device.kind for device in cluster.devices]
-    if missing := list(missing_dtypes(precision.low_dtypes, kinds)):
+    missing = list(missing_dtypes(job.precision.low_dtypes, kinds))
+    graph = job.graph(size or default_sizes(job.batch_size, 1)[0])
+    if missing := [*missing, *missing_attention(largest_head(graph), kinds)]:
         raise PlanError("\n".join(missing))
 
 

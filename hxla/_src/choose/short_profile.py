@@ -79,11 +79,12 @@ def segment_profile(
     graph = graph_of(job.graph(setting.microbatch_size))
     model = job.functional(setting.microbatch_size)
     chain = segments(graph, num_segments)
+    params, aux = model.arrays
     times = measure(
         graph,
         chain,
-        params=model.params,
-        aux=model.aux,
+        params=params,
+        aux=aux,
         batch=job.as_inputs(job.first_batch(0, setting.microbatch_size)),
         device=device,
         options=compiler_options(device.platform, sums),

@@ -1,9 +1,11 @@
-"""Dtypes that cards cannot multiply, or not faster than float32.
+"""Dtypes that cards cannot multiply, or not faster than float32, and attention that they lack.
 
 References:
     NVIDIA, "CUDA C++ Programming Guide", arithmetic instructions: bfloat16 products from compute
     capability 8.0 on; float16 from 5.3 on, at a sixty-fourth of float32's rate on 6.1; float8 from
     8.9 on.
+    NVIDIA, "cuDNN", "Scaled Dot Product Attention": from compute capability 8.0 on; heads larger
+    than 128 from 9.0 on, as jax checks too.
 """
 
 import re
@@ -14,6 +16,8 @@ _BEFORE_AMPERE = re.compile(
     r"\b(V100|P100|P40|P4|T4|K80|K40|M40|M60|TITAN|GTX|RTX 20\d\d|Quadro (?:[KMPG]|RTX)\w*|T1000)\b"
 )
 _BEFORE_ADA = re.compile(r"\b(A100|A800|A40|A30|A16|A10G?|A2|RTX 30\d\d|RTX A\d+)\b")
+_BEFORE_HOPPER = re.compile(r"\b(L4|L20|L40S?|RTX 40\d\d|RTX \d+ Ada|Ada)\b")
+_WITHOUT_CUDA = re.compile(r"^(cpu|TPU|AMD|MI\d)", re.IGNORECASE)
 _BEFORE_PASCAL = re.compile(r"\b(K80|K40|M40|M60|GTX (?:[6-9]\d\d))\b")
 _SLOW_FLOAT16 = re.compile(r"\b(P40|P4|GTX 10\d\d|Quadro P\d+)\b")
 
@@ -60,3 +64,23 @@ def missing_dtypes(dtypes: Iterable[str], kinds: Iterable[str]) -> Iterator[str]
                 f"precision: {', '.join(lacking)} cannot multiply in {dtype}, and one precision is "
                 f"for all devices: use {remedy}, or leave these cards out"
             )
+
+
+def missing_attention(head_dim: int | None, kinds: Iterable[str]) -> Iterator[str]:
+    """A fault if some devices lack cuDNN's attention.
+
+    Args:
+        head_dim: The size of the largest head; None: the loss calls no such attention.
+    """
+    if head_dim is None:
+        return
+    older = (_WITHOUT_CUDA, _BEFORE_AMPERE, *((_BEFORE_ADA, _BEFORE_HOPPER) * (head_dim > 128)))
+    names = dict.fromkeys(kinds)
+    lacking = [kind for kind in names if any(card.search(_name(kind)) for card in older)]
+    if lacking:
+        least = "9.0" if head_dim > 128 else "8.0"
+        yield (
+            f"attention: the loss calls cuDNN's, with heads of {head_dim}, which needs NVIDIA GPUs "
+            f"of compute capability {least} or more, unlike {', '.join(lacking)}: leave these "
+            "devices out, or leave out implementation='cudnn', for jax's own on any device"
+        )

@@ -20,6 +20,8 @@ import numpy as np
 
 from ..core.errors import ConfigError
 from ..core.types import PyTree
+from ..jax.fused_attention import PRIMITIVES as ATTENTION
+from ..jax.fused_attention import is_statistic
 from ..jax.jaxpr import (
     ClosedJaxpr,
     Literal,
@@ -332,6 +334,8 @@ class Casts:
         op_class = class_of(eqn)
         if op_class == "view" or (op_class == "gathers" and not operands[0].is_low):
             return self._view(eqn, operands)
+        if name in ATTENTION:
+            return self._attention(eqn, operands, low)
         if op_class == "low" and all(map(_is_f32, eqn.invars)):
             reads = any(c.path is not None for c in operands)
             if self._is_float8 and exception is None and reads and name == "dot_general":
@@ -372,6 +376,14 @@ class Casts:
         with in_place_of(eqn):
             arrays = [c.to(low) for c in operands]
         return [Cast(x) for x in run_with(eqn, arrays, **params)]
+
+    def _attention(self, eqn: Any, operands: Sequence[Cast], low: Any) -> list[Cast]:
+        with in_place_of(eqn):
+            arrays = [
+                c.to(_F32 if is_statistic(v.aval.shape) else low) if _is_f32(v) else c.x
+                for c, v in zip(operands, eqn.invars, strict=True)
+            ]
+        return [Cast(x) for x in run_with(eqn, arrays)]
 
     def _float8_product(self, eqn: Any, operands: Sequence[Cast]) -> list[Cast]:
         with in_place_of(eqn):

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..core.errors import AnnotationError
+from ..jax.fused_attention import PRIMITIVES as ATTENTION
+from ..jax.fused_attention import split_dims
 
 
 @dataclasses.dataclass(frozen=True)
@@ -359,6 +361,10 @@ def _experts(_ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list
     return [Factor("expert", tuple(params["expert_dims"]), (None,) * len(outs), partial=True)]
 
 
+def _fused_attention(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    return list(itertools.starmap(Factor, split_dims(ins, outs, params)))
+
+
 def _generated(ins: Sequence[Shape], outs: Sequence[Shape], _params: dict) -> list[Factor]:
     """Results without array operands (iota, random bits): every device makes its shard."""
     return [Factor(f"d{d}", (None,) * len(ins), (d,)) for d in range(len(outs[0]))]
@@ -400,6 +406,7 @@ PATTERNS = Patterns(
         "reduce_window_max": _window,
         "reduce_window_sum": _window,
         "reduce_window_min": _window,
+        **dict.fromkeys(ATTENTION, _fused_attention),
         "iota": _generated,
         "random_bits": _generated,
         "experts": _experts,

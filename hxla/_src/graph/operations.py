@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..jax.fused_attention import PRIMITIVES as ATTENTION
+from ..jax.fused_attention import attention_shape
 from .factors import UNITS, Factor
 
 
@@ -37,6 +39,8 @@ def equation_flops(eqn: Any) -> int:
         kernel = shapes[1]
         window = math.prod(kernel[d] for d in numbers.rhs_spec[2:])
         return 2 * size * window * kernel[numbers.rhs_spec[1]]
+    if name in ATTENTION:
+        return attention_shape(shapes, eqn.params).flops
     if name in ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"):
         return math.prod(shapes[0]) - size
     if name in _ARITHMETIC and eqn.outvars[0].aval.dtype != np.bool_:

@@ -9,6 +9,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
+from ..jax.fused_attention import PRIMITIVES as ATTENTION
 from ..jax.jaxpr import Literal, inner_jaxpr, kind_of
 
 #: `low`: in the policy's dtype. `float32`: in float32. `follows`: low if an operand is low and no
@@ -19,7 +20,9 @@ OpClass = typing.Literal["low", "float32", "follows", "joins", "view", "gathers"
 
 # fmt: off
 _CLASSES: dict[OpClass, frozenset[str]] = {
-    "low": frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"}),
+    "low": frozenset({
+        "conv_general_dilated", "dot_general", "ragged_dot_general", *ATTENTION,
+    }),
     "float32": frozenset({
         "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
         "cbrt", "cos", "cosh", "cumlogsumexp", "cumprod", "cumsum", "digamma", "erf_inv", "erfc",

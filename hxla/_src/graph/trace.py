@@ -34,6 +34,7 @@ from ..model.loss_call import Loss, closed_over_key_message
 from ..model.loss_scale import scaled_loss
 from ..model.plain_arrays import root_key
 from ..model.writes import CallWrites, refuse_writes
+from .attention import refuse_wide_attention
 from .experts import with_experts
 from .factors import PATTERNS, UNITS, Patterns
 from .graph import Graph
@@ -505,6 +506,7 @@ def trace_functional(
         axes,
     )
     _check_depends(graph)
+    refuse_wide_attention(graph)
     mixes, normalizes = mixing(graph)
     return dataclasses.replace(
         with_experts(graph),

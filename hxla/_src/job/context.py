@@ -338,8 +338,7 @@ class JobContext:
     def cluster(self, devices: Devices) -> Cluster:
         """The description of the devices, the same on every process."""
         if devices not in self._clusters:
-            model, variables = self._arguments.model, self._arguments.variables
-            taken = functools.partial(given_bytes, model, variables)
+            taken = functools.partial(given_bytes, self._arguments.variables)
             self._clusters[devices] = job_devices.job_cluster(
                 devices, self._described, self.gather, taken
             )

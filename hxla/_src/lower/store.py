@@ -248,7 +248,7 @@ class Store:
 
     def _place_model(self, gather: Gather, readers: Sequence[Read | None]) -> list[list[Any]]:
         """The user's arrays, placed one after another; all processes use those of process 0."""
-        leaves = [*jax.tree.leaves(self._model.params), *jax.tree.leaves(self._model.aux)]
+        leaves = jax.tree.leaves(self._model.arrays)
         initial = [None if read else x for x, read in zip(leaves, readers, strict=True)]
         digests = " ".join(
             "-" if x is None else f"{zlib.crc32(array_bytes(x)):08x}" for x in initial

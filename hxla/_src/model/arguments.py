@@ -42,16 +42,14 @@ def check_model(model: Any) -> None:
         raise ConfigError(f"model is {type(model).__name__}, not a Flax module: {_TAKES}")
 
 
-def given_bytes(model: Any, variables: PyTree, device: jax.Device) -> int:
-    """Bytes in a device's memory of the model's initial arrays, which stay while it trains.
+def given_bytes(variables: PyTree, device: jax.Device) -> int:
+    """Bytes in a device's memory of the user's arrays that stay there while a model trains.
 
     Args:
-        model: See `check_model`; a function has no arrays before it is called.
-        variables: The variables of a Linen module, or None.
+        variables: The variables of a Linen module, or None. Those of NNX leave the device.
     """
-    state = nnx.state(model) if isinstance(model, nnx.Module) else None
     memory, total = device.default_memory().kind, 0
-    for x in jax.tree.leaves((state, variables)):
+    for x in jax.tree.leaves(variables):
         is_here = isinstance(x, jax.Array) and not x.is_deleted()
         if is_here and x.sharding.memory_kind in (None, memory):
             total += sum(s.data.nbytes for s in x.addressable_shards if s.device == device)

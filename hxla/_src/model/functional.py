@@ -8,6 +8,7 @@ microbatch.
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import flax.linen as nn
@@ -24,6 +25,7 @@ from ..core.types import PyTree
 from ..jax.jaxpr import naming_axes, program_text, with_axes
 from ..jax.program_parts import ResultGroup, apart
 from .arguments import as_module, check_model
+from .given_arrays import GivenArrays
 from .loss_call import CalledLoss, Loss, called
 from .merge import Merge, merges_of, statistics_of
 from .plain_arrays import (
@@ -60,14 +62,16 @@ class Functional:
     """A model as pure functions.
 
     Attributes:
-        params: Parameters, or their shapes, in the user's tree.
-        aux: Other arrays that the loss may change, or their shapes, in the user's tree.
+        params: Shapes of the parameters, in the user's tree.
+        aux: Shapes of other arrays that the loss may change, in the user's tree.
         logical: For each parameter the logical axes of its dimensions in Flax's metadata, or None.
         train: `(params, aux, key, batch) -> (output of the loss, aux)`.
         evaluate: The same with the model in evaluation mode.
         finish: `(params, aux) -> (model, state)` as `hxla.train` returns them.
-        initialise: Makes the arrays of `params` and `aux` from `init_arguments`; None where they
-            are arrays, or where only shapes are known.
+        given: Reads the user's arrays of `params` and `aux`; None: there are none.
+        in_host_memory: The context in which these are in host memory.
+        initialise: Makes the arrays of `params` and `aux` from `init_arguments`, where none are
+            given; None for a model of shapes.
         init_arguments: One microbatch, as arrays.
         frozen: Paths of the parameters that are not trained.
         merges: The user's rule for each array of `aux`, or None; see `merges_of`.
@@ -80,6 +84,8 @@ class Functional:
     train: Callable[[PyTree, PyTree, jax.Array, PyTree], tuple[Any, PyTree]]
     evaluate: Callable[[PyTree, PyTree, jax.Array, PyTree], tuple[Any, PyTree]]
     finish: Callable[[PyTree, PyTree], tuple[Any, PyTree]]
+    given: Callable[[], tuple[PyTree, PyTree]] | None = None
+    in_host_memory: Callable[[], AbstractContextManager[None]] = nullcontext
     initialise: Callable[..., tuple[PyTree, PyTree]] | None = None
     init_arguments: tuple[Any, ...] = ()
     frozen: frozenset[str] = frozenset()
@@ -89,8 +95,12 @@ class Functional:
     @property
     def can_start(self) -> bool:
         """Whether training can begin: a model of shapes can only be planned or resumed."""
-        leaves = jax.tree.leaves((self.params, self.aux))
-        return self.initialise is not None or not any(map(is_abstract, leaves))
+        return self.initialise is not None or self.given is not None
+
+    @property
+    def arrays(self) -> tuple[PyTree, PyTree]:
+        """The user's arrays of `params` and `aux`, or else their shapes."""
+        return (self.params, self.aux) if self.given is None else self.given()
 
     def made_apart(self, wanted: Sequence[int]) -> list[ResultGroup]:
         """Split `initialise`, large arrays apart, so that few whole arrays exist at a time.
@@ -121,6 +131,14 @@ class Functional:
 def is_abstract(x: Any) -> bool:
     """Whether a leaf is a shape only."""
     return isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _shapes(trees: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trees)
+
+
+def _has_arrays(trees: PyTree) -> bool:
+    return not any(map(is_abstract, jax.tree.leaves(trees)))
 
 
 def plain_leaves(tree: PyTree) -> dict[str, Any]:
@@ -245,6 +263,9 @@ def from_nnx(
 
     graphdef_train, params, rngs, _, aux = split(evaluating=False)
     graphdef_eval = split(evaluating=True)[0]
+    given = GivenArrays(model, (params, aux)) if _has_arrays((params, aux)) else None
+    logical = _logical(nnx.get_partition_spec(params))
+    params, aux = _shapes((params, aux))
 
     def call(graphdef: Any, loss: CalledLoss, *, checks: bool) -> Any:
         def run_once(graphdef: Any, params: PyTree, aux: PyTree, key: Any, batch: PyTree) -> Any:
@@ -295,10 +316,12 @@ def from_nnx(
     return Functional(
         params=params,
         aux=aux,
-        logical=_logical(nnx.get_partition_spec(params)),
+        logical=logical,
         train=call(graphdef_train, loss, checks=True),
         evaluate=call(graphdef_eval, eval_loss, checks=False),
         finish=finish,
+        given=None if given is None else given.read,
+        in_host_memory=nullcontext if given is None else given.in_host_memory,
         initialise=None if make is None else initialise,
     )
 
@@ -398,13 +421,15 @@ def from_linen(
         made = initialised(example)
         return made["params"], {name: made[name] for name in kept}
 
+    given = params, {name: variables[name] for name in kept}
     return Functional(
-        params=params,
-        aux={name: variables[name] for name in kept},
+        params=_shapes(params),
+        aux=_shapes(given[1]),
         logical=_logical(nn.get_partition_spec(params)),
         train=call(loss),
         evaluate=call(eval_loss),
         finish=lambda params, aux: (module, {"params": params, **aux}),
+        given=(lambda: given) if _has_arrays(given) else None,
         initialise=initialise if is_made else None,
         init_arguments=(example,) if is_made else (),
     )
@@ -454,7 +479,7 @@ def _finished(model: Functional, trainable: Trainable, merge: Merge) -> Function
     )
     _check_params(model)
     _refuse_overwritten(model.aux)
-    original, initialise = (model.params, model.aux), model.initialise
+    original, initialise, given = (model.params, model.aux), model.initialise, model.given
     if is_plain(model.params, in_parts=True) and is_plain(model.aux):
         return model
 
@@ -493,5 +518,6 @@ def _finished(model: Functional, trainable: Trainable, merge: Merge) -> Function
         train=call(model.train),
         evaluate=call(model.evaluate),
         finish=lambda *trained: model.finish(*map(from_plain, trained, original)),
+        given=None if given is None else lambda: plain(*given()),
         initialise=None if initialise is None else lambda *xs: plain(*initialise(*xs)),
     )

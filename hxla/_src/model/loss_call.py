@@ -17,6 +17,7 @@ from flax import errors as flax_errors
 from flax import nnx
 
 from ..core.errors import ConfigError, HxlaError, LossError
+from ..jax.fused_attention import traced_anywhere
 from ..jax.jaxpr import unbound_axis
 from .over_batch import OverBatch
 from .writes import NEEDED
@@ -62,7 +63,8 @@ def called(loss: Loss, argument: str = "loss") -> CalledLoss:
     def run(model: Any, batch: Any, key: jax.Array) -> Any:
         keywords = {"key": jax.random.fold_in(key, _FOLD)} if takes_key else {}
         try:
-            return loss(model, batch, **keywords)
+            with traced_anywhere():
+                return loss(model, batch, **keywords)
         except HxlaError:
             raise
         except Exception as error:

@@ -131,6 +131,11 @@ def with_loss_scale(model: Functional, exponent: int) -> Functional:
 
         return scaled
 
+    def given() -> tuple[PyTree, PyTree]:
+        assert model.given is not None
+        params, aux = model.given()
+        return params, ScaledAux(aux, np.asarray(exponent, np.int32))
+
     def initialise(*arguments: Any) -> tuple[PyTree, PyTree]:
         assert model.initialise is not None
         params, aux = model.initialise(*arguments)
@@ -141,5 +146,6 @@ def with_loss_scale(model: Functional, exponent: int) -> Functional:
         aux=ScaledAux(model.aux, np.asarray(exponent, np.int32)),
         train=call(model.train),
         evaluate=call(model.evaluate),
+        given=None if model.given is None else given,
         initialise=None if model.initialise is None else initialise,
     )

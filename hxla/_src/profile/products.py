@@ -9,11 +9,13 @@ import jax
 
 from ..graph.graph import Graph
 from ..graph.operations import Op, leaves
+from ..jax.fused_attention import PRIMITIVES as ATTENTION
+from ..jax.fused_attention import attention_shape
 from ..plan.sharding import Sharded
 
 Shape = tuple[int, ...]
 
-_PRODUCTS = ("dot_general", "conv_general_dilated")
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", *ATTENTION})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,10 +68,9 @@ def products_of(graph: Graph, ops: Sequence[Op], cut: Sharded) -> tuple[MatrixPr
     for op in leaves(tuple(ops)):
         if op.name not in _PRODUCTS:
             continue
-        is_dot = op.name == "dot_general"
-        product = _dot(op, _operands(op, cut)) if is_dot else _convolution(op, graph, cut)
         arithmetic = graph.arithmetic if graph.arithmetic != "model" else _arithmetic(op)
-        counts[dataclasses.replace(product, arithmetic=arithmetic)] += op.times
+        for product in _products(op, graph, cut):
+            counts[dataclasses.replace(product, arithmetic=arithmetic)] += op.times
     return tuple(dataclasses.replace(product, count=num) for product, num in counts.items())
 
 
@@ -93,6 +94,23 @@ def _operands(op: Op, cut: Sharded) -> list[Shape]:
             if dim is not None:
                 shape[dim] = -(-shape[dim] // axis.num_devices)
     return [tuple(shape) for shape in shapes]
+
+
+def _products(op: Op, graph: Graph, cut: Sharded) -> tuple[MatrixProduct, ...]:
+    if op.name in ATTENTION:
+        return _attention(op, _operands(op, cut))
+    is_dot = op.name == "dot_general"
+    return (_dot(op, _operands(op, cut)) if is_dot else _convolution(op, graph, cut),)
+
+
+def _attention(op: Op, operands: Sequence[Shape]) -> tuple[MatrixProduct, ...]:
+    """Queries by keys, and the result by values; a causal kernel skips half of both."""
+    of = attention_shape(operands, op.eqn.params)
+    keys = max(1, of.keys // 2) if of.is_causal else of.keys
+    scores = MatrixProduct(
+        copies=of.batch * of.heads, rows=of.queries, columns=keys, depth=of.head_dim
+    )
+    return scores, dataclasses.replace(scores, columns=of.value_dim, depth=keys)
 
 
 def _dot(op: Op, operands: Sequence[Shape]) -> MatrixProduct:

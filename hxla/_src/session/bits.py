@@ -198,7 +198,7 @@ def _initial(job: JobContext, size: int) -> tuple[list[Any], list[Any]]:
     model = job.training(size, 0).model
     read = job.opened_weights(size)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        tree: PyTree = (model.params, model.aux)
+        tree: PyTree = model.arrays
         if model.initialise is not None:
             tree = jax.jit(model.initialise)(*model.init_arguments)
     params, aux = (jax.tree.leaves(part) for part in tree)

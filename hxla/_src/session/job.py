@@ -51,8 +51,9 @@ class Job(JobArguments):
 
     Args:
         model: An `nnx.Module` instance (updated in place), a function without arguments that makes
-            one, or an unbound `flax.linen.Module`. Arrays of such a function are made sharded as
-            they are placed, so no device needs room for whole ones. An abstract module of
+            one, or an unbound `flax.linen.Module`. The arrays of an instance are in host memory
+            while a session is open, and can be read there. Arrays of a function are made sharded
+            as they are placed, so no device needs room for whole ones. An abstract module of
             `nnx.eval_shape` is enough for plans.
         data: A pytree of arrays with examples in the leading dimension, a sequence of examples, a
             Grain dataset, a callable from index to example, or an iterable of global batches. A
@@ -69,7 +70,8 @@ class Job(JobArguments):
         seed: The root of sample order, dropout and initialisation.
         shuffle: Whether random-access data is shuffled anew each epoch.
         num_examples: The number of examples of a callable, which it needs for epochs.
-        variables: The initial variables of a Linen module; initialised from `seed` if None.
+        variables: The initial variables of a Linen module; initialised from `seed` if None. Those
+            on a device stay there while a session is open.
         rngs: The names of the random streams of a Linen module.
         weights: The initial weights, in place of the model's arrays: a `.safetensors` file, the
             index or folder of several, or an `hxla.Weights`, which also maps their names to the

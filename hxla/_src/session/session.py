@@ -87,8 +87,7 @@ class Session:
     """
 
     def __init__(self, job: JobContext, plan: Plan, devices: Devices, options: SessionOptions):
-        self._job, self._options = job, options
-        self.num_steps = options.steps
+        self._job, self._options, self.num_steps = job, options, options.steps
         self.checkpoint_dir, self.run_dir = options.checkpoint_dir, options.run_dir
         self._cluster = job.cluster(devices)
         self._stack = contextlib.ExitStack()
@@ -119,6 +118,7 @@ class Session:
             inputs = job.as_inputs(batch := job.first_batch(start, plan.microbatch_size))
             job.agree("data", lambda: facts_of_data(batch, f"data of step {start + 1}: "))
             weights = job.opened_weights(plan.microbatch_size) if resumed is None else None
+            self._stack.enter_context(job.functional(plan.microbatch_size).in_host_memory())
             self._programs = job.programs(plan, devices, waiting.tell, keep=options.is_trial)
             self._reducer = self._programs.reducer
             self._store = self._programs.store()

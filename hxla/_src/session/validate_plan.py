@@ -6,11 +6,12 @@ from collections.abc import Iterator
 import jax
 
 from ..choose.complete import versions_for
-from ..cluster.card_dtypes import missing_dtypes
+from ..cluster.card_dtypes import missing_attention, missing_dtypes
 from ..cluster.cluster import Cluster
 from ..cluster.job_devices import Devices
 from ..cluster.libraries import are_unlike, in_words
 from ..core.errors import ConfigError, PlanError
+from ..graph.attention import largest_head
 from ..graph.graph import Graph, rows_touched
 from ..graph.parts import graph_of
 from ..graph.segments import segments_at
@@ -53,6 +54,7 @@ def check_runnable(plan: Plan, job: JobContext, cluster: Cluster, devices: Devic
         _job_differences(plan, job.batch_size, cluster),
         _precision_differences(plan, job.precision),
         _device_differences(plan, cluster, devices),
+        missing_attention(largest_head(graph), [d.kind for d in plan.devices]),
         _parameter_differences(plan, graph),
         _segment_differences(plan, graph),
         _sum_differences(plan, graph, cluster),

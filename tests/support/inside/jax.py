@@ -1,6 +1,7 @@
 """What tests know of the insides of `hxla._src.jax`."""
 
 from hxla._src.jax import coordination as _coordination
+from hxla._src.jax import fused_attention as attention
 from hxla._src.jax import xla_protos as _hlo_proto
 from hxla._src.jax.absent_sharding import brief_absence
 from hxla._src.jax.compilation_events import num_compilations
