@@ -1,6 +1,6 @@
 """What a model may call, in every form of training: as plain JAX trains it, with equal bits.
 
-A row trains eight kinds of `support/kinds`, one after another in one model. If it fails, each of
+A row trains four kinds of `support/kinds`, one after another in one model. If it fails, each of
 them is trained alone, and those at fault are named.
 """
 
@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import hxla
-from support import kinds, models, zoo
+from support import kinds, models, tiers, zoo
 from support.tiers import rows
 from support.training import train_with
 
@@ -50,12 +50,21 @@ FORMS = {
 #: Those that share the bits of one device.
 SAME_BITS = ("3 + 1", "zero")
 
-_EIGHT = 8
-_NUM = -(-len(kinds.KINDS) // _EIGHT)
+_FOUR = 4
+_NUM = -(-len(kinds.KINDS) // _FOUR)
 GROUPS = [tuple(kinds.KINDS)[i::_NUM] for i in range(_NUM)]
 TABLE = [(number, form) for number in range(_NUM) for form in FORMS]
-#: Each kind once, each form twice.
-QUICK = [(number, [*FORMS][number % len(FORMS)]) for number in range(_NUM)]
+#: Each form once, for kinds of every file.
+QUICK = [*enumerate(FORMS)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def the_quick_tier_compiles_in_haste():
+    name = "jax_disable_most_optimizations"
+    before = getattr(jax.config, name)
+    jax.config.update(name, not tiers.is_all)
+    yield
+    jax.config.update(name, before)
 
 
 def row_of(names):

@@ -23,7 +23,7 @@ _ON_A_ROUTE: dict[str, tuple[int, ...] | None] = {
     ),
     **dict.fromkeys(("div", "dynamic_slice", "gather"), (0,)),
     **dict.fromkeys(("dynamic_update_slice", "pad"), (0, 1)),
-    **dict.fromkeys(("scatter", "scatter-add", "scatter_max", "scatter_min", "scatter_mul"), (0,)),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul"), (0,)),
 }
 
 

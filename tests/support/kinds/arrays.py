@@ -296,7 +296,7 @@ def logsumexp_under_a_mask(x):
 @layer()
 def integer_bits(x):
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    return x * (1 + jax.lax.population_count(bits & 7))
+    return x * (1 + jax.lax.population_count((bits >> 23) & 7))
 
 
 @layer(w=(WIDTH, WIDTH))

@@ -1,5 +1,6 @@
 """Layers of Flax, dtypes of parameters, random keys, and losses."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -152,6 +153,16 @@ def einsum(rngs):
     return nnx.Sequential(
         nnx.Einsum("btd,dhe->bthe", (WIDTH, 2, 4), (2, 4), rngs=rngs),
         nnx.LinearGeneral((2, 4), WIDTH, axis=(-2, -1), rngs=rngs),
+    )
+
+
+@module()
+def logical_names(rngs):
+    """Flax's metadata of sharding, which does nothing where no mesh is in force."""
+    names = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+    linear = nnx.Linear(WIDTH, WIDTH, kernel_init=names, rngs=rngs)
+    return nnx.Sequential(
+        linear, lambda x: nn.with_logical_constraint(x, ("batch", "length", "mlp"))
     )
 
 
