@@ -221,12 +221,14 @@ def ragged_dot(x, w):
 @layer(w=(3, WIDTH, WIDTH))
 def ragged_dot_of_data(x, w):
     """Experts without capacity: tokens sorted by expert, so many rows for each."""
-    flat = x.reshape(-1, WIDTH)
-    expert = jnp.argmax(flat[:, :3], -1)
-    order = jnp.argsort(expert, stable=True)
-    sizes = jnp.bincount(expert, length=3).astype(jnp.int32)
-    out = jax.lax.ragged_dot(flat[order], w, sizes)
-    return out[jnp.argsort(order)].reshape(x.shape)
+
+    def one(row):
+        expert = jnp.argmax(row[:, :3], -1)
+        order = jnp.argsort(expert, stable=True)
+        sizes = jnp.bincount(expert, length=3).astype(jnp.int32)
+        return jax.lax.ragged_dot(row[order], w, sizes)[jnp.argsort(order)]
+
+    return jax.lax.map(one, x)
 
 
 @layer(w=(3, WIDTH, WIDTH))

@@ -108,13 +108,12 @@ def nnx_custom_vjp(rngs):
         return call(linear, x), (linear, x)
 
     def backward(saved, g):
-        (linear_g, g), (linear, x) = g, saved
-        kernel, bias = linear.kernel[...], linear.bias[...]
-        g = g * jnp.cos(x @ kernel + bias)
-        linear_g = nnx.clone(linear_g)
-        linear_g["kernel"] = linear_g["kernel"].replace(jnp.einsum("bti,bto->io", x, g))
-        linear_g["bias"] = linear_g["bias"].replace(g.sum((0, 1)))
-        return linear_g, g @ kernel.T
+        ((linear_g, _), g), (linear, x) = g, saved
+        g = g * jnp.cos(linear(x))
+        linear_g = jax.tree.map(lambda x: x, linear_g)
+        linear_g["kernel"][...] = jnp.einsum("bti,bto->io", x, g)
+        linear_g["bias"][...] = g.sum((0, 1))
+        return linear_g, g @ linear.kernel[...].T
 
     call.defvjp(forward, backward)
 

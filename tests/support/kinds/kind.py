@@ -20,8 +20,8 @@ class Kind:
 
     Attributes:
         loss: From the outputs of the model and the batch to a loss for each example; None: squares.
-        by_microbatch: Whether a microbatch's result is no mean over its examples, as with BatchNorm
-            and random keys.
+        by_microbatch: Whether a microbatch's gradient is no mean over its examples, as with
+            BatchNorm, random keys and gradients that are rounded to few bits.
     """
 
     make: Make

@@ -156,14 +156,10 @@ def einsum(rngs):
     )
 
 
-@module()
-def logical_names(rngs):
-    """Flax's metadata of sharding, which does nothing where no mesh is in force."""
-    names = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
-    linear = nnx.Linear(WIDTH, WIDTH, kernel_init=names, rngs=rngs)
-    return nnx.Sequential(
-        linear, lambda x: nn.with_logical_constraint(x, ("batch", "length", "mlp"))
-    )
+@layer()
+def logical_constraint(x):
+    """Flax's own does nothing where no mesh is in force."""
+    return jnp.sin(nn.with_logical_constraint(x, ("batch", "length", "embed")))
 
 
 @module()
@@ -192,13 +188,13 @@ def embedding_that_attends(rngs):
     return Tied(rngs)
 
 
-@module()
+@module(by_microbatch=True)
 def bfloat16_parameters(rngs):
     linear = nnx.Linear(WIDTH, WIDTH, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=rngs)
     return nnx.Sequential(linear, lambda x: x.astype(jnp.float32))
 
 
-@module()
+@module(by_microbatch=True)
 def float16_products(rngs):
     linear = nnx.Linear(WIDTH, WIDTH, dtype=jnp.float16, rngs=rngs)
     return nnx.Sequential(linear, lambda x: x.astype(jnp.float32))
@@ -208,7 +204,9 @@ class Quantised(nnx.Module):
     """Weights in int8 that are not trained, and a scale that is."""
 
     def __init__(self, rngs):
-        self.table = nnx.Param(jax.random.randint(rngs.params(), (WIDTH, WIDTH), -9, 9, jnp.int8))
+        self.table = nnx.Variable(
+            jax.random.randint(rngs.params(), (WIDTH, WIDTH), -9, 9, jnp.int8)
+        )
         self.scale = nnx.Param(jnp.full((WIDTH,), 0.1))
 
     def __call__(self, x):
@@ -220,7 +218,7 @@ def int8_parameters(rngs):
     return Quantised(rngs)
 
 
-@layer(w=(WIDTH, WIDTH))
+@layer(w=(WIDTH, WIDTH), by_microbatch=True)
 def float8_product(x, w):
     low = jnp.float8_e4m3fn
     return jnp.dot(x.astype(low), w.astype(low), preferred_element_type=jnp.float32)

@@ -80,6 +80,8 @@ def plain(
         out, rest = loss(params, rest, key, batch)
         return _mean(out), rest
 
+    # An axis of one member, for models written for `pmap`.
+    mean_loss = jax.vmap(mean_loss, in_axes=None, out_axes=None, axis_name="batch", axis_size=1)
     as_written = {"xla_allow_excess_precision": False}  # else a low dtype may be left out
     gradient = jax.jit(jax.value_and_grad(mean_loss, has_aux=True), compiler_options=as_written)
 
