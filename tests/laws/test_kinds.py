@@ -19,8 +19,7 @@ from support.tiers import rows
 from support.training import train_with
 
 STEPS, BATCH, MICROBATCH, SEED = 2, 8, 2, 3
-MOST, MOST_BF16 = 1e-5, 0.05  # relative errors of losses
-MOST_CHANGED = 1e-4  # the same, of the changes of variables
+MOST_BF16 = 0.05  # relative error of a loss with `precision="bf16"`
 
 _RNG = np.random.default_rng(0)
 _SHAPE = 2 * BATCH, kinds.LENGTH, kinds.WIDTH
@@ -54,8 +53,8 @@ _FOUR = 4
 _NUM = -(-len(kinds.KINDS) // _FOUR)
 GROUPS = [tuple(kinds.KINDS)[i::_NUM] for i in range(_NUM)]
 TABLE = [(number, form) for number in range(_NUM) for form in FORMS]
-#: Each form once, for kinds of every file.
-QUICK = [*enumerate(FORMS)]
+#: Each form once, with kinds from all over the table.
+QUICK = [(i * _NUM // len(FORMS), form) for i, form in enumerate(FORMS)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -126,10 +125,11 @@ def check(names, form):
     if form == "bf16":
         np.testing.assert_allclose(losses(result), values, rtol=MOST_BF16)
         return
-    np.testing.assert_allclose(losses(result), values, rtol=MOST)
+    most = max(kinds.KINDS[name].most for name in names)
+    np.testing.assert_allclose(losses(result), values, rtol=most / 10)
     start = nnx.state(row_of(names).make(), nnx.Not(nnx.RngState))
     worst, path = zoo.error(changed(start, result.state), changed(start, state), floor=0.1)
-    assert worst < MOST_CHANGED, f"the change of {path} differs by {worst}"
+    assert worst < most, f"the change of {path} differs by {worst}"
     if form in SAME_BITS:
         one = train(names, "one device")
         assert result.plan.numerics == one.plan.numerics

@@ -22,11 +22,13 @@ class Kind:
         loss: From the outputs of the model and the batch to a loss for each example; None: squares.
         by_microbatch: Whether a microbatch's gradient is no mean over its examples, as with
             BatchNorm, random keys and gradients that are rounded to few bits.
+        most: The largest relative error of a change of a parameter. That of a loss is a tenth.
     """
 
     make: Make
     loss: Callable[[jax.Array, Mapping[str, jax.Array]], jax.Array] | None = None
     by_microbatch: bool = False
+    most: float = 1e-4
 
 
 #: Name to kind, filled by the decorators below.

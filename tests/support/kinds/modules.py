@@ -188,13 +188,13 @@ def embedding_that_attends(rngs):
     return Tied(rngs)
 
 
-@module(by_microbatch=True)
+@module(by_microbatch=True, most=0.05)
 def bfloat16_parameters(rngs):
     linear = nnx.Linear(WIDTH, WIDTH, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=rngs)
     return nnx.Sequential(linear, lambda x: x.astype(jnp.float32))
 
 
-@module(by_microbatch=True)
+@module(by_microbatch=True, most=0.01)
 def float16_products(rngs):
     linear = nnx.Linear(WIDTH, WIDTH, dtype=jnp.float16, rngs=rngs)
     return nnx.Sequential(linear, lambda x: x.astype(jnp.float32))
@@ -218,7 +218,7 @@ def int8_parameters(rngs):
     return Quantised(rngs)
 
 
-@layer(w=(WIDTH, WIDTH), by_microbatch=True)
+@layer(w=(WIDTH, WIDTH), by_microbatch=True, most=0.2)
 def float8_product(x, w):
     low = jnp.float8_e4m3fn
     return jnp.dot(x.astype(low), w.astype(low), preferred_element_type=jnp.float32)
