@@ -36,6 +36,7 @@ COLUMNS = hxla.RuleSet(
 )
 ONE = {"mesh": {"data": 1}}
 TWO = {"mesh": {"data": 2}, "counts": (3, 1)}
+ZERO = {"config": {"memory": {"zero": 2}}}
 FORMS = {
     "one device": ONE,
     "3 + 1": TWO,
@@ -43,11 +44,11 @@ FORMS = {
     "chain": ONE | {"config": {"memory": {"recompute": "boundaries"}}},
     "stages": {"stages": 2, "config": {"cluster": {"visible_devices": [0, 1]}}},
     "bf16": ONE | {"precision": "bf16"},
-    "zero": TWO | {"config": {"memory": {"zero": 2}}},
+    "zero": TWO | ZERO,
     "tensor": {"mesh": {"data": 1, "tensor": 2}, "rules": COLUMNS},
 }
-#: Those that share the bits of one device.
-SAME_BITS = ("3 + 1", "zero")
+#: Forms, and others of the same bits.
+TWINS = {"3 + 1": ONE, "zero": TWO | ZERO | {"counts": (2, 2)}}
 
 _FOUR = 4
 _NUM = -(-len(kinds.KINDS) // _FOUR)
@@ -59,11 +60,9 @@ QUICK = [(i * _NUM // len(FORMS), form) for i, form in enumerate(FORMS)]
 
 @pytest.fixture(scope="module", autouse=True)
 def the_quick_tier_compiles_in_haste():
-    name = "jax_disable_most_optimizations"
-    before = getattr(jax.config, name)
-    jax.config.update(name, not tiers.is_all)
+    jax.config.update("jax_disable_most_optimizations", not tiers.is_all)
     yield
-    jax.config.update(name, before)
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def row_of(names):
@@ -79,6 +78,7 @@ def row_of(names):
         loss=loss,
         data=DATA,
         optimizer=optax.sgd(0.01),
+        axis_name=next(filter(None, (kind.axis_name for kind in members)), ""),
         by_microbatch=any(kind.by_microbatch for kind in members),
     )
 
@@ -91,9 +91,8 @@ def expected(names, size):
     return zoo.plain(row, steps=STEPS, batch_size=BATCH, microbatch_size=size)
 
 
-@functools.cache
-def train(names, form):
-    row, options = row_of(names), dict(FORMS[form])
+def train(names, options):
+    row, options = row_of(names), dict(options)
     if "mesh" in options:
         options["mesh"] = models.mesh(**options["mesh"])
     return train_with(
@@ -120,7 +119,7 @@ def changed(start, end):
 
 
 def check(names, form):
-    result = train(names, form)
+    result = train(names, FORMS[form])
     values, state = expected(names, FORMS[form].get("microbatch_size", MICROBATCH))
     if form == "bf16":
         np.testing.assert_allclose(losses(result), values, rtol=MOST_BF16)
@@ -130,10 +129,10 @@ def check(names, form):
     start = nnx.state(row_of(names).make(), nnx.Not(nnx.RngState))
     worst, path = zoo.error(changed(start, result.state), changed(start, state), floor=0.1)
     assert worst < most, f"the change of {path} differs by {worst}"
-    if form in SAME_BITS:
-        one = train(names, "one device")
-        assert result.plan.numerics == one.plan.numerics
-        assert (result.sha256, losses(result)) == (one.sha256, losses(one))
+    if form in TWINS:
+        twin = train(names, TWINS[form])
+        assert result.plan.numerics == twin.plan.numerics
+        assert (result.sha256, losses(result)) == (twin.sha256, losses(twin))
     if form == "tensor":
         assert any("tensor" in axes for p in result.plan.parameters for axes in p.spec)
 

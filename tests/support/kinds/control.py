@@ -128,7 +128,7 @@ def collectives_of_a_vmap_axis(x):
     return jax.vmap(one, in_axes=1, out_axes=1, axis_name="time")(x)
 
 
-@layer()
+@layer(axis_name="batch")
 def unbound_axis(x):
     return x - jax.lax.pmean(x, "batch") + jax.lax.psum(x, "batch")
 
@@ -233,6 +233,7 @@ def nnx_while_loop(rngs):
 
     def call(self, x):
         frozen = nnx.clone(self)
+        nnx.update(frozen, jax.lax.stop_gradient(nnx.state(self)))
         start = jax.lax.stop_gradient(x)
         return self.linear(x) * nnx.while_loop(lambda c: c[2] < 3, body, (frozen, start, 0))[1]
 

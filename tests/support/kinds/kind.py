@@ -22,12 +22,14 @@ class Kind:
         loss: From the outputs of the model and the batch to a loss for each example; None: squares.
         by_microbatch: Whether a microbatch's gradient is no mean over its examples, as with
             BatchNorm, random keys and gradients that are rounded to few bits.
+        axis_name: The axis that nothing in the model binds.
         most: The largest relative error of a change of a parameter. That of a loss is a tenth.
     """
 
     make: Make
     loss: Callable[[jax.Array, Mapping[str, jax.Array]], jax.Array] | None = None
     by_microbatch: bool = False
+    axis_name: str = ""
     most: float = 1e-4
 
 

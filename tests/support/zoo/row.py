@@ -32,6 +32,7 @@ class Row:
         sown: Collections of a Linen module that `sow` fills.
         by_microbatch: Whether the loss of a batch is no mean over its examples (BatchNorm, keys,
             negatives within the batch): then the plain loop adds up microbatches, too.
+        axis_name: The axis that a model written for `pmap` averages over.
         cut: Patterns of parameters whose last dimension two devices share.
         chain: Why no pipeline makes sense; empty: one of two stages is tried.
         floor: Share of the model's largest parameter below which a tensor's error is not relative
@@ -48,6 +49,7 @@ class Row:
     keyed: bool = False
     sown: Sequence[str] = ()
     by_microbatch: bool = False
+    axis_name: str = ""
     cut: Sequence[str] = ()
     chain: str = ""
     floor: float = 0.1
@@ -80,8 +82,10 @@ def plain(
         out, rest = loss(params, rest, key, batch)
         return _mean(out), rest
 
-    # An axis of one member, for models written for `pmap`.
-    mean_loss = jax.vmap(mean_loss, in_axes=None, out_axes=None, axis_name="batch", axis_size=1)
+    if row.axis_name:
+        mean_loss = jax.vmap(
+            mean_loss, in_axes=None, out_axes=None, axis_name=row.axis_name, axis_size=1
+        )
     as_written = {"xla_allow_excess_precision": False}  # else a low dtype may be left out
     gradient = jax.jit(jax.value_and_grad(mean_loss, has_aux=True), compiler_options=as_written)
 
