@@ -4,7 +4,6 @@ A row trains four kinds of `support/kinds`, one after another in one model. If i
 them is trained alone, and those at fault are named.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -85,10 +84,7 @@ def row_of(names):
 
 @functools.cache
 def expected(names, size):
-    row = dataclasses.replace(row_of(names), by_microbatch=False)
-    if size < BATCH:
-        row = row_of(names)
-    return zoo.plain(row, steps=STEPS, batch_size=BATCH, microbatch_size=size)
+    return zoo.plain(row_of(names), steps=STEPS, batch_size=BATCH, microbatch_size=size)
 
 
 def train(names, options):
