@@ -115,6 +115,13 @@ def changed(start, end):
 
 
 def check(names, form):
+    for name in names:
+        if words := kinds.KINDS[name].refused.get(form):
+            with pytest.raises(hxla.PlanError, match=words):
+                train((name,), FORMS[form])
+    names = tuple(name for name in names if form not in kinds.KINDS[name].refused)
+    if not names:
+        return
     result = train(names, FORMS[form])
     values, state = expected(names, FORMS[form].get("microbatch_size", MICROBATCH))
     if form == "bf16":

@@ -36,6 +36,16 @@ from .structures import ReplicaGroups
 _MOST_NAMES = 3
 
 
+def _refuse_order(graph: Graph) -> None:
+    """Refuse ordered callbacks, which jax runs in programs of one device only."""
+    if any(type(effect).__name__.startswith("Ordered") for effect in graph.program.effects):
+        raise PlanError(
+            "the model has a callback with ordered=True, and jax keeps its order on one device "
+            "only, while a replica of this plan has several: leave ordered=True out of "
+            "jax.debug.print, jax.debug.callback or io_callback, or plan without such an axis"
+        )
+
+
 def complete(
     graph: Graph,
     structure: ReplicaGroups,
@@ -94,6 +104,7 @@ def complete(
     shares: tuple[int, ...] = ()
     sizes: Sequence[Sizes] = ((),) * len(specs)
     if structure.inner:
+        _refuse_order(graph)
         factor = state_factor(graph, optimizer_bytes, sums)
         split = inner_split(graph, structure, cluster, factor, profile)
         sharded, shares, sizes = split.sharded, split.shares, split.sizes

@@ -24,6 +24,7 @@ class Kind:
             BatchNorm, random keys and gradients that are rounded to few bits.
         axis_name: The axis that nothing in the model binds.
         most: The largest relative error of a change of a parameter. That of a loss is a tenth.
+        refused: From a form that cannot train it to words of the refusal.
     """
 
     make: Make
@@ -31,6 +32,7 @@ class Kind:
     by_microbatch: bool = False
     axis_name: str = ""
     most: float = 1e-4
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 #: Name to kind, filled by the decorators below.
