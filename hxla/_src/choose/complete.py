@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 from ..cluster.card_dtypes import slow_cards
 from ..cluster.cluster import Cluster, Device
 from ..cluster.mesh_file import dump_cluster
+from ..core.errors import PlanError
 from ..core.types import STAGE_AXIS
 from ..graph.graph import Graph, params_of
 from ..graph.parts import ChainPart, graph_at, parts_of
