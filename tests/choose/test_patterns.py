@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import pallas as pl
 
 import hxla
 from hxla import PATTERNS, Factor
@@ -149,6 +150,46 @@ def test_every_factor_leaves_the_result_unchanged():
         image,
         kernel,
     )
+
+
+def reversed_by_pallas(x):
+    def kernel(x, out):
+        out[...] = x[...][::-1]
+
+    return pl.pallas_call(kernel, out_shape=x, interpret=True)(x)
+
+
+def reversed_by_a_callback(x):
+    return jax.pure_callback(lambda x: np.asarray(x)[::-1], x, x, vmap_method="sequential")
+
+
+def solved(x):
+    def solve(apply, b):
+        return jnp.linalg.solve(x, b)
+
+    return jax.lax.custom_linear_solve(lambda v: x @ v, x, solve)
+
+
+#: Results have the shape of the operands, and each element depends on others.
+WHOLE = {
+    "pallas_call": reversed_by_pallas,
+    "pure_callback": reversed_by_a_callback,
+    "custom_linear_solve": solved,
+    "scatter-max": lambda x: x.at[jnp.array([0, 0, 1, 1])].max(x),
+    "scatter-mul": lambda x: x.at[jnp.array([0, 0, 1, 1])].mul(x, unique_indices=False),
+    "reduce_window": lambda x: jax.lax.reduce_window(
+        x, 1.0, lambda a, b: a * b + 0, (3, 1), (1, 1), "SAME"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_an_equation_of_unknown_dependences_is_cut_nowhere(name):
+    shape = jax.ShapeDtypeStruct((4, 4), "float32")
+    [eqn] = [e for e in jax.make_jaxpr(WHOLE[name])(shape).eqns if e.primitive.name == name]
+    shapes, outs = [[v.aval.shape for v in side] for side in (eqn.invars, eqn.outvars)]
+    assert outs == [shape.shape]
+    assert PATTERNS.factors(name, shapes, outs, eqn.params) == []
 
 
 def test_arrays_that_are_stacked_or_taken_apart_stay_cut():

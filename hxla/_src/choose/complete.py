@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 from ..cluster.card_dtypes import slow_cards
 from ..cluster.cluster import Cluster, Device
 from ..cluster.mesh_file import dump_cluster
+from ..core.errors import PlanError
 from ..core.types import STAGE_AXIS
 from ..graph.graph import Graph, params_of
 from ..graph.parts import ChainPart, graph_at, parts_of
@@ -34,6 +35,16 @@ from .split_times import microbatch_seconds
 from .structures import ReplicaGroups
 
 _MOST_NAMES = 3
+
+
+def _refuse_order(graph: Graph) -> None:
+    """Refuse ordered callbacks, which jax runs in programs of one device only."""
+    if any(type(effect).__name__.startswith("Ordered") for effect in graph.program.effects):
+        raise PlanError(
+            "the model has a callback with ordered=True, and jax keeps its order on one device "
+            "only, while a replica of this plan has several: leave ordered=True out of "
+            "jax.debug.print, jax.debug.callback or io_callback, or plan without such an axis"
+        )
 
 
 def complete(
@@ -94,6 +105,7 @@ def complete(
     shares: tuple[int, ...] = ()
     sizes: Sequence[Sizes] = ((),) * len(specs)
     if structure.inner:
+        _refuse_order(graph)
         factor = state_factor(graph, optimizer_bytes, sums)
         split = inner_split(graph, structure, cluster, factor, profile)
         sharded, shares, sizes = split.sharded, split.shares, split.sizes

@@ -51,13 +51,17 @@ UNITS = frozenset(
     {"dot_general", "conv_general_dilated", "gather", "ragged_dot_general", "experts"}
 )
 
-# Primitives that keep their operand's shape but are not element-wise.
+# Primitives that may keep their operand's shape but are not element-wise.
 _NOT_ELEMENTWISE = frozenset(
     {
         *("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "fft"),
         *("cholesky", "qr", "lu", "svd", "eigh", "triangular_solve", "approx_top_k"),
-        *("scatter_add", "dynamic_update_slice", "random_wrap"),
-        *("while", "cond"),
+        *("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"),
+        *("scatter_add", "dynamic_update_slice", "random_wrap", "reduce_window", "ppermute"),
+        *("select_and_scatter", "select_and_scatter_add", "select_and_gather_add", "while", "cond"),
+        *("custom_linear_solve", "householder_product", "schur", "tridiagonal_solve"),
+        *("composite", "custom_partitioning", "custom_vmap_call", "linear_call", "run_state"),
+        *("ffi_call", "io_callback", "pallas_call", "pure_callback"),
     }
 )
 

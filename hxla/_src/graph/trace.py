@@ -26,11 +26,12 @@ from ..jax.jaxpr import (
     with_axes,
     with_results,
 )
+from ..jax.placement_calls import placement_calls
 from ..jax.result_sources import sources
 from ..model.annotations import Scope, Strategy, scopes_of, written
 from ..model.functional import Functional, functional, leaf_names
 from ..model.loss import MetricColumns, as_sums
-from ..model.loss_call import Loss, closed_over_key_message
+from ..model.loss_call import Loss, closed_over_key_message, placement_message
 from ..model.loss_scale import scaled_loss
 from ..model.plain_arrays import root_key
 from ..model.writes import CallWrites, refuse_writes
@@ -560,6 +561,12 @@ def _check_depends(graph: Graph) -> None:
         )
 
 
+def _check_placement(closed: ClosedJaxpr) -> None:
+    for name, equations in placement_calls(closed.jaxpr):
+        where = next(filter(None, map(source_of, reversed(equations))), "")
+        raise LossError(placement_message(name, where))
+
+
 def trace_sums(
     run: Callable[..., Any],
     params: PyTree,
@@ -588,6 +595,7 @@ def trace_sums(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, aux, key, batch)
     )
     closed = checked(jax.make_jaxpr(run)(*shapes))
+    _check_placement(closed)
     counts = [len(jax.tree.leaves(tree)) for tree in shapes]
     graph = Tracer(closed, counts, leaf_names(params), default, patterns).graph()
     return dataclasses.replace(graph, param_logical=logical, merges=by_dtype(graph))

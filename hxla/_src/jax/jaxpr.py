@@ -38,8 +38,8 @@ _KINDS = {
     "leaf": {
         "composite", "cond", "custom_linear_solve", "custom_partitioning", "custom_vmap_call",
         "linear_call", "pallas_call", "reduce", "reduce_window", "remat_opt", "run_state",
-        "scatter", "scatter-add", "scatter_add", "scatter_max", "scatter_min", "scatter_mul",
-        "scatter_sub", "select_and_scatter", "shard_map", "while",
+        "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub",
+        "scatter_add", "select_and_scatter", "shard_map", "while",
     },
 }
 # fmt: on

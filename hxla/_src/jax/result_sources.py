@@ -23,7 +23,7 @@ _ON_A_ROUTE: dict[str, tuple[int, ...] | None] = {
     ),
     **dict.fromkeys(("div", "dynamic_slice", "gather"), (0,)),
     **dict.fromkeys(("dynamic_update_slice", "pad"), (0, 1)),
-    **dict.fromkeys(("scatter", "scatter-add", "scatter_max", "scatter_min", "scatter_mul"), (0,)),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul"), (0,)),
 }
 
 
@@ -91,15 +91,14 @@ class Needed(NamedTuple):
 def needed_for(closed: ClosedJaxpr, result: int) -> Needed:
     """The equations, constants and arguments of one result of a program."""
     jaxpr = closed.jaxpr
-    wanted = [i == result for i in range(len(jaxpr.outvars))]
-    needed, used_consts, used = partial_eval.dce_jaxpr_consts(jaxpr, wanted)
-    places = dict(zip(needed.invars, itertools.compress(itertools.count(), used), strict=True))
-    consts = dict(
-        zip(needed.constvars, itertools.compress(closed.consts, used_consts), strict=True)
-    )
-    needed = part(needed, needed.outvars)  # without equations that are kept for their effects
-    used_arrays = [np.asarray(consts[v]) for v in needed.invars if v in consts]
-    arguments = frozenset(places[v] for v in needed.invars if v in places)
+    # First without other equations: those with effects would keep what they read.
+    sliced = part(jaxpr, [jaxpr.outvars[result]])
+    needed, used = partial_eval.dce_jaxpr(sliced, [True])
+    read = list(itertools.compress(sliced.invars, used))
+    places = {v: i for i, v in enumerate(jaxpr.invars)}
+    consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    used_arrays = [np.asarray(consts[v]) for v in read if v in consts]
+    arguments = frozenset(places[v] for v in read if v in places)
     return Needed(f"{program_text(needed)} {fingerprint(used_arrays)}", arguments)
 
 

@@ -7,6 +7,7 @@ microbatch.
 import dis
 import functools
 import inspect
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
 from typing import Any
@@ -19,6 +20,7 @@ from flax import nnx
 from ..core.errors import ConfigError, HxlaError, LossError
 from ..jax.fused_attention import traced_anywhere
 from ..jax.jaxpr import unbound_axis
+from ..jax.placement_calls import is_placement_error
 from .over_batch import OverBatch
 from .writes import NEEDED
 
@@ -145,6 +147,29 @@ def closed_over_key_message(name: str | None, what: str, argument: str = "loss")
     )
 
 
+def placement_message(call: str, where: str) -> str:
+    """Why a model may not place its arrays itself.
+
+    Args:
+        where: The file and line, or an empty string.
+    """
+    at = f" at {where}" if where else ""
+    return (
+        f"the model uses {call}{at}: hxla runs a model on the devices of its plan, and places "
+        "every array itself; leave the call out, write the model for whole arrays, and shard it "
+        "with mesh={'data': 2, 'tensor': 2} and rules=..., or with hxla.split()"
+    )
+
+
+def _user_line(error: BaseException) -> str:
+    """The file and line of the user's code that raised an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [
+        f for f in frames if "/site-packages/" not in f.filename and "/hxla/_" not in f.filename
+    ]
+    return f"{theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
+
+
 def _closed_over_keys(loss: Loss) -> Iterator[tuple[str, str]]:
     """The random keys that a loss closes over: names, and types in words."""
     for name, value in closed_over(loss):
@@ -220,6 +245,8 @@ def _explanation(loss: Any, argument: str, model: Any, batch: Any, error: Except
         )
     if unbound_axis(error) or isinstance(error, NEEDED):  # hxla handles these itself
         return None
+    if is_placement_error(error):
+        return f"{placement_message('a call that places arrays', _user_line(error))} ({error})"
     try:
         names = list(inspect.signature(loss).parameters)
     except (TypeError, ValueError):

@@ -32,6 +32,7 @@ class Row:
         sown: Collections of a Linen module that `sow` fills.
         by_microbatch: Whether the loss of a batch is no mean over its examples (BatchNorm, keys,
             negatives within the batch): then the plain loop adds up microbatches, too.
+        axis_name: The axis that a model written for `pmap` averages over.
         cut: Patterns of parameters whose last dimension two devices share.
         chain: Why no pipeline makes sense; empty: one of two stages is tried.
         floor: Share of the model's largest parameter below which a tensor's error is not relative
@@ -48,6 +49,7 @@ class Row:
     keyed: bool = False
     sown: Sequence[str] = ()
     by_microbatch: bool = False
+    axis_name: str = ""
     cut: Sequence[str] = ()
     chain: str = ""
     floor: float = 0.1
@@ -64,7 +66,9 @@ class Row:
         return {name: made[name] for name in made if name not in self.sown}
 
 
-def plain(row: Row) -> tuple[list[float], Any]:
+def plain(
+    row: Row, *, steps: int = STEPS, batch_size: int = BATCH, microbatch_size: int = MICROBATCH
+) -> tuple[list[float], Any]:
     """Losses and trained variables, by jax, flax and optax alone."""
     start, loss, finish = (_plain_linen if row.inputs else _plain_nnx)(row)
     params, rest = start
@@ -78,7 +82,12 @@ def plain(row: Row) -> tuple[list[float], Any]:
         out, rest = loss(params, rest, key, batch)
         return _mean(out), rest
 
-    gradient = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))
+    if row.axis_name:
+        mean_loss = jax.vmap(
+            mean_loss, in_axes=None, out_axes=None, axis_name=row.axis_name, axis_size=1
+        )
+    as_written = {"xla_allow_excess_precision": False}  # else a low dtype may be left out
+    gradient = jax.jit(jax.value_and_grad(mean_loss, has_aux=True), compiler_options=as_written)
 
     @jax.jit
     def update(params: Any, state: Any, value: Any, grads: Any) -> tuple[Any, Any]:
@@ -86,11 +95,12 @@ def plain(row: Row) -> tuple[list[float], Any]:
         return optax.apply_updates(params, updates), state
 
     losses = []
-    for step in range(STEPS):
-        rows = np.arange(step * BATCH, (step + 1) * BATCH) % len(jax.tree.leaves(row.data)[0])
-        size = MICROBATCH if row.by_microbatch else BATCH
+    for step in range(steps):
+        rows = np.arange(step * batch_size, (step + 1) * batch_size)
+        rows = rows % len(jax.tree.leaves(row.data)[0])
+        size = microbatch_size if row.by_microbatch else batch_size
         found = []
-        for index in range(BATCH // size):
+        for index in range(batch_size // size):
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(SEED), step), index)
             own = rows[index * size : (index + 1) * size]
             found.append(gradient(params, rest, key, jax.tree.map(lambda x, o=own: x[o], row.data)))
