@@ -16,8 +16,8 @@ import numpy as np
 from ..graph.graph import Graph, shapes_of
 from ..graph.operations import leaves, source_of
 from ..graph.precision import members
-from ..jax.jaxpr import Literal as Constant
 from ..jax.jaxpr import ClosedJaxpr, as_function, inner_jaxpr, kind_of
+from ..jax.jaxpr import Literal as Constant
 from ..model.plain_arrays import root_key
 from ..plan.plan import Plan
 

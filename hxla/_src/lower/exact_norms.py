@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from ..core.powers_of_two import times_power_of_two
 from ..jax.separable_update import MISSING, SeparableUpdate
 from .contribution import largest, peak_bits
-from .decisions import as_float, finite, magnitudes, put_digits
+from .decisions import NUM_DIGITS, as_float, finite, magnitudes, put_digits
 from .units import ShardedUpdate, UnitsPart
 from .update import UpdateInputs
 
@@ -105,12 +105,12 @@ def values_of(digits: jax.Array, exponents: jax.Array) -> jax.Array:
         digits: int32[K, 4, 4].
         exponents: int32[K].
     """
-    out = [jnp.zeros_like(exponents)] * 8
+    out = [jnp.zeros_like(exponents)] * NUM_DIGITS
     for limb, digit in itertools.product(range(_NUM_LIMBS), range(4)):
         places = digit // 2 + digit % 2
         shift = _LIMB_BITS * (_NUM_LIMBS - 1 - limb) + _DIGIT * places
         put_digits(out, digits[:, limb, digit], shift)
-    return as_float(jnp.stack(out, -1), -_NUM_LIMBS * _LIMB_BITS - exponents)
+    return as_float(out, -_NUM_LIMBS * _LIMB_BITS - exponents)
 
 
 class LevelSums:

@@ -4,7 +4,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -430,13 +429,13 @@ class Stepper:
     def _outcome(self, told: Told, ids: Sequence[range], stop: float, redone: int) -> Outcome:
         loss, weight, metrics = means(told.rows_MS, self._programs.graph.metrics, ids[0])
         names, scale = self._programs.tensors.float_names, self._store.loss_scale
-        pairs = zip(names, told.maxima_T, strict=True)
-        nonfinite = tuple(name for name, most in pairs if not np.isfinite(most))
-        if not weight:
+        nonfinite: tuple[str, ...] = ()
+        if not told.is_finite and not weight:
             nonfinite = ("the loss (every weight of the global batch is zero)",)
-        elif not math.isfinite(loss):
+        elif not told.is_finite:
+            pairs = zip(names, told.maxima_T, strict=True)
+            nonfinite = tuple(name for name, most in pairs if not np.isfinite(most))
             nonfinite = nonfinite or ("the loss",)
-        assert told.is_finite == (not nonfinite)  # what the devices decided
         seconds = np.array(self._seconds()) if self._is_alone else told.stats_DN
         return Outcome(
             loss=loss,
