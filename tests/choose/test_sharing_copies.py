@@ -263,7 +263,7 @@ def test_processes_find_the_same_copies_and_train_them_to_the_same_bits(tmp_path
             | {"PYTHONPATH": PYTHONPATH},
         )
         assert ran.returncode == 0, ran.stdout + ran.stderr
-        return re.search(r"told (\w+) (\d) (\d)", ran.stdout).groups(), ran.stdout
+        return re.search(r"told (\w+) (\d) (\d)", ran.stdout).groups(), ran.stderr
 
     (sha256, *form), said = told("--mesh", "small.toml", "script.py", "auto")
     assert form == ["2", "2"], said

@@ -348,7 +348,8 @@ def test_whoever_reads_is_to_blame_for_the_users_own_error(tmp_path):
     env = own_environment()
     ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=PATIENCE_SECONDS)
     assert ran.returncode == 1
-    assert re.search(r"hxla: rank \d failed \(ValueError: a fault of the user's own\)", ran.stderr)
+    assert "ValueError: a fault of the user's own" in ran.stderr
+    assert re.search(r"hxla: rank \d failed \(ValueError\) at step 4 in phase 'data'", ran.stderr)
 
 
 @pytest.mark.slow

@@ -533,10 +533,9 @@ class Reducer:
             decisions=tuple(Decisions(*(x[i] for x in each), told) for i in num),
         )
 
-    def told(self, reduced: Reduced) -> Told:
+    def told(self, decisions: Decisions) -> Told:
         """What the host learns of a reduction; waits for it."""
-        bits = reduced.decisions[0].told
-        return Told.of(bits, self.num_tensors, self._row_shape, NUM_TOLD)
+        return Told.of(decisions.told, self.num_tensors, self._row_shape, NUM_TOLD)
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:

@@ -21,7 +21,7 @@ from ..job.context import JobContext
 from ..lower import exact
 from ..lower.chain_runner import ChainRunner
 from ..lower.contribution import DeviceSums, peaks_to_maxima
-from ..lower.decisions import Told
+from ..lower.decisions import Decisions, Told
 from ..lower.global_arrays import stat_rows
 from ..lower.layerwise import Spans
 from ..lower.lower import Programs
@@ -372,15 +372,15 @@ class Stepper:
         on_reduce = functools.partial(on_phase, "reduce")
         for redone in range(_MAX_REDOS + 1):
             before, settles = self._store.exponents, self._settles
-            reduced = self._sum(step, ids, inputs, stop, on_reduce)
+            decisions = self._sum(step, ids, inputs, stop, on_reduce)
             if on_sums is not None and not settles:
                 on_sums()
-            told = self._reducer.told(reduced)
+            told = self._reducer.told(decisions[0])
             self._store.exponents = told.next_T
             self._placed = [
                 (decided.next_used_T, *scales[1:])
                 for decided, scales in zip(
-                    reduced.decisions, map(self._scales, range(len(ids))), strict=True
+                    decisions, map(self._scales, range(len(ids))), strict=True
                 )
             ]
             is_settled = not settles or np.array_equal(before, told.next_T)
@@ -398,8 +398,8 @@ class Stepper:
         batches: Sequence[Sequence[PyTree]],
         stop: float,
         on_reduce: Callable[[], object],
-    ) -> Reduced:
-        """Dispatch the microbatches and their sums."""
+    ) -> tuple[Decisions, ...]:
+        """Dispatch the microbatches and their sums; the decisions on each local replica."""
         stats = self._tells_nothing
         if not self._is_alone:
             stats = self._stats(self._seconds() or [(0.0, 0.0)] * len(ids), stop)
@@ -407,7 +407,7 @@ class Stepper:
         sums = self._local_sums()  # while the devices are busy
         self._first_seconds = self.forwards.take_seconds()
         on_reduce()
-        return self._reduce(stats, sums)
+        return self._reduce(stats, sums).decisions
 
     def _seconds(self) -> list[tuple[float, float]]:
         """Seconds of each local replica's last microbatches, and of the update before them."""
