@@ -530,7 +530,7 @@ class Reducer:
                 for a, b in zip(per_replica, totals or [()] * len(per_replica), strict=True)
             ),
             words=tuple([x[i] for x in of_words] for i in num),
-            decisions=tuple(Decisions(*(x[i] for x in each), told) for i in num),
+            decisions=tuple(Decisions._make([*(x[i] for x in each), told]) for i in num),
         )
 
     def told(self, decisions: Decisions) -> Told:

@@ -166,7 +166,7 @@ class ReplicaUpdate:
         arguments, part = self._arguments(group, params, state, common, inputs)
         run = ownership.update.run if self._sharded is None else self._sharded.run
         made = run(arguments, part, inputs.where[1], inputs.sums)
-        results = [
+        results: list[Any] = [
             x if x is MISSING else guarded(inputs.is_accepted, x, old.reshape(x.shape))
             for x, old in zip(made, arguments, strict=False)
         ]
