@@ -241,8 +241,8 @@ class Reducer:
                     peaks_T = gathered[0].max(axis=0)
                     ints = joined_over(names, self._merges, ints, flatly)
                 stats_DN, small_MS, *ints = ints
-                read = small_MS, peaks_T, used_T, *(scale or [None]), stats_DN
-                decisions = decide(self._decisions, *read)
+                of_loss = scale[0] if scale else None
+                decisions = decide(self._decisions, small_MS, peaks_T, used_T, of_loss, stats_DN)
             if self.chunks:
                 chunk_sums = self._sum_chunks(k, values, before, is_last)
                 if is_last:
@@ -259,7 +259,8 @@ class Reducer:
             arguments = self._arguments(k)
             inner_spec = self.arrays.stacked(self.arrays.inner_spec)
             specs: Any = self._total_specs(k) if is_last else inner_spec
-            decisions: Any = Decisions(*[P()] * len(Decisions._fields)) if k == 0 else []
+            specs_of: Any = [P()] * len(Decisions._fields)
+            decisions: Any = Decisions._make(specs_of) if k == 0 else []
             run = jax.shard_map(
                 hxla_sum,
                 mesh=self.arrays.mesh,
