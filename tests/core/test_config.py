@@ -19,7 +19,14 @@ import hxla
 from hxla import Config, SparseRows, SumsForm
 from support import models
 from support.inside.core import as_config
-from support.inside.lower import Contribution, Reducer, Replica, Tensors, packs_of
+from support.inside.lower import (
+    Contribution,
+    DecisionSpec,
+    Reducer,
+    Replica,
+    Tensors,
+    packs_of,
+)
 
 WANTED = {"cluster": {"share_devices": True}, "pipeline": {"num_micro_batch": 4}}
 
@@ -314,7 +321,9 @@ def test_only_touched_rows_are_sent(rows):
     table = jax.ShapeDtypeStruct((1000, 8), np.float32)
     contribution = Contribution.of(SumsForm(), num_terms=4)
     tensors = Tensors((table,), (), ("t",))
-    reducer = Reducer(replicas, contribution, tensors, [P()], row_shape=(4, 2), rows=rows)
+    decisions = DecisionSpec(limbs=contribution.limbs, num_params=1, mean=True)
+    form = {"row_shape": (4, 2), "decisions": decisions, "rows": rows}
+    reducer = Reducer(replicas, contribution, tensors, [P()], **form)
     [lowered] = reducer.lower()
     text = lowered.compile().as_text()
     kinds = r"(all-gather|reduce-scatter|collective-permute|all-reduce)"

@@ -116,6 +116,13 @@ def test_the_bound_of_one_limb_is_what_the_settings_say(num):
     assert error.max() <= max(num**2 / 2, 1) * 2.0**-24
 
 
+def test_one_limb_is_bounded_above_a_float_sum_of_any_number_of_terms():
+    for num in range(2, 1 << 14):  # so no number of terms makes it the default
+        of_floats = num * (num - 1) * 2.0**-24
+        assert _exact.Limbs(1, num).error_bound > 4 * of_floats
+        assert _exact.Limbs(2, num).error_bound < of_floats
+
+
 @pytest.mark.parametrize("num", [1, 2])
 def test_one_limb_and_two_are_the_same_in_every_order(num):
     rng = np.random.default_rng(0)

@@ -454,9 +454,9 @@ def test_a_copy_begins_later_than_the_others_and_ends_with_the_same_bits(
         begun.append((self.replica.index, time.perf_counter()))
         return run(self, *arguments)
 
-    def told(self, step, seconds, update):
+    def told(self, step, seconds, update, **others):
         busy.append(seconds)
-        return observe(self, step, seconds, update)
+        return observe(self, step, seconds, update, **others)
 
     with own.open(starting(plan, *starts), steps=2, balance=True) as session:
         monkeypatch.setattr(Pipeline, "run", timed)

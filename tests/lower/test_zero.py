@@ -24,7 +24,9 @@ from support.inside.lower import (
     digits_of,
     exponents_for,
     reduce_scatter,
+    row_sums,
     value_of,
+    values_of,
 )
 from support.inside.plan import Shares
 from support.inside.session import rehearse
@@ -382,9 +384,11 @@ def test_a_sum_is_right_and_does_not_depend_on_the_parts(scale):
         [exponent] = exponents_for(np.array([np.abs(x).max()]))
 
         def digits(part, exponent=exponent):
-            return np.asarray(digits_of(jnp.asarray(part), exponent))
+            [of_part] = digits_of([row_sums(jnp.asarray(part), exponent)])
+            return np.asarray(of_part)
 
         found = value_of(digits(x), exponent)
+        assert values_of(digits(x)[None], np.array([exponent]))[0] == found
         exact = float(sum(fractions.Fraction(float(v)) for v in x))
         assert abs(float(found) - exact) <= 1e-7 * abs(exact) + 1e-12 * np.abs(x).max()
         parted = sum(digits(part) for part in np.array_split(x, 5))

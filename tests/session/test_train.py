@@ -248,10 +248,11 @@ def test_resume_on_other_devices_gives_the_bits_of_never_having_stopped(tmp_path
 class SlowedBalancer(Balancer):
     """Sees device 0 four times slower from step 5 on: fake devices share cores, so none can be."""
 
-    def observe(self, step, busy, update):
+    def observe(self, step, busy, update, **others):
         count = self.counts
         pace = [0.4 if step >= 5 else 0.1, *[0.1] * (len(count) - 1)]
-        return super().observe(step, np.multiply(count, pace), [0.0] * len(count))
+        busy = np.multiply(count, pace)
+        return super().observe(step, busy, [0.0] * len(count), **others)
 
 
 @pytest.mark.parametrize("kind", rows(["small", "nnx"], "small"))

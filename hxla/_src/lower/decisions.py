@@ -6,10 +6,13 @@ operations on the bits of floats, for a device may flush denormal floats to zero
 `exact`, `math.fsum` and `numpy` say of the same bits.
 
 Legend of shape suffixes: M microbatches of a step, S sums per microbatch (loss, weight, metrics),
-T float tensors, D replicas, N statistics of a replica, L digits of 16 bits, the lowest first.
+T float tensors, D replicas, N statistics of a replica, K sums of floats.
 """
 
 import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +23,9 @@ from .exact import LARGEST_EXPONENT, LEAST_EXPONENT, Limbs
 
 _INFINITE = 0x7F800000  # the bits of the float32; those of NaNs are larger
 _DIGIT, _MASK = 16, 0xFFFF
-_FLOAT_DIGITS = 19  # a sum of float32 in units of the least of them, and its carry
-_LEAST_FLOAT = -149  # the exponent of that unit
+NUM_DIGITS = 8  # of a sum
+_LARGEST_PLACE = 88  # of the last bit of its largest term, below 14 bits of carries and a sign
+_LEAST_FLOAT = -149  # the exponent of the least float32
 _MOST_TERMS = 1 << 14  # their digits of 16 bits sum to less than 2**30
 
 
@@ -86,16 +90,15 @@ def decide(
         assert scale is not None
         shift_T = jnp.where(jnp.arange(used_T.size) < spec.num_params, scale[0], 0)
         exponents_T, peaks_T = used_T + shift_T, times_power_of_two_bits(peaks_T, -shift_T)
-    losses, weights = small_MS[:, 0], small_MS[:, 1]
-    weight = sum_of_floats(weights)
-    is_finite = finite(losses).all() & finite(weights).all() & finite(peaks_T).all()
+    losses_and_weights = small_MS[:, :2]
+    loss, weight = sums_of_floats(losses_and_weights)
+    is_finite = finite(losses_and_weights).all() & finite(peaks_T).all()
     is_finite &= jax.lax.bitcast_convert_type(weight, jnp.int32) != 0
     fits, next_T = jnp.bool_(True), exponents_T
     if spec.limbs is not None:
         next_T = next_exponents(exponents_T, peaks_T, spec.limbs)
         fits = ~out_of_window(exponents_T, peaks_T, spec.limbs).any()
         next_T = jnp.where(is_finite, next_T, exponents_T)
-    loss = sum_of_floats(losses)
     flags = jnp.stack([is_finite, fits]).astype(jnp.int32)
     stats = [] if stats_DN is None else [stats_DN.reshape(-1)]
     return Decisions(
@@ -202,20 +205,27 @@ def times_power_of_two_bits(bits: jax.Array, exponent: jax.Array) -> jax.Array:
 # -- sums of floats -------------------------------------------------------------------------------
 
 
-def sum_of_floats(bits_M: jax.Array) -> jax.Array:
-    """`np.float32(math.fsum(x))` of finite floats, from their bits: no order decides a bit."""
-    assert len(bits_M) <= _MOST_TERMS
-    field, sign = (bits_M >> 23) & 0xFF, jnp.where(bits_M < 0, -1, 1)
-    mantissa = bits_M & 0x7FFFFF
+def sums_of_floats(bits_MK: jax.Array) -> jax.Array:
+    """float32[K]: `np.float32(math.fsum(x))` of finite floats, from their bits, in any order.
+
+    Bits below 2**-112 of the largest term are cut off.
+    """
+    assert len(bits_MK) <= _MOST_TERMS
+    field, sign = (bits_MK >> 23) & 0xFF, jnp.where(bits_MK < 0, -1, 1)
+    mantissa = bits_MK & 0x7FFFFF
     mantissa = jnp.where(field > 0, mantissa | 1 << 23, mantissa)
-    place = jnp.maximum(field, 1) - 1
+    field = jnp.maximum(field, 1)
+    largest_K = field.max(0)
+    place = _LARGEST_PLACE + field - largest_K
+    mantissa >>= jnp.clip(-place, 0, 24)
+    place = jnp.maximum(place, 0)
     first, shift = place >> 4, place & 15
     middle = (mantissa >> (_DIGIT - shift)) & _MASK
     pieces = (mantissa << shift) & _MASK, middle, (mantissa >> _DIGIT) >> (_DIGIT - shift)
-    digits_L = jnp.arange(_FLOAT_DIGITS)
-    at = [first[:, None] + k == digits_L for k in range(3)]
-    spread = sum(jnp.where(a, x[:, None], 0) for a, x in zip(at, pieces, strict=True))
-    return as_float((sign[:, None] * spread).sum(0), jnp.int32(_LEAST_FLOAT))
+    digits = jnp.arange(NUM_DIGITS)[:, None, None]
+    spread = [jnp.where(first + n == digits, x, 0) for n, x in enumerate(pieces)]
+    summed = (sign * (spread[0] + spread[1] + spread[2])).sum(1)
+    return as_float(list(summed), largest_K - 1 + _LEAST_FLOAT - _LARGEST_PLACE)
 
 
 def put_digits(digits: list[jax.Array], x: jax.Array, shift: int) -> None:
@@ -230,27 +240,31 @@ def put_digits(digits: list[jax.Array], x: jax.Array, shift: int) -> None:
         digits[first + k + 1] += half >> (_DIGIT - by)
 
 
-def as_float(digits_L: jax.Array, unit: jax.Array) -> jax.Array:
-    """An integer as float32, rounded to float64 and from that to float32, as `np.float32` does.
+def as_float(digits: Sequence[jax.Array], unit: jax.Array) -> jax.Array:
+    """Integers as float32, rounded to float64 and from that to float32, as `np.float32` does.
+
+    It is one chain of element-wise operations, which compilers make one kernel.
 
     Args:
-        digits_L: int32[..., L], digits of any sign below 2**30; the sum is below `2**(16 * L - 1)`.
-        unit: int32[...], the exponent of the lowest digit's unit.
+        digits: `NUM_DIGITS` arrays of int32, the lowest digits first, of any sign and below 2**30;
+            the integers are below 2**127.
+        unit: int32, the exponents of the lowest digits' units.
     """
-    sign = jnp.where(_carried(digits_L)[1] < 0, -1, 1)
-    digits_L, _ = _carried(digits_L * sign[..., None])
-    places = jnp.arange(digits_L.shape[-1])
-    top = jnp.where(digits_L > 0, places, 0).max(-1)
-    below = top[..., None] - places
-
-    def digit(k: int) -> jax.Array:
-        return jnp.where(below == k, digits_L, 0).sum(-1)
-
-    window = [digit(k) for k in range(5)]
-    rest = jnp.where(below > 4, digits_L, 0).max(-1)
+    positive, carry = _carried(digits)
+    negative, _ = _carried([-x for x in digits])
+    is_negative = carry < 0
+    each = zip(negative, positive, strict=True)
+    window = [jnp.where(is_negative, a, b) for a, b in each][::-1]
+    top = jnp.full_like(carry, NUM_DIGITS - 1)
+    for step in (4, 2, 1):  # until the first digit is not zero
+        is_empty = functools.reduce(jnp.bitwise_or, window[:step]) == 0
+        moved = [*window[step:], *[jnp.zeros_like(carry)] * step]
+        window = [jnp.where(is_empty, a, b) for a, b in zip(moved, window, strict=True)]
+        top -= jnp.where(is_empty, step, 0)
+    rest = functools.reduce(jnp.bitwise_or, window[5:])
     lead = 32 - jax.lax.clz(window[0])
     shift = _DIGIT - lead
-    pairs = zip(window, [*window[1:], jnp.zeros_like(rest)], strict=True)
+    pairs = itertools.pairwise(window[:6])
     a, b, c, d, e = (((x << shift) | (y >> lead)) & _MASK for x, y in pairs)
     # The first 24 bits, the next 29 as in a float64, and what is below these.
     head, tail = (a << 8) | (b >> 8), ((b & 0xFF) << 21) | (c << 5) | (d >> 11)
@@ -266,15 +280,15 @@ def as_float(digits_L: jax.Array, unit: jax.Array) -> jax.Array:
     whole += jnp.where(lost > 0, of_denormal, of_normal)
     normal = jnp.where(exponent > 127, _INFINITE, ((exponent + 126) << 23) + whole)
     bits = jnp.where(lost > 0, whole, jnp.minimum(normal, _INFINITE))
-    bits = jnp.where(window[0] == 0, 0, bits | jnp.where(sign < 0, jnp.int32(-(2**31)), 0))
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    bits |= jnp.where(is_negative, jnp.int32(-(2**31)), 0)
+    return jax.lax.bitcast_convert_type(jnp.where(window[0] == 0, 0, bits), jnp.float32)
 
 
-def _carried(digits_L: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _carried(digits: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
     """Digits from 0 to 2**16 - 1, and the carry: negative if the number is."""
-    out, carry = [], jnp.zeros(digits_L.shape[:-1], jnp.int32)
-    for k in range(digits_L.shape[-1]):
-        x = digits_L[..., k] + carry
+    out, carry = [], jnp.zeros_like(digits[0])
+    for digit in digits:
+        x = digit + carry
         out.append(x & _MASK)
         carry = x >> _DIGIT
-    return jnp.stack(out, -1), carry
+    return out, carry

@@ -16,8 +16,8 @@ import numpy as np
 from ..graph.graph import Graph, shapes_of
 from ..graph.operations import leaves, source_of
 from ..graph.precision import members
+from ..jax.jaxpr import ClosedJaxpr, as_function, inner_jaxpr, kind_of
 from ..jax.jaxpr import Literal as Constant
-from ..jax.jaxpr import as_function, inner_jaxpr, kind_of
 from ..model.plain_arrays import root_key
 from ..plan.plan import Plan
 
@@ -224,6 +224,12 @@ def _is_by_power_of_two(eqn: Any) -> bool:
         if not v.aval.shape and jnp.issubdtype(v.aval.dtype, jnp.floating)
     ]
     return any(np.frexp(x)[0] in (0.5, -0.5) for x in scalars)
+
+
+def calls_host(program: ClosedJaxpr) -> bool:
+    """Whether a program calls functions of the user or of libraries, which may raise errors."""
+    names = (eqn.primitive.name for eqn in _equations(program.jaxpr))
+    return any("callback" in name or name == "ffi_call" for name in names)
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:

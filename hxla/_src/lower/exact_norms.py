@@ -1,15 +1,19 @@
 """Sums over all elements of an array in an update, such as the squares of a global norm.
 
 The sum does not depend on the sharding or on the compiler: elements are cut into integers relative
-to the largest one, integers are added, and the host converts the total of all replicas to a float.
+to the largest one, integers are added, and their total is rounded once. A replica with all terms
+does so on its devices; with ZeRO the host adds the integers of all replicas.
+
+Legend of shape suffixes: K sums of a level.
 
 References:
     Demmel and Nguyen, "Parallel Reproducible Summation", IEEE Trans. Computers 2015, section 3
     (pre-rounding to a common exponent).
 """
 
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 from typing import Any
 
 import jax
@@ -19,62 +23,144 @@ from jax.sharding import PartitionSpec as P
 
 from ..core.powers_of_two import times_power_of_two
 from ..jax.separable_update import MISSING, SeparableUpdate
-from .contribution import largest
+from .contribution import largest, peak_bits
+from .decisions import NUM_DIGITS, as_float, finite, magnitudes, put_digits
 from .units import ShardedUpdate, UnitsPart
 from .update import UpdateInputs
 
 _LIMB_BITS, _NUM_LIMBS = 15, 4
 _ROW = 1 << 12  # limbs whose sum stays below 2**27
 _DIGIT = 16  # bits; rows and devices add 2**15 digits
+_MOST_EXPONENT = 250
 
 #: From an update's arrays and inputs to arguments of its traced program, and their part.
 Arguments = Callable[[Any, UpdateInputs], tuple[list[Any], UnitsPart]]
 
 
-def digits_of(x: jax.Array, exponent: jax.Array) -> jax.Array:
-    """The sum of a shard, as digits that may be added to those of other shards.
+def row_sums(x: jax.Array, exponent: jax.Array) -> jax.Array:
+    """int32[rows, 4]: the sums of each limb over rows of a shard.
 
     Args:
         x: float32, any shape, at most 2**27 elements.
         exponent: int32 scalar, `abs(x) * 2**exponent < 1`.
-
-    Returns:
-        int32[4, 4]: of each limb's sum two digits of the rows' lower halves, and two of the upper.
     """
     rest = times_power_of_two(x.reshape(-1), exponent)
     rest = jnp.pad(rest, (0, -rest.size % _ROW)).reshape(-1, _ROW)
-    digits = []
+    rows = []
     for _ in range(_NUM_LIMBS // 2):  # two limbs at a time: a float32 has fewer bits
         rest = rest * np.float32(1 << 2 * _LIMB_BITS)
         whole = jnp.floor(rest)
         rest, pair = rest - whole, whole.astype(jnp.int32)
         for limb in (pair >> _LIMB_BITS, pair & ((1 << _LIMB_BITS) - 1)):
-            rows = limb.sum(axis=1)
-            halves = (rows & 0xFFFF).sum(), (rows >> _DIGIT).sum()
-            digits.append(jnp.stack([d for h in halves for d in (h & 0xFFFF, h >> _DIGIT)]))
-    return jnp.stack(digits)
+            rows.append(limb.sum(axis=1))
+    return jnp.stack(rows, axis=1)
+
+
+def digits_of(rows: Sequence[jax.Array]) -> jax.Array:
+    """The sums of shards, as digits that may be added to those of other shards.
+
+    All are made of one array: a kernel for each would cost more than its work.
+
+    Args:
+        rows: For each shard the result of `row_sums`.
+
+    Returns:
+        int32[K, 4, 4]: of each limb's sum two digits of the rows' lower halves, and two of the
+        upper.
+    """
+    every = jnp.concatenate(rows)
+    ends = np.cumsum([len(x) for x in rows])
+    numbers = np.searchsorted(ends, np.arange(len(every)), side="right")
+    is_of = numbers == np.arange(len(rows))[:, None]
+    halves = jnp.stack([every & 0xFFFF, every >> _DIGIT], axis=-1)
+    sums = jnp.where(is_of[..., None, None], halves, 0).sum(axis=1)
+    return jnp.stack([sums & 0xFFFF, sums >> _DIGIT], axis=-1).reshape(-1, _NUM_LIMBS, 4)
 
 
 def exponents_for(maxima: np.ndarray) -> np.ndarray:
     """int32[S]: scales that put magnitudes below one."""
     _, magnitude = np.frexp(maxima)
-    return np.clip(-magnitude, -250, 250).astype(np.int32)
+    return np.clip(-magnitude, -_MOST_EXPONENT, _MOST_EXPONENT).astype(np.int32)
 
 
 def value_of(digits: np.ndarray, exponent: int) -> np.float32:
-    """The sum as a float, correctly rounded.
+    """The sum as a float, rounded to float64 and from that to float32.
 
     Args:
         digits: int32[4, 4], added over all shards.
-        exponent: The exponent of `digits_of`.
+        exponent: The exponent of `row_sums`.
     """
-    value = Fraction(0)
-    for k, (low_low, low_high, high_low, high_high) in enumerate(digits.tolist()):
+    total = 0
+    for low_low, low_high, high_low, high_high in digits.tolist():
         whole = low_low + ((low_high + high_low) << _DIGIT) + (high_high << 2 * _DIGIT)
-        value += Fraction(whole, 1 << _LIMB_BITS * (k + 1))
-    value *= Fraction(2) ** -int(exponent)
+        total = (total << _LIMB_BITS) + whole
     with np.errstate(over="ignore"):
-        return np.float32(float(value)) if abs(value) < 2**200 else np.float32(np.inf)
+        return np.float32(math.ldexp(total, -_NUM_LIMBS * _LIMB_BITS - int(exponent)))
+
+
+def values_of(digits: jax.Array, exponents: jax.Array) -> jax.Array:
+    """float32[K]: `value_of` each sum, on a device.
+
+    Args:
+        digits: int32[K, 4, 4].
+        exponents: int32[K].
+    """
+    out = [jnp.zeros_like(exponents)] * NUM_DIGITS
+    for limb, digit in itertools.product(range(_NUM_LIMBS), range(4)):
+        places = digit // 2 + digit % 2
+        shift = _LIMB_BITS * (_NUM_LIMBS - 1 - limb) + _DIGIT * places
+        put_digits(out, digits[:, limb, digit], shift)
+    return as_float(out, -_NUM_LIMBS * _LIMB_BITS - exponents)
+
+
+class LevelSums:
+    """The two halves of a level of an update's sums, as functions that are traced.
+
+    Args:
+        sharded: The update over a replica's devices; None: there is one device.
+    """
+
+    def __init__(
+        self,
+        update: SeparableUpdate,
+        level: int,
+        arguments: Arguments,
+        sharded: ShardedUpdate | None,
+    ):
+        self._update, self._level = update, level
+        self._arguments, self._sharded = arguments, sharded
+
+    def _of_terms(
+        self, made: Callable[[int, jax.Array], jax.Array], arrays: Any, inputs: UpdateInputs
+    ) -> list[jax.Array]:
+        """Apply a function of a sum's number and its terms to each sum."""
+
+        def run(shards: Sequence[Any], part: UnitsPart) -> dict[int, jax.Array]:
+            zero = inputs.where[1]
+            terms = self._update.summed(self._level, shards, part, zero, inputs.sums)
+            return {k: made(k, x) for k, x in enumerate(terms) if x is not MISSING}
+
+        shards, part = self._arguments(arrays, inputs)
+        if self._sharded is None:
+            results = run(shards, part)
+        else:
+            results = self._sharded.each(run, shards, part, inputs.where[1])
+        num = len(self._update.levels[self._level])
+        return [results[k] if k in results else made(k, jnp.zeros(0)) for k in range(num)]
+
+    def largest(self, arrays: Any, given: UpdateInputs) -> jax.Array:
+        """float32[K]: the largest magnitude of the terms of each sum."""
+        terms = jnp.stack(self._of_terms(lambda _, x: largest(x), arrays, given))
+        return terms if self._sharded is None else self._sharded.largest(terms)
+
+    def digits(self, arrays: Any, given: UpdateInputs, exponents: jax.Array) -> jax.Array:
+        """int32[K, 4, 4]: see `digits_of`."""
+        rows = self._of_terms(lambda k, x: row_sums(x, exponents[k]), arrays, given)
+        digits = digits_of(rows)
+        if self._sharded is None:
+            return digits
+        domains = self._update.summed_domains(self._level)
+        return jnp.stack(list(map(self._sharded.added, digits, domains)))
 
 
 def sum_programs(
@@ -83,65 +169,66 @@ def sum_programs(
     options: Mapping[str, Any],
     sharded: ShardedUpdate | None,
     specs: tuple[Any, UpdateInputs],
-) -> list[tuple[Any, Any]]:
-    """Two programs for each level of an update's sums: of the largest terms, and of the digits.
+    *,
+    is_alone: bool,
+) -> list[Any]:
+    """The programs of an update's sums.
 
-    `(arrays, given) -> float32[K]`, and `(arrays, given, exponents) -> int32[K, 4, 4]`, for the K
-    sums of the level; `UpdateInputs.sums` are those of earlier levels.
+    A replica with all terms has one, `(arrays, given) -> float32[S]`. Others have two for each
+    level: of the largest terms, `(arrays, given) -> float32[K]`, and of the digits,
+    `(arrays, given, exponents) -> int32[K, 4, 4]`; `UpdateInputs.sums` are those of earlier levels.
 
     Args:
         sharded: The update over a replica's devices; None: there is one device.
         specs: PartitionSpecs of `arrays` and `given`.
+        is_alone: Whether a replica has all terms.
     """
+    levels = [LevelSums(update, k, arguments, sharded) for k in range(len(update.levels))]
 
-    def programs(level: int) -> tuple[Any, Any]:
-        num = len(update.levels[level])
+    def hxla_sums(arrays: Any, given: UpdateInputs) -> jax.Array:
+        sums: list[jax.Array] = []
+        zero = given.where[1]
+        for level in levels:
+            known = jnp.stack([*sums, *[jnp.float32(0)] * (len(update.sums) - len(sums))])
+            read = given._replace(sums=known, where=given.where.at[1].set(zero))
+            most = level.largest(arrays, read)
+            bits = peak_bits(most)
+            # Of another zero the terms are made again: kept, they would need the memory of all.
+            zero &= bits[0]
+            is_finite = finite(bits)
+            exponents = -magnitudes(jnp.where(is_finite, bits, 0))
+            exponents = jnp.clip(exponents, -_MOST_EXPONENT, _MOST_EXPONENT)
+            digits = level.digits(
+                arrays, read._replace(where=given.where.at[1].set(zero)), exponents
+            )
+            sums.extend(jnp.where(is_finite, values_of(digits, exponents), most))
+        return jnp.stack(sums)
 
-        def of_terms(
-            made: Callable[[int, jax.Array], jax.Array], arrays: Any, inputs: UpdateInputs
-        ) -> list[jax.Array]:
-            """Apply a function of a sum's number and its terms to each sum."""
-
-            def run(shards: Sequence[Any], part: UnitsPart) -> dict[int, jax.Array]:
-                terms = update.summed(level, shards, part, inputs.where[1], inputs.sums)
-                return {k: made(k, x) for k, x in enumerate(terms) if x is not MISSING}
-
-            shards, part = arguments(arrays, inputs)
-            if sharded is None:
-                results = run(shards, part)
-            else:
-                results = sharded.each(run, shards, part, inputs.where[1])
-            return [results[k] if k in results else made(k, jnp.zeros(0)) for k in range(num)]
-
-        def hxla_largest(arrays: Any, given: UpdateInputs) -> jax.Array:
-            terms = jnp.stack(of_terms(lambda _, x: largest(x), arrays, given))
-            return terms if sharded is None else sharded.largest(terms)
-
-        def hxla_digits(arrays: Any, given: UpdateInputs, exponents: jax.Array) -> jax.Array:
-            digits = of_terms(lambda k, x: digits_of(x, exponents[k]), arrays, given)
-            if sharded is not None:
-                digits = list(map(sharded.added, digits, update.summed_domains(level)))
-            return jnp.stack(digits)
-
-        runs: list[Callable[..., jax.Array]] = [hxla_largest, hxla_digits]
-        if sharded is not None:
-            specs_each = [specs, (*specs, P())]
-            runs = [
-                sharded.mapped(run, in_specs, P())
-                for run, in_specs in zip(runs, specs_each, strict=True)
-            ]
-        first, second = (jax.jit(run, compiler_options=dict(options)) for run in runs)
-        return first, second
-
-    return [programs(level) for level in range(len(update.levels))]
+    runs: list[Callable[..., jax.Array]] = []
+    if is_alone:
+        runs = [hxla_sums] if levels else []
+    else:
+        for level in levels:
+            runs += [level.largest, level.digits]
+    if sharded is not None:
+        of_digits = (*specs, P())
+        runs = [
+            sharded.mapped(run, specs if is_alone or i % 2 == 0 else of_digits, P())
+            for i, run in enumerate(runs)
+        ]
+    return [jax.jit(run, compiler_options=dict(options)) for run in runs]
 
 
 def lowered_sums(
-    update: SeparableUpdate, programs: Sequence[tuple[Any, Any]], arguments: Sequence[Any]
+    update: SeparableUpdate, programs: Sequence[Any], arguments: Sequence[Any]
 ) -> list[Any]:
     """The programs of `sum_programs` before compilation, in order."""
+    if len(programs) == 1:
+        return [programs[0].lower(*arguments)]
     out = []
-    for level, (first, second) in zip(update.levels, programs, strict=True):
+    for level, (first, second) in zip(
+        update.levels, zip(programs[::2], programs[1::2], strict=True), strict=True
+    ):
         out.append(first.lower(*arguments))
         out.append(second.lower(*arguments, np.zeros(len(level), np.int32)))
     return out
@@ -155,7 +242,7 @@ def summed(
     exchange: Callable[[np.ndarray], np.ndarray],
     rank: tuple[int, int],
 ) -> np.ndarray:
-    """The results of an update's sums.
+    """The results of an update's sums, whose terms several replicas have; waits for the devices.
 
     Args:
         compiled: For each local replica the programs of `lowered_sums`.

@@ -404,11 +404,11 @@ class HostSums:
 
 def stat_rows(
     per_replica: Sequence[np.ndarray], replicas: Sequence[Replica], num: int
-) -> list[list[jax.Array]]:
-    """int32[D, N] for each local replica: the bits of its float32 statistics in its row, else 0."""
+) -> list[jax.Array]:
+    """int32[D, N] on each local replica: the bits of its float32 statistics in its row, else 0."""
     rows = []
     for stats, replica in zip(per_replica, replicas, strict=True):
         bits_DN = np.zeros((num, stats.size), np.int32)
         bits_DN[replica.index] = stats.view(np.int32)
-        rows.append([replica.put(bits_DN)])
+        rows.append(replica.put(bits_DN))
     return rows

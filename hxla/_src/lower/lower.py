@@ -30,6 +30,8 @@ from .compile import (
     text_of,
 )
 from .contribution import pack_sizes, packs_of, tensors_of
+from .decisions import DecisionSpec
+from .determinism import calls_host
 from .disk import buffer_maker
 from .evaluation import Evaluation
 from .first_pass import OverBatchPasses
@@ -151,6 +153,12 @@ class Programs:
             self.tensors,
             tensor_specs,
             row_shape=(plan.num_microbatches, num_columns(graph.metrics)),
+            decisions=DecisionSpec(
+                limbs=self.contribution.limbs if self.contribution.is_exact else None,
+                num_params=len(self.tensors.params),
+                mean=training.mean,
+                is_scaled=plan.precision.loss_scale is not None,
+            ),
             packs=self.packs,
             rows=rows,
             # A pipeline makes its sums anew from the accumulators of its stages.
@@ -201,6 +209,11 @@ class Programs:
         )
         self.evaluation = Evaluation(model, training.seed, plan.microbatch_size, forward)
         self.over_batch = OverBatchPasses(training, plan, self.reducer.host, local[0], forward)
+
+    @functools.cached_property
+    def may_fail(self) -> bool:
+        """Whether microbatches may raise errors, so that no update may begin before they end."""
+        return calls_host(self.graph.program)
 
     @property
     def gradient_norm(self) -> float | None:
@@ -462,8 +475,10 @@ class Programs:
         exponents = self.reducer.local[i].like(scales)
         totals, words = self.reducer.result_shapes(i)
         rows = (self.reducer.local[i].like(jax.ShapeDtypeStruct((), np.int32)),) * self.num_rows
-        one = np.float32(1)
-        inputs = UpdateInputs(totals, words, exponents, weight=one, value=one, rows=rows)
+        one, is_accepted = (
+            self.reducer.local[i].like(jax.ShapeDtypeStruct((), dtype)) for dtype in ("f4", "?")
+        )
+        inputs = UpdateInputs(totals, words, exponents, one, one, is_accepted, rows=rows)
         arguments = self._of_trained(params), opt_state, aux, inputs
         return [
             *self.runners[i].lower(*self._whole_shapes(i), exponents),

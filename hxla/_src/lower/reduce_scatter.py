@@ -3,7 +3,6 @@
 Chunks of integers are added, then combined to floats; between waves a chunk stays integers.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,26 +16,6 @@ from ..core.types import DATA_AXIS, SHARD_GROUP_AXIS
 from .chunks import Chunks, moved, reduce_scatter, ring_sum
 from .contribution import Contribution
 from .global_arrays import GlobalArrays
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Reduced:
-    """The result of a reduction; the first three are the same in all processes.
-
-    Attributes:
-        numbers_DN: float32, the statistics of each replica.
-        rows_MS: float32, the sums of every microbatch.
-        maxima_T: float32, the largest magnitude of each tensor in any microbatch.
-        totals: For each local replica the bits of its totals: a vector for each bucket, or an array
-            for each tensor where replicas have several devices.
-        words: For each local replica the words of other variables, see `state_sums`.
-    """
-
-    numbers_DN: np.ndarray
-    rows_MS: np.ndarray
-    maxima_T: np.ndarray
-    totals: tuple[Any, ...]
-    words: tuple[Any, ...]
 
 
 class GroupBytes(NamedTuple):

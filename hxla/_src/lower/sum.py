@@ -5,13 +5,15 @@ Everything else in a step is compiled for a single replica, so a microbatch's ar
 depend on the number of replicas. Integers are added, which no compiler pass, collective algorithm
 or device order can change. Each device then turns its share of the sums into floats, element by
 element, and the shares are gathered. Sending floats back makes an exact all-reduce 1.5 times the
-bytes of a float one, not twice.
+bytes of a float one, not twice. The program also decides whether the update counts, so that no
+update waits for its host.
 
 References:
     Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
     JPDC 2009, section 3 (reduce-scatter and all-gather on a ring).
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -21,7 +23,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ..jax.devices import process_of
@@ -37,12 +38,11 @@ from .contribution import (
     pack_shapes,
     pack_sizes,
     pack_specs,
-    peaks_to_maxima,
 )
-from .global_arrays import GlobalArrays, HostSums, stat_rows
+from .decisions import Decisions, DecisionSpec, Told, decide
+from .global_arrays import GlobalArrays, HostSums
 from .reduce_scatter import (
     GroupBytes,
-    Reduced,
     ReduceScatter,
     as_bits,
     concatenated,
@@ -57,6 +57,22 @@ from .uneven_collectives import Cut
 NUM_TOLD = 3  # statistics that each replica sends to all others with a sum
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reduced:
+    """The result of a reduction, which stays on the devices: for each local replica its arrays.
+
+    Attributes:
+        totals: The bits of the totals: a vector for each bucket, or an array for each tensor where
+            replicas have several devices.
+        words: The words of other variables, see `state_sums`.
+        decisions: What follows from the sums; `told` is the first replica's only.
+    """
+
+    totals: tuple[Any, ...]
+    words: tuple[Any, ...]
+    decisions: tuple[Decisions, ...]
+
+
 class Reducer:
     """Sums over all replicas of a run.
 
@@ -67,6 +83,7 @@ class Reducer:
         replicas: Replicas of all processes, in the order of `counts`.
         specs: PartitionSpec of each tensor over the axes inside a replica.
         row_shape: Shape of the sums per microbatch, of all microbatches of a step.
+        decisions: What the decisions of a step depend on besides its sums.
         packs: Tensors whose sums are the rows of one array; None: each tensor has its own array.
         rows: Most nonzero rows in a replica, by tensor; of these tensors only such rows are sent.
         release: Whether the local sums are freed as soon as they are reduced.
@@ -85,6 +102,7 @@ class Reducer:
         specs: Sequence[P],
         *,
         row_shape: tuple[int, int],
+        decisions: DecisionSpec,
         packs: Sequence[Sequence[int]] | None = None,
         rows: Mapping[int, int] | None = None,
         release: bool = False,
@@ -97,6 +115,7 @@ class Reducer:
         self._contribution, self._has_waves = contribution, has_waves
         self.releases = release
         self.arrays = GlobalArrays(replicas, contribution.form.over, shard_groups)
+        self._decisions, self._row_shape = decisions, row_shape
         self._ownership = ownership
         if ownership is not None:
             self.arrays.check_in_order()
@@ -167,13 +186,15 @@ class Reducer:
 
     def _small_specs(self, k: int) -> tuple[list[P], list[P]]:
         """PartitionSpecs of the small arrays that travel with a bucket: all go with the first."""
-        return ([P()], [P()] * len(self._small_shapes)) if k == 0 else ([], [])
+        num_own = 2 + self._decisions.is_scaled
+        return ([P()] * num_own, [P()] * len(self._small_shapes)) if k == 0 else ([], [])
 
     def _build(self, k: int, is_last: bool = True) -> Any:
-        """The program `(own, ints, values, before) -> (own, ints, totals)` of a bucket.
+        """The program `(own, ints, values, before) -> (decisions, words, totals)` of a bucket.
 
-        `own` are small integer arrays to gather, `ints` small ones to sum, `values` the limbs of
-        each tensor's sum, and `before` chunks of sums from earlier waves. Totals are floats, one
+        `own` are peaks and the scales of this step, `ints` small integer arrays to sum, `values`
+        the limbs of each tensor's sum, and `before` chunks of sums from earlier waves. Buckets
+        after the first have neither of the first two, and decide nothing. Totals are floats, one
         array for each pack however replicas are spread, so that the update is one program. Their
         bits are int32, so that a donated sum's buffer can hold them. With sharded sums they are
         chunks, and before the last wave integers like `before`.
@@ -208,37 +229,38 @@ class Reducer:
             ints: list[jax.Array],
             values: list[tuple[jax.Array, ...]],
             before: list[tuple[jax.Array, ...]],
-        ) -> tuple[list[jax.Array], list[jax.Array], list[Any]]:
+        ) -> tuple[Any, list[jax.Array], list[Any]]:
+            decisions: Any = []
             if ints and self._inner:
                 # Each process of a replica has statistics, none negative: take the largest.
                 ints = [jax.lax.pmax(ints[0], tuple(name for name, _ in self._inner)), *ints[1:]]
-            if num == 1:
-                gathered, summed = [x[None] for x in own], ints
-            elif own:
-                gathered = flatly(lambda x: jax.lax.all_gather(x, names), own)
-                summed = joined_over(names, self._merges, ints, flatly)
-            else:
-                gathered, summed = [], []
+            if own:
+                peaks_T, used_T, *scale = own
+                if num > 1:
+                    gathered = flatly(lambda x: jax.lax.all_gather(x, names), [peaks_T])
+                    peaks_T = gathered[0].max(axis=0)
+                    ints = joined_over(names, self._merges, ints, flatly)
+                stats_DN, small_MS, *ints = ints
+                of_loss = scale[0] if scale else None
+                decisions = decide(self._decisions, small_MS, peaks_T, used_T, of_loss, stats_DN)
             if self.chunks:
                 chunk_sums = self._sum_chunks(k, values, before, is_last)
                 if is_last:
-                    return gathered, summed, [as_bits(x) for x in chunk_sums]
-                return (
-                    [chunk_sums[0][0][:1]],
-                    summed,
-                    chunk_sums,
-                )  # an array that is not donated, to block on
-            return gathered, summed, [as_bits(x) for x in padded_totals(values)]
+                    return decisions, ints, [as_bits(x) for x in chunk_sums]
+                # An array that is not donated, to block on.
+                return [chunk_sums[0][0][:1]], ints, chunk_sums
+            return decisions, ints, [as_bits(x) for x in padded_totals(values)]
 
         # One device needs no mesh: a mesh would mark the outputs as sharded, and the update would
         # be compiled in another form.
         run: Any = hxla_sum
         if self._inner or num > 1:
-            small_specs, ints = self._small_specs(k)
+            words = self._small_specs(k)[1][2:]
             arguments = self._arguments(k)
             inner_spec = self.arrays.stacked(self.arrays.inner_spec)
             specs: Any = self._total_specs(k) if is_last else inner_spec
-            gathered_specs = small_specs if is_last else [inner_spec]
+            specs_of: Any = [P()] * len(Decisions._fields)
+            decisions: Any = Decisions._make(specs_of) if k == 0 else []
             run = jax.shard_map(
                 hxla_sum,
                 mesh=self.arrays.mesh,
@@ -248,7 +270,7 @@ class Reducer:
                     ),
                     inner_spec,
                 ),
-                out_specs=(gathered_specs, ints, specs),
+                out_specs=(decisions if is_last else [inner_spec], words, specs),
                 check_vma=False,
             )
         return jax.jit(run, donate_argnums=(2, 3) if self.releases else ())
@@ -326,7 +348,8 @@ class Reducer:
         """The programs of all buckets before compilation, one for groups of one form."""
         lowered = []
         for k in sorted(set(self._first_alike)):
-            small = [self._shape((self.num_tensors,), P())] if k == 0 else []
+            shapes = [(self.num_tensors,)] * 2 + [(1,)] * self._decisions.is_scaled
+            small = [self._shape(x, P()) for x in shapes] if k == 0 else []
             ints = [self._shape(x, P()) for x in self._small_shapes] if k == 0 else []
             dtype, num = self._contribution.dtype, self._contribution.form.num_parts
             values = [
@@ -459,29 +482,37 @@ class Reducer:
         return [[x[:n] for x, n in zip(*pair, strict=True)] for pair in pairs]
 
     def reduce(
-        self, numbers: Sequence[np.ndarray], local_sums: Any, totals: Sequence[Any] = ()
+        self,
+        stats: Sequence[jax.Array],
+        local_sums: Any,
+        scales: Sequence[Sequence[jax.Array]],
+        totals: Sequence[Any] = (),
     ) -> Reduced:
-        """Sum over all replicas; the totals stay on the devices.
+        """Sum over all replicas; everything stays on the devices.
 
         Args:
-            numbers: float32[NUM_TOLD] of each local replica, its statistics for all others.
+            stats: On each local replica the result of `stat_rows`.
             local_sums: The result of `hold`.
+            scales: On each local replica the exponents of its microbatches, int32[T], and if the
+                loss is scaled that of its gradients, int32[1].
             totals: On each local replica the totals of the groups, in order.
         """
         arrays, (peaks, ints, values) = self.arrays, local_sums
-        stats = arrays.stack([P()], stat_rows(numbers, self.local, len(self.replicas)))
-        small: Any = peaks(), [*stats, *ints()]
+        of_scales = [P()] * len(scales[0])
+        used = arrays.stack(of_scales, [list(x) for x in scales], jnp.maximum)
+        told = arrays.stack([P()], [[x] for x in stats])
+        small: Any = [*peaks(), *used], [*told, *ints()]
         per_replica: list[list[Any]] = [[] for _ in self.local]
         next_values = values[0]()
         for i, k in enumerate(self._reduced_at_once):
             program, is_last = self.programs[k], i + 1 == len(self._reduced_at_once)
             values[k] = None
-            gathered, summed, bucket_totals = program(
+            decided, words, bucket_totals = program(
                 *(small if k == 0 else ([], [])), next_values, []
             )
             next_values = values[k + 1]() if k + 1 < len(values) else None
             if k == 0:
-                small = gathered, summed
+                small = decided, words
             for replica_totals, new in zip(
                 per_replica, self._totals_of(k, bucket_totals), strict=True
             ):
@@ -489,18 +520,23 @@ class Reducer:
             if arrays.is_ring and not is_last:
                 # Gloo mixes up collectives that do not depend on each other.
                 jax.block_until_ready(bucket_totals)
-        [peaks_DT], (stats_DN, small_MS, *others) = small
-        each = [arrays.local_parts(x, P()) for x in others]
+        decided, words = small
+        *read, told = decided
+        each = [arrays.local_parts(x, P()) for x in read]
+        of_words = [arrays.local_parts(x, P()) for x in words]
+        num = range(len(self.local))
         return Reduced(
-            numbers_DN=np.asarray(stats_DN).view(np.float32),
-            rows_MS=np.asarray(small_MS).view(np.float32),
-            maxima_T=peaks_to_maxima(np.asarray(peaks_DT)),
             totals=tuple(
                 [*a, *b]
                 for a, b in zip(per_replica, totals or [()] * len(per_replica), strict=True)
             ),
-            words=tuple([x[i] for x in each] for i in range(len(self.local))),
+            words=tuple([x[i] for x in of_words] for i in num),
+            decisions=tuple(Decisions._make([*(x[i] for x in each), told]) for i in num),
         )
+
+    def told(self, decisions: Decisions) -> Told:
+        """What the host learns of a reduction; waits for it."""
+        return Told.of(decisions.told, self.num_tensors, self._row_shape, NUM_TOLD)
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:

@@ -21,6 +21,7 @@ from ..jax.rounded import divided, rounded
 from .chunks import Chunks
 from .compile import update_options
 from .contribution import Contribution, Tensors
+from .decisions import guarded
 from .microbatch import clip
 from .padding import NOT_PADDED, StatePadding, padded, unpadded
 from .replica import Replica
@@ -56,6 +57,8 @@ class UpdateInputs(NamedTuple):
         totals: The totals of `Reducer.reduce`, or the replica's chunks of them.
         words: Words of other variables, of all microbatches; see `state_sums`.
         weight: The divisor of the sums.
+        value: The loss, for optimizers that read it.
+        is_accepted: bool, whether the update counts; see `Decisions`.
         where: int32[2], the replica's first granule and a zero that no compiler knows; None, as
             for `sums`: one program that decides how it rounds.
         sums: float32[S], the update's sums over whole arrays, from `exact_norms.summed`.
@@ -67,6 +70,7 @@ class UpdateInputs(NamedTuple):
     exponents_T: Any
     weight: Any
     value: Any
+    is_accepted: Any
     where: Any = None
     sums: Any = None
     rows: Any = ()
@@ -240,6 +244,9 @@ def traced_program(
         arguments = unpadded([*params, *leaves, *grads, given.value], of_arguments)
         results = padded(update(*arguments), of_results)
         others = new_aux(spec, aux, sums, given)
+        before = [*params, *leaves, *aux]
+        after = guarded(given.is_accepted, [*results, *others], before)
+        results, others = after[: len(results)], after[len(results) :]
         state = jax.tree.unflatten(state_tree, results[num:])
         return results[:num], state, others, given.weight + 0
 

@@ -10,6 +10,7 @@ References:
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from ..jax.separable_update import MISSING
 from ..plan.ownership import Ownership
 from ..plan.parts import Tier
 from .compile import extra_bytes, update_options
+from .decisions import guarded
 from .exact_norms import lowered_sums, sum_programs, summed
 from .gather import gathered_dtype
 from .gradient_norm import norm_of, squares_of_gradient
@@ -85,25 +87,36 @@ class ReplicaUpdate:
         #: PartitionSpecs of the inputs; all but totals are replicated.
         self._input_specs = UpdateInputs(totals, *[P()] * (len(UpdateInputs._fields) - 1))
         self._options = update_options(replica.devices[0].platform, spec.contribution.form)
-        self._place = np.array([ownership.first(replica.index), 0], np.int32)
 
         def arguments(arrays: Any, inputs: UpdateInputs) -> tuple[list[Any], UnitsPart]:
             params, state, common = arrays
             return self._arguments(units, params, state, common, inputs)
 
         specs = (*self._specs(units), P()), self._input_specs
-        self._sums = sum_programs(ownership.update, arguments, self._options, sharded, specs)
+        self._sums = sum_programs(
+            ownership.update,
+            arguments,
+            self._options,
+            sharded,
+            specs,
+            is_alone=ownership.is_alone,
+        )
         self.compiled: list[Any] = []  #: In the order of `names`.
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the programs: two for each level of sums, one for each group."""
+        """Names of the programs: those of sums, then one for each group."""
         num = len(self.groups.groups) + 1
-        return (*["a sum in the update"] * (2 * len(self._sums)), *["the update"] * num)
+        return (*["a sum in the update"] * len(self._sums), *["the update"] * num)
 
-    def placed(self, inputs: UpdateInputs, sums: np.ndarray | None = None) -> UpdateInputs:
+    def placed(self, inputs: UpdateInputs, sums: Any = None) -> UpdateInputs:
         """The inputs with the replica's first granule and the sums over whole arrays."""
         return inputs._replace(where=self._place, sums=sums)
+
+    @functools.cached_property
+    def _place(self) -> jax.Array:
+        first = self._ownership.first(self._replica.index)
+        return self._replica.put(np.array([first, 0], np.int32))
 
     # -- the arithmetic --------------------------------------------------------------------------
 
@@ -152,7 +165,11 @@ class ReplicaUpdate:
         ownership, num = self._ownership, self._ownership.num_params
         arguments, part = self._arguments(group, params, state, common, inputs)
         run = ownership.update.run if self._sharded is None else self._sharded.run
-        results = run(arguments, part, inputs.where[1], inputs.sums)
+        made = run(arguments, part, inputs.where[1], inputs.sums)
+        results: list[Any] = [
+            x if x is MISSING else guarded(inputs.is_accepted, x, old.reshape(x.shape))
+            for x, old in zip(made, arguments, strict=False)
+        ]
 
         def new(unit: Unit, i: int) -> jax.Array:
             if ownership.sends_params:
@@ -248,8 +265,9 @@ class ReplicaUpdate:
                     for chunk in spec.chunks
                     if chunk.tensors
                 ]
-            others = sums_of(spec, given, range(num, len(floats)), self._member)
-            return sent, state, common, new_aux(spec, aux, others, given), given.weight + 0
+            changes = sums_of(spec, given, range(num, len(floats)), self._member)
+            others = guarded(given.is_accepted, new_aux(spec, aux, changes, given), list(aux))
+            return sent, state, common, others, given.weight + 0
 
         run: Any = hxla_update
         if self._sharded is not None:
@@ -278,7 +296,9 @@ class ReplicaUpdate:
             inputs: Shapes of the inputs.
         """
         leaves = jax.tree.leaves(opt_state)
-        inputs = self.placed(inputs, np.zeros(len(self._ownership.update.sums), np.float32))
+        shapes = [((2,), np.int32), ((len(self._ownership.update.sums),), np.float32)]
+        where, sums = (self._replica.like(jax.ShapeDtypeStruct(*x)) for x in shapes)
+        inputs = inputs._replace(where=where, sums=sums)
         common, without_words = [leaves[k] for k in self._common], inputs._replace(words=[])
         read = self.read_by_sums(params, leaves), without_words
         lowered = lowered_sums(self._ownership.update, self._sums, read)
@@ -385,7 +405,7 @@ class ReplicaUpdate:
         were_on_host: Sequence[bool],
     ) -> dict[int, list[jax.Array]]:
         """Run all groups but the last, replacing their arrays; return slices of sent parameters."""
-        groups, num_sums = self.groups.groups, 2 * len(self._sums)
+        groups, num_sums = self.groups.groups, len(self._sums)
         slices: dict[int, list[jax.Array]] = {i: [] for i in self.groups.params}
         buffer = _buffer_of(leaves) if self.groups.is_offloaded and groups else None
         inputs = inputs._replace(words=[])
@@ -440,7 +460,7 @@ class ReplicaUpdate:
         )
         if not self.groups.is_offloaded:
             return max(map(extra_bytes, self.compiled)) + sent
-        stats = [p.memory_analysis() for p in self.compiled[2 * len(self._sums) :]]
+        stats = [p.memory_analysis() for p in self.compiled[len(self._sums) :]]
         temporary = max((int(s.temp_size_in_bytes) for s in stats if s is not None), default=0)
         return temporary + self.groups.bytes_at_once + 2 * sent
 
@@ -493,9 +513,6 @@ class WrittenUpdate:
 class Updates:
     """Runs the updates of all local replicas.
 
-    Attributes:
-        gradient_norm: The global norm of the last gradient, if the update computes it.
-
     Args:
         ownership: The units of each replica; None: each runs the optimizer's one program.
         each: The update of each local replica.
@@ -510,7 +527,12 @@ class Updates:
         self._reducer, self._ownership, self.each = reducer, ownership, each
         self._replica_updates = [update for update in each if isinstance(update, ReplicaUpdate)]
         self._squares = () if ownership is None else squares_of_gradient(ownership)
-        self.gradient_norm: float | None = None
+        self._sums: Any = None  # of the first local replica's last update
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """The global norm of the last gradient, if the update computes it; waits for it."""
+        return norm_of(np.asarray(self._sums), self._squares) if self._squares else None
 
     @property
     def text(self) -> str:
@@ -527,36 +549,42 @@ class Updates:
             local: For each local replica its parameters, state, other variables and inputs.
         """
         if self._ownership is not None:
-            sums = self._summed(self._ownership, local)
-            self.gradient_norm = norm_of(sums, self._squares)
+            each = self._summed(self._ownership, local)
+            self._sums = each[0]
+            parts = zip(self._replica_updates, local, each, strict=True)
             local = [
-                (*arrays, update.placed(inputs, sums))
-                for update, (*arrays, inputs) in zip(self._replica_updates, local, strict=True)
+                (*arrays, update.placed(inputs, sums)) for update, (*arrays, inputs), sums in parts
             ]
         return [update.run(*arguments) for update, arguments in zip(self.each, local, strict=True)]
 
     def _summed(
         self, ownership: Ownership, local: Sequence[tuple[Any, Any, Any, UpdateInputs]]
-    ) -> Any:
+    ) -> list[jax.Array]:
         """The sums over whole arrays, the same on all replicas."""
         if not ownership.update.sums:
-            return np.zeros(0, np.float32)
+            return self._no_sums
         wanted, read = ownership.update.read_by_sums(), []
-        for update, (params, state, _, inputs) in zip(self._replica_updates, local, strict=True):
+        every = zip(self._replica_updates, local, self._no_sums, strict=True)
+        for update, (params, state, _, inputs), zeros in every:
             params_here = [on_device(x) if k in wanted else x for k, x in enumerate(params)]
             arrays = update.read_by_sums(params_here, jax.tree.leaves(state))
-            read.append((arrays, update.placed(inputs._replace(words=[]))))
+            read.append((arrays, update.placed(inputs._replace(words=[]), zeros)))
         compiled = [update.compiled for update in self.each]
         if ownership.is_alone:
-            # One replica has all terms, and its devices need each other.
-            num = len(compiled) if ownership.axes else 1
-            counted = [True] + [False] * (num - 1)
-            return summed(
-                ownership.update, compiled[:num], read[:num], counted, lambda x: x, (0, 1)
-            )
+            pairs = zip(compiled, read, strict=True)
+            return [programs[0](*arguments) for programs, arguments in pairs]
         counted = [ownership.is_counted(r.index) and r.is_led_here for r in self._reducer.local]
         rank = jax.process_index(), jax.process_count()
-        return summed(ownership.update, compiled, read, counted, self._reducer.host.exchange, rank)
+        exchange = self._reducer.host.exchange
+        sums = summed(ownership.update, compiled, read, counted, exchange, rank)
+        return [replica.put(sums) for replica in self._reducer.local]
+
+    @functools.cached_property
+    def _no_sums(self) -> list[jax.Array]:
+        """Zeros in place of sums, on each local replica."""
+        assert self._ownership is not None
+        zeros = np.zeros(len(self._ownership.update.sums), np.float32)
+        return [replica.put(zeros) for replica in self._reducer.local]
 
 
 def updates_of(

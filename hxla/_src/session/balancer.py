@@ -159,21 +159,29 @@ class Balancer:
         return tuple(statistics.median(s) if s else 0.0 for s in self._fixed)
 
     def observe(
-        self, step: int, busy: Sequence[float], update: Sequence[float]
+        self,
+        step: int,
+        busy: Sequence[float],
+        update: Sequence[float],
+        *,
+        counts: Sequence[int] | None = None,
     ) -> Rebalance | None:
-        """Add the times of a step that ran with `counts`; maybe change `counts`.
+        """Add the times of a step; maybe change `counts`.
 
         Args:
             busy: Seconds of each device's microbatches.
             update: Seconds of each device's previous update; 0 before the first.
+            counts: The microbatches in `busy`; None: the present counts. Times of other counts
+                tell speeds, and move nothing.
 
         Returns:
             The rebalance that takes effect with step `step + 1`, or None.
         """
-        self._learn(busy, update)
+        is_past = counts is not None and tuple(counts) != self.counts
+        self._learn(busy, update, counts or self.counts, is_past=is_past)
         if self._after_trial is not None:
             self.counts, self._after_trial = self._after_trial, None
-        if not all(self.seconds):
+        if is_past or not all(self.seconds):
             return None
         self._parked = [0 if c else p + 1 for c, p in zip(self.counts, self._parked, strict=True)]
         reverted = self._revert_slow_move(step)
@@ -202,8 +210,15 @@ class Balancer:
         self._finishes.clear()
         return change
 
-    def _learn(self, busy: Sequence[float], update: Sequence[float]) -> None:
-        samples = tuple(b / c if c else 0.0 for b, c in zip(busy, self.counts, strict=True))
+    def _learn(
+        self,
+        busy: Sequence[float],
+        update: Sequence[float],
+        counts: Sequence[int],
+        *,
+        is_past: bool,
+    ) -> None:
+        samples = tuple(b / c if c else 0.0 for b, c in zip(busy, counts, strict=True))
         is_new = [pace.learn(s) for pace, s in zip(self._paces, samples, strict=True) if s]
         if any(is_new):  # earlier measurements are of other speeds
             self._walls.clear()
@@ -213,6 +228,8 @@ class Balancer:
         for fixed, seconds in zip(self._fixed, update, strict=True):
             if seconds:
                 fixed.append(seconds)
+        if is_past:
+            return
         finish = max(b + u for b, u in zip(busy, update, strict=True))
         self._finishes.append(finish)
         if self._move is not None:
@@ -294,7 +311,7 @@ class Balancer:
         if move is None:
             return None
         move.walls.append(seconds)
-        if len(move.walls) <= _SETTLE_STEPS:
+        if len(move.finishes) < _SETTLE_STEPS:
             return None
         self._move = None
         if not move.wall:

@@ -205,14 +205,13 @@ class SessionMember:
         return leave_state(saved, facts, folder, self._part)
 
 
-def ran(plan: Plan, busy_seconds: Sequence[float]) -> list[float]:
+def ran(plan: Plan, seconds: float) -> list[float]:
     """The work of this process in a step, for `Report`.
 
     Args:
-        busy_seconds: Seconds of the microbatches of each replica.
+        seconds: Seconds of the microbatches of its replica.
     """
-    pairs = zip(plan.replicas, busy_seconds, strict=True)
-    [(replica, seconds)] = [pair for pair in pairs if jax.process_index() in pair[0].devices]
+    [replica] = [r for r in plan.replicas if jax.process_index() in r.devices]
     executed = (
         (replica.num_microbatches, replica.executors) if len(replica.devices) == 1 else (0, 1)
     )

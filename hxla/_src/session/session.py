@@ -102,6 +102,7 @@ class Session:
             self._stack.callback(self._termination.close)
             self._stopping = self._stop_request = 0.0
             self._handed_out, self._is_settled, self._is_replaced = StateAccess(), True, False
+            self._rate: float | None = None
             agree_on_asked(plan, job, options)
             check_runnable(plan, job, self._cluster, devices)
             on_cpu = any(d is not None and is_here(d) and d.platform == "cpu" for d in devices)
@@ -170,6 +171,7 @@ class Session:
             self.plan = self._predicted(self.plan).replaced(reasons=(*plan.reasons, *notes))
             self.split_watch = SplitWatch(self._programs, self._cluster, job)
             self._plans[start] = self.plan
+            self._counts_before = self.plan.counts
             self._learning_rate = LearningRate(self._programs, self._store, options.learning_rate)
             bits = determinism(self._programs.graph, self.plan)
             self._recorder = recorder_of(self.plan, options, start, job, bits)
@@ -291,25 +293,30 @@ class Session:
         compiled = num_compilations()
         timed = step == self._first_step + 1 and self._options.run_dir is not None
         self._watch_pipelines.time_ticks(timed)
-        outcome = self._stepper.accumulate(
-            step,
-            ids,
-            batches,
-            stop=max(self._stopping, self._request),
-            on_phase=functools.partial(self._watchdog.beat, step),
-        )
+        waits = self._member is not None or self._programs.may_fail
+        with contextlib.ExitStack() as updating:
+            outcome = self._stepper.accumulate(
+                step,
+                ids,
+                batches,
+                stop=max(self._stopping, self._request),
+                on_phase=functools.partial(self._watchdog.beat, step),
+                on_sums=None if waits else functools.partial(self._update, updating),
+            )
         if timed:
             self._watch_pipelines.tell_ticks()
         self._watchdog.beat(step, "update")
-        with self._updating(outcome):
+        with self._updating():
             if outcome.nonfinite:
                 stops = self._job.nonfinite == "stop" and not self._options.is_trial
                 self._recorder.warn(left_out(step, outcome, self._stepper, stops=stops))
             else:
-                rate = self._learning_rate.of_step(step)
-                with self._ending.halfway():
-                    outcome = self._stepper.update(outcome, learning_rate=rate)
+                with contextlib.ExitStack() as updating:
+                    if waits:
+                        self._update(updating)
+                    norm = self._programs.gradient_norm
                     self._stepper.rescale(overflowed=False)
+                outcome = dataclasses.replace(outcome, learning_rate=self._rate, gradient_norm=norm)
             self.step_number = step + 1
         if step > self._first_step:
             self._recorder.num_compilations += num_compilations() - compiled
@@ -321,6 +328,12 @@ class Session:
             self._stopping, self._stop_request = -1.0, outcome.stop
         self._is_settled = False
         return record
+
+    def _update(self, updating: contextlib.ExitStack) -> None:
+        """Update; `updating` ends when it is known whether the update counts."""
+        self._rate = self._learning_rate.of_step(self.step_number)
+        updating.enter_context(self._ending.halfway())
+        self._stepper.update()
 
     def _settle(self) -> None:
         """Close the step before: save or leave after its callbacks have run."""
@@ -337,8 +350,11 @@ class Session:
 
     def _record(self, step: int, outcome: Outcome, batches: Sequence[Any]) -> StepRecord:
         change = None
-        if self._options.balance:
-            change = self.balancer.observe(step, outcome.busy_seconds, outcome.update_seconds)
+        if self._options.balance and any(outcome.busy_seconds):
+            counts = self._counts_before if outcome.is_late else self.plan.counts
+            seconds_of = outcome.busy_seconds, outcome.update_seconds
+            change = self.balancer.observe(step, *seconds_of, counts=counts)
+        self._counts_before = self.plan.counts
         now = time.perf_counter()
         tokens = num_tokens(batches, self.plan.num_microbatches)
         (seconds, self._began), epoch = (now - self._began, now), self._feed.epoch
@@ -367,13 +383,14 @@ class Session:
         return request or self._saver.request
 
     @contextlib.contextmanager
-    def _updating(self, outcome: Outcome) -> Iterator[None]:
+    def _updating(self) -> Iterator[None]:
         """Keep an elastic run from taking the state in the middle of an update."""
         if self._member is None:
             yield
             return
         self._stepper.wait_for_sums()
-        with self._member.updating(self._checkpoints, ran(self.plan, outcome.busy_seconds)):
+        [seconds] = self._stepper.busy_seconds_here()
+        with self._member.updating(self._checkpoints, ran(self.plan, seconds)):
             yield
 
     def _end_early(self, *, moves: bool) -> None:

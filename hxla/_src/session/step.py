@@ -4,7 +4,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,11 +21,13 @@ from ..job.context import JobContext
 from ..lower import exact
 from ..lower.chain_runner import ChainRunner
 from ..lower.contribution import DeviceSums, peaks_to_maxima
+from ..lower.decisions import Decisions, Told
+from ..lower.global_arrays import stat_rows
 from ..lower.layerwise import Spans
 from ..lower.lower import Programs
 from ..lower.pipeline import PieceTimes, Pipeline, piece_times
 from ..lower.store import Store
-from ..lower.sum import NUM_TOLD
+from ..lower.sum import Reduced
 from ..lower.update import UpdateInputs
 from ..lower.zero_pipeline import ZeroPipeline
 from ..model.loss import means
@@ -104,6 +105,7 @@ class Feed:
 
 
 _MAX_REDOS = 3
+_Seconds = concurrent.futures.Future[tuple[float, float]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +117,9 @@ class Outcome:
         weight: Sum of the weights of the global batch.
         metrics: The user's metrics, merged as asked.
         busy_seconds: Time each replica spent on its microbatches.
-        update_seconds: Time each replica spent on its previous update.
+        update_seconds: Time each replica spent on the update before these.
+        is_late: Whether these times are of the step before: processes tell them with their sums,
+            when those of the step are not known yet.
         stop: The largest request of a process: see `accumulate`.
         nonfinite: Names of tensors whose gradient, or change, was not finite in some microbatch.
         redone: How often the step was run again with other scales.
@@ -130,6 +134,7 @@ class Outcome:
     metrics: dict[str, MetricValue]
     busy_seconds: tuple[float, ...]
     update_seconds: tuple[float, ...]
+    is_late: bool
     stop: float
     nonfinite: tuple[str, ...]
     redone: int
@@ -152,19 +157,23 @@ class Stepper:
         self._contribution = programs.contribution
         num = len(self._reducer.local)
         self._sums: list[DeviceSums | None] = [None] * num
-        #: Exponents on each replica: of gradients, and of gradients of the scaled loss.
-        self._placed: list[tuple[jax.Array, jax.Array] | None] = [None] * num
+        #: Exponents on each replica of its microbatches, and that of the scale of their gradients.
+        self._placed: list[tuple[jax.Array, ...] | None] = [None] * num
         self._num_params = len(programs.tensors.params)
-        self._next_exponents = store.exponents
         self._settles = False  # whether a step is redone until its scales are its own
-        self._totals: tuple[Any, Any] = ((), ())
+        self._reduced: Reduced | None = None
         self._group_totals: list[list[jax.Array]] = []
-        # Threads wait for devices; the main thread goes on dispatching microbatches.
-        self._pool = concurrent.futures.ThreadPoolExecutor(2 * num)
+        # Threads wait for devices; the main thread goes on dispatching.
+        self._pool = concurrent.futures.ThreadPoolExecutor(3 * num)
         waits = self.wait, self._wait_for_collectives
         self.forwards = ForwardPasses(programs, store, self._pool, *waits)
-        self._updates: list[concurrent.futures.Future[tuple[float, float]]] = []
-        self._update_seconds = [0.0] * num
+        #: When each local replica's last update began and ended.
+        self._updates: list[_Seconds] = []
+        #: Of each local replica's last microbatches the seconds, and those of the update before.
+        self._watches: list[_Seconds] = []
+        self._first_seconds = [0.0] * num
+        self._is_alone = jax.process_count() == 1
+        self._tells_nothing = self._stats([(0.0, 0.0)] * num, 0.0)
         self._rows = [
             tuple(map(replica.put, np.arange(programs.num_rows, dtype=np.int32)))
             for replica in self._reducer.local
@@ -205,13 +214,13 @@ class Stepper:
                 self._adopt_scales()
         # How many microbatches a pipeline warms up with depends on its schedule.
         self._settles = seeks and isinstance(runners[0], Pipeline)
-        self._reduce([np.zeros(NUM_TOLD, np.float32)] * len(runners), self._local_sums())
-        self._totals = (), ()
+        self._reduce(self._tells_nothing, self._local_sums())
+        self._reduced = None
         if self._programs.layered is not None:
             # Every process takes part in each of its collectives.
             num = self._num_timed(0, batch)
             runs = range(repeats)
-            times = [[watch.result() / num for watch in self._run_all(*some(num))] for _ in runs]
+            times = [[watch.result()[0] / num for watch in self._run_all(*some(num))] for _ in runs]
             return [float(np.median([run[i] for run in times] or [0.0])) for i in each]
         seconds = [
             self.seconds_of_microbatches(i, batch, self._num_timed(i, batch), repeats=repeats)
@@ -278,26 +287,31 @@ class Stepper:
         all_peaks[jax.process_index()] = peaks_T
         maxima = self._unscaled(peaks_to_maxima(self._reducer.host.exchange(all_peaks)))
         finite = np.where(np.isfinite(maxima), maxima, 0)
-        self._set_exponents(self._fitting_exponents(finite))
-
-    def _fitting_exponents(self, maxima: np.ndarray) -> np.ndarray:
-        return exact.next_exponents(self._store.exponents, maxima, self._contribution.limbs)
+        limbs = self._contribution.limbs
+        self._set_exponents(exact.next_exponents(self._store.exponents, finite, limbs))
 
     def _set_exponents(self, exponents: np.ndarray) -> None:
         self._store.exponents = exponents
         self._placed = [None] * len(self._placed)
 
-    def _exponents(self, i: int, *, scaled: bool = True) -> jax.Array:
-        """Exponents on a replica: of gradients of the scaled loss, or of the loss itself."""
+    def _exponents(self, i: int) -> jax.Array:
+        """Exponents of a replica's microbatches: of gradients of the loss, which may be scaled."""
+        return self._scales(i)[0]
+
+    def _scales(self, i: int) -> tuple[jax.Array, ...]:
+        """Those exponents, and if the loss is scaled the exponent of its gradients, int32[1]."""
         placed = self._placed[i]
         if placed is None:
             exponents, scale = self._store.exponents, self._store.loss_scale
             put = self._reducer.local[i].put
-            plain = of_scaled_loss = put(exponents)
-            if scale is not None:
-                of_scaled_loss = put(exponents - self._param_exponents(self._sum_exponent(scale)))
-            placed = self._placed[i] = plain, of_scaled_loss
-        return placed[scaled]
+            if scale is None:
+                placed = (put(exponents),)
+            else:
+                exponent = self._sum_exponent(scale)
+                used = exponents - self._param_exponents(exponent)
+                placed = put(used), put(np.array([exponent], np.int32))
+            self._placed[i] = placed
+        return placed
 
     def _param_exponents(self, exponent: int) -> np.ndarray:
         """int32[T]: the exponent for gradients, 0 for changes of other variables."""
@@ -332,7 +346,7 @@ class Stepper:
     def restored(self) -> None:
         """Take over the scales of a state that was loaded into the store."""
         self._set_exponents(self._store.exponents)
-        self._next_exponents, self._settles = self._store.exponents, False
+        self._settles = False
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -344,6 +358,7 @@ class Stepper:
         *,
         stop: float = 0.0,
         on_phase: Callable[[str], object] = lambda _: None,
+        on_sums: Callable[[], object] | None = None,
     ) -> Outcome:
         """Run the microbatches of a step and sum them over all replicas.
 
@@ -352,78 +367,106 @@ class Stepper:
             batches: Host arrays of those microbatches.
             stop: The request of this process to all; the largest wins.
             on_phase: Called with the phase that begins; in `reduce` processes wait for each other.
+            on_sums: Called before this process waits for the sums, to `update`: the update counts
+                only if they do. It is called again if the step is redone. None: the caller updates
+                after this.
 
         Returns:
-            The outcome; call `update` to apply it.
+            The outcome of sums that count, or are not finite.
         """
-        limbs = self._contribution.limbs
         inputs = self.forwards.second(step, ids, batches, on_phase)
         on_reduce = functools.partial(on_phase, "reduce")
         for redone in range(_MAX_REDOS + 1):
-            outcome, maxima = self._accumulate_once(step, ids, inputs, stop, redone, on_reduce)
-            if outcome.nonfinite or not self._contribution.is_exact:
-                return outcome
-            exponents, fitting = self._store.exponents, self._fitting_exponents(maxima)
-            fits = not exact.out_of_window(exponents, maxima, limbs).any()
-            if fits and not (self._settles and (exponents != fitting).any()):
-                self._next_exponents, self._settles = fitting, False
-                return outcome
-            self._set_exponents(fitting)
+            before, settles = self._store.exponents, self._settles
+            decisions = self._sum(step, ids, inputs, stop, on_reduce)
+            if on_sums is not None and not settles:
+                on_sums()
+            told = self._reducer.told(decisions[0])
+            self._store.exponents = told.next_T
+            self._placed = [
+                (decided.next_used_T, *scales[1:])
+                for decided, scales in zip(
+                    decisions, map(self._scales, range(len(ids))), strict=True
+                )
+            ]
+            is_settled = not settles or np.array_equal(before, told.next_T)
+            if not told.is_finite or (told.fits and is_settled):
+                self._settles = settles and not told.is_finite
+                if on_sums is not None and settles:
+                    on_sums()
+                return self._outcome(told, ids, stop, redone)
         raise AssertionError("a redo with scales taken from the step itself fits")
 
-    def _accumulate_once(
+    def _sum(
         self,
         step: int,
         ids: Sequence[range],
         batches: Sequence[Sequence[PyTree]],
         stop: float,
-        redone: int,
         on_reduce: Callable[[], object],
-    ) -> tuple[Outcome, np.ndarray]:
-        watches = self._run_all(step, ids, batches, True)
+    ) -> tuple[Decisions, ...]:
+        """Dispatch the microbatches and their sums; the decisions on each local replica."""
+        stats = self._tells_nothing
+        if not self._is_alone:
+            stats = self._stats(self._seconds() or [(0.0, 0.0)] * len(ids), stop)
+        self._watches = self._run_all(step, ids, batches, True)
         sums = self._local_sums()  # while the devices are busy
-        first = self.forwards.take_seconds()
-        busy = [
-            watch.result() + first_seconds
-            for watch, first_seconds in zip(watches, first, strict=True)
-        ]
-        stats = [
-            np.array([busy[i], self._update_seconds[i], stop], np.float32) for i in range(len(ids))
-        ]
+        self._first_seconds = self.forwards.take_seconds()
         on_reduce()
-        numbers_DN, rows_MS, maxima = self._reduce(stats, sums)
-        maxima = self._unscaled(maxima)
-        loss, weight, metrics = means(rows_MS, self._programs.graph.metrics, ids[0])
+        return self._reduce(stats, sums).decisions
+
+    def _seconds(self) -> list[tuple[float, float]]:
+        """Seconds of each local replica's last microbatches, and of the update before them."""
+        pairs = zip(self._watches, self._first_seconds, strict=False)
+        return [
+            (busy + first, update)
+            for (busy, update), first in ((watch.result(), first) for watch, first in pairs)
+        ]
+
+    def _stats(self, seconds: Sequence[tuple[float, float]], stop: float) -> list[jax.Array]:
+        """What each local replica tells all others with its sums."""
+        reducer, stats = self._reducer, [np.array([*pair, stop], np.float32) for pair in seconds]
+        return stat_rows(stats, reducer.local, len(reducer.replicas))
+
+    def busy_seconds_here(self) -> list[float]:
+        """Seconds of the last microbatches of each local replica."""
+        return [busy for busy, _ in self._seconds()]
+
+    def _outcome(self, told: Told, ids: Sequence[range], stop: float, redone: int) -> Outcome:
+        loss, weight, metrics = means(told.rows_MS, self._programs.graph.metrics, ids[0])
         names, scale = self._programs.tensors.float_names, self._store.loss_scale
-        nonfinite = tuple(n for n, m in zip(names, maxima, strict=True) if not np.isfinite(m))
-        if not weight:
+        nonfinite: tuple[str, ...] = ()
+        if not told.is_finite and not weight:
             nonfinite = ("the loss (every weight of the global batch is zero)",)
-        elif not math.isfinite(loss):
+        elif not told.is_finite:
+            pairs = zip(names, told.maxima_T, strict=True)
+            nonfinite = tuple(name for name, most in pairs if not np.isfinite(most))
             nonfinite = nonfinite or ("the loss",)
-        outcome = Outcome(
+        seconds = np.array(self._seconds()) if self._is_alone else told.stats_DN
+        return Outcome(
             loss=loss,
             weight=weight,
             metrics=metrics,
-            busy_seconds=tuple(map(float, numbers_DN[:, 0])),
-            update_seconds=tuple(map(float, numbers_DN[:, 1])),
-            stop=float(numbers_DN[:, 2].max()),
+            busy_seconds=tuple(map(float, seconds[:, 0])),
+            update_seconds=tuple(map(float, seconds[:, 1])),
+            is_late=not self._is_alone,
+            stop=stop if self._is_alone else float(told.stats_DN[:, 2].max()),
             nonfinite=nonfinite,
             redone=redone,
             overflowed=bool(nonfinite and weight),
             loss_scale=None if scale is None else scale.scale,
         )
-        return outcome, maxima
 
     def _run_all(
         self, step: int, ids: Sequence[range], batches: Sequence[Sequence[PyTree]], in_turn: bool
-    ) -> list[concurrent.futures.Future[float]]:
-        """Dispatch the microbatches of the local replicas; futures of the seconds of each."""
+    ) -> list[_Seconds]:
+        """Dispatch the microbatches of the local replicas; see `_watches`."""
         start, layered = time.perf_counter(), self._programs.layered
         starts = self._start_seconds if in_turn else [0.0] * len(ids)
         spans: list[Spans[Any]] = [Spans() for _ in ids]
         watches = [
-            self._pool.submit(self._watch, i, replica_spans, start)
-            for i, replica_spans in enumerate(spans)
+            self._pool.submit(_watched, replica_spans, start, update)
+            for replica_spans, update in itertools.zip_longest(spans, self._updates)
         ]
         try:
             if layered is None:
@@ -465,14 +508,14 @@ class Stepper:
     def _local_sums(self) -> Any:
         return self._reducer.hold([sums for sums in self._sums if sums is not None])
 
-    def _reduce(self, stats: Sequence[np.ndarray], sums: Any) -> tuple[Any, Any, Any]:
+    def _reduce(self, stats: Sequence[jax.Array], sums: Any) -> Reduced:
         self._wait_for_collectives()
-        reduced = self._reducer.reduce(stats, sums, self._group_totals)
+        scales = list(map(self._scales, range(len(stats))))
+        self._reduced = self._reducer.reduce(stats, sums, scales, self._group_totals)
         self._group_totals = []
         if self._reducer.releases:
             self._sums = [None] * len(self._sums)
-        self._totals = reduced.totals, reduced.words
-        return reduced.numbers_DN, reduced.rows_MS, reduced.maxima_T
+        return self._reduced
 
     def _wait_for_collectives(self) -> None:
         """Let earlier collectives finish, because Gloo mixes up independent ones."""
@@ -481,50 +524,31 @@ class Stepper:
         if self._programs.layered is not None:
             self._programs.layered.wait()
 
-    def _watch(self, i: int, spans: "Spans[Any]", start: float) -> float:
-        """Wait for a replica; returns the seconds of its microbatches."""
-        if self._updates:
-            begun, done = self._updates[i].result()
-            self._update_seconds[i] = done - begun
-            start = max(start, done)
-        busy = 0.0
-        while (span := spans.get()) is not None:
-            begins, tick = span
-            if isinstance(begins, float):
-                start = max(start, begins)
-            elif begins is not None:
-                jax.block_until_ready(begins)
-                start = time.perf_counter()
-            jax.block_until_ready(tick)
-            now = time.perf_counter()
-            busy, start = busy + now - start, now
-        return busy
-
-    def update(self, outcome: Outcome, *, learning_rate: float | None = None) -> Outcome:
-        """Apply the sums of the last `accumulate`; returns before the devices are done.
-
-        Args:
-            learning_rate: Of this update, for the outcome.
-        """
+    def update(self) -> None:
+        """Apply the sums of the last `accumulate` if they count; waits for no device."""
+        assert self._reduced is not None
+        reduced, self._reduced = self._reduced, None
         ticks = []
-        mean = self._programs.training.mean
-        weight = np.float32(outcome.weight if mean else 1)
-        value = np.float32(outcome.loss if mean else outcome.loss * outcome.weight)
-        begun = time.perf_counter()
         places, gather = self._programs.trained, self._programs.gather
         old = [[replica.params[k] for k in places] for replica in self._store.held]
         local = []
-        each = zip(self._store.held, *self._totals, strict=True)
-        for i, (replica, totals, words) in enumerate(each):
-            scales = self._exponents(i, scaled=False)
-            inputs = UpdateInputs(totals, words, scales, weight, value, rows=self._rows[i])
+        each = zip(self._store.held, reduced.totals, reduced.words, reduced.decisions, strict=True)
+        for i, (replica, totals, words, decided) in enumerate(each):
+            inputs = UpdateInputs(
+                totals,
+                words,
+                decided.exponents_T,
+                decided.weight,
+                decided.value,
+                decided.is_accepted,
+                rows=self._rows[i],
+            )
             local.append((old[i], replica.opt_state, replica.aux, inputs))
         updated = []  # for each replica its parameters, or the shard that it updated
         for replica, result in zip(self._store.held, self._programs.update(local), strict=True):
             params, replica.opt_state, replica.aux, tick = result
             updated.append(params)
             ticks.append(tick)
-        self._totals = (), ()
         new = updated if gather is None else gather.run(updated, old)
         for i, (replica, params) in enumerate(zip(self._store.held, new, strict=True)):
             for k, x in zip(places, params, strict=True):
@@ -533,24 +557,48 @@ class Stepper:
             gather.wait()
             self._store.hand_on()
 
-        def wait(tick: jax.Array) -> tuple[float, float]:
+        def wait(decided: jax.Array, tick: jax.Array) -> tuple[float, float]:
+            jax.block_until_ready(decided)
+            begun = time.perf_counter()
             jax.block_until_ready(tick)
             return begun, time.perf_counter()
 
-        self._updates = [self._pool.submit(wait, tick) for tick in ticks]
-        if self._contribution.is_exact and (self._next_exponents != self._store.exponents).any():
-            self._set_exponents(self._next_exponents)
-        norm = self._programs.gradient_norm
-        return dataclasses.replace(outcome, learning_rate=learning_rate, gradient_norm=norm)
+        pairs = zip(reduced.decisions, ticks, strict=True)
+        self._updates = [self._pool.submit(wait, d.is_accepted, tick) for d, tick in pairs]
 
     def wait_for_sums(self) -> None:
         """Wait for the sums of `accumulate`, whose failure would take the state with it."""
-        jax.block_until_ready((self._totals, self._group_totals))
+        if self._reduced is not None:
+            jax.block_until_ready(self._reduced.totals)
 
     def wait(self) -> None:
         """Wait for the last update on every local replica."""
         for update in self._updates:
             update.result()
+
+
+def _watched(spans: "Spans[Any]", start: float, update: _Seconds | None) -> tuple[float, float]:
+    """Wait for a replica's microbatches; returns their seconds, and those of the update before.
+
+    Args:
+        start: When the step began.
+    """
+    of_update = 0.0
+    if update is not None:
+        begun, done = update.result()
+        of_update, start = done - begun, max(start, done)
+    busy = 0.0
+    while (span := spans.get()) is not None:
+        begins, tick = span
+        if isinstance(begins, float):
+            start = max(start, begins)
+        elif begins is not None:
+            jax.block_until_ready(begins)
+            start = time.perf_counter()
+        jax.block_until_ready(tick)
+        now = time.perf_counter()
+        busy, start = busy + now - start, now
+    return busy, of_update
 
 
 def left_out(step: int, outcome: Outcome, stepper: Stepper, *, stops: bool) -> str:

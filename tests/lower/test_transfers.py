@@ -1,0 +1,131 @@
+"""A steady step: what its devices read from the host, and the programs that it calls."""
+
+import contextlib
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import hxla
+from support import models
+from support.inside.session import Stepper
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+
+
+class Calls:
+    """A compiled program that counts its calls."""
+
+    def __init__(self, program, name, calls):
+        self._program, self._name, self._calls = program, name, calls
+
+    def __call__(self, *arguments):
+        self._calls.append(self._name)
+        return self._program(*arguments)
+
+
+def counted(programs):
+    """The names of the programs of sums and updates, in the order in which a session calls them."""
+    calls = []
+    reducer = programs.reducer
+    reducer.programs = [Calls(p, "sum", calls) for p in reducer.programs]
+    for update in programs._updates.each:
+        named = zip(update.compiled, update.names, strict=True)
+        update.compiled = [Calls(program, name, calls) for program, name in named]
+    return calls
+
+
+@contextlib.contextmanager
+def opened(optimizer, num=1, **options):
+    rng = np.random.default_rng(0)
+    data = {"x": rng.normal(size=(64, 4)).astype(np.float32), "y": np.zeros((64, 1), np.float32)}
+    job = hxla.Job(
+        lambda: nnx.Linear(4, 1, rngs=nnx.Rngs(0)),
+        data,
+        lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).sum(1),
+        optimizer,
+        batch_size=16,
+        shuffle=False,
+        **options,
+    )
+    with job.open(job.plan(microbatch_size=4, mesh=models.mesh(data=num))) as session:
+        yield session
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_steady_step_reads_nothing_from_the_host_but_its_batch(monkeypatch, num):
+    run_all = Stepper._run_all
+
+    @functools.wraps(run_all)
+    def batch(*arguments):
+        with jax.transfer_guard_host_to_device("allow"):
+            return run_all(*arguments)
+
+    with opened(CLIPPED, num) as session:
+        for _ in range(3):
+            session.step()
+        monkeypatch.setattr(Stepper, "_run_all", batch)
+        with jax.transfer_guard_host_to_device("disallow_explicit"):
+            records = [session.step() for _ in range(3)]
+    assert [record.redone for record in records] == [0, 0, 0]
+    assert all(record.gradient_norm > 0 for record in records)
+
+
+def test_behind_its_microbatches_a_step_calls_the_sum_the_norm_and_the_update():
+    with opened(CLIPPED) as session:
+        session.step()
+        calls = counted(session._programs)
+        session.step()
+    assert calls == ["sum", "a sum in the update", "the update"]
+
+
+def test_the_update_is_called_before_the_host_reads_the_sums(monkeypatch):
+    with opened(optax.sgd(0.1)) as session:
+        order, reducer = [], session._reducer
+        told, update = reducer.told, session._stepper.update
+        monkeypatch.setattr(reducer, "told", lambda *a: order.append("read") or told(*a))
+        monkeypatch.setattr(session._stepper, "update", lambda: order.append("update") or update())
+        session.step()
+    assert order == ["update", "read"]
+
+
+def test_a_step_that_is_refused_leaves_the_state_and_is_run_again():
+    with opened(CLIPPED) as session, opened(CLIPPED) as other:
+        for each in (session, other):
+            each.step()
+        # Scales that do not fit: a step with them is refused on the devices.
+        session._stepper._set_exponents(session._store.exponents - 40)
+        records = [each.step() for each in (session, other)]
+        whole = [each.gather(each.state.params) for each in (session, other)]
+        counts = [jax.tree.leaves(each.gather(each.state.opt_state)) for each in (session, other)]
+    assert [record.redone for record in records] == [1, 0]
+    assert records[0].loss == records[1].loss
+    jax.tree.map(np.testing.assert_array_equal, *whole)
+    jax.tree.map(np.testing.assert_array_equal, *counts)
+
+
+@pytest.mark.parametrize("reduction", ["exact", "float"])
+def test_a_step_that_is_skipped_leaves_every_array_as_it_was(reduction):
+    data = {"x": np.ones((16, 4), np.float32), "y": np.zeros((16, 1), np.float32)}
+    bad = data | {"y": np.full((16, 1), np.inf, np.float32)}
+    job = hxla.Job(
+        lambda: nnx.Linear(4, 1, rngs=nnx.Rngs(0)),
+        data,
+        lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).sum(1),
+        CLIPPED,
+        batch_size=16,
+        nonfinite="skip",
+    )
+    plan = job.plan(microbatch_size=4, mesh=models.mesh(data=1), reduction=reduction)
+    with job.open(plan) as session:
+        session.step(data)
+        trees = [session.gather((session.state.params, session.state.opt_state))]
+        skipped = session.step(bad)
+        trees.append(session.gather((session.state.params, session.state.opt_state)))
+        after = session.step(data)
+    assert not np.isfinite(skipped.loss)
+    jax.tree.map(np.testing.assert_array_equal, *trees)
+    assert np.isfinite(after.loss)
