@@ -72,8 +72,7 @@ def lowered(optimizer, num_groups, reduction="float", num=NUM, **options):
         **options,
     )
     sums = np.random.default_rng(0).normal(size=num * SIDE * SIDE).astype(np.float32)
-    scales = np.zeros(num, np.int32)
-    read = UpdateInputs([sums], [], scales, np.float32(2), np.float32(1), np.bool_(True))
+    read = UpdateInputs([sums], [], np.zeros(num, np.int32), np.float32(2), np.float32(1))
     arguments = params, optimizer.init(params), [], read
     return made._updates.each[0].lower(*arguments), arguments
 

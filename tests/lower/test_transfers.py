@@ -11,6 +11,7 @@ from flax import nnx
 
 import hxla
 from support import models
+from support.inside.lower import _compile
 from support.inside.session import Stepper
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
@@ -82,6 +83,13 @@ def test_behind_its_microbatches_a_step_calls_the_sum_the_norm_and_the_update():
     assert calls == ["sum", "a sum in the update", "the update"]
 
 
+@pytest.fixture
+def like_a_gpu(monkeypatch):
+    """The host does not wait for the sums of a step before its update."""
+    monkeypatch.setattr(_compile, "_WAITING", frozenset())
+
+
+@pytest.mark.usefixtures("like_a_gpu")
 def test_the_update_is_called_before_the_host_reads_the_sums(monkeypatch):
     with opened(optax.sgd(0.1)) as session:
         order, reducer = [], session._reducer
@@ -92,7 +100,19 @@ def test_the_update_is_called_before_the_host_reads_the_sums(monkeypatch):
     assert order == ["update", "read"]
 
 
-def test_a_step_that_is_refused_leaves_the_state_and_is_run_again():
+def test_a_cpu_reads_the_sums_and_then_calls_the_update(monkeypatch):
+    with opened(optax.sgd(0.1)) as session:
+        order, reducer = [], session._reducer
+        told, update = reducer.told, session._stepper.update
+        monkeypatch.setattr(reducer, "told", lambda *a: order.append("read") or told(*a))
+        monkeypatch.setattr(session._stepper, "update", lambda: order.append("update") or update())
+        session.step()
+    assert order == ["read", "update"]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_step_that_is_refused_leaves_the_state_and_is_run_again(monkeypatch, waits):
+    monkeypatch.setattr(_compile, "_WAITING", frozenset({"cpu"}) if waits else frozenset())
     with opened(CLIPPED) as session, opened(CLIPPED) as other:
         for each in (session, other):
             each.step()
@@ -107,6 +127,7 @@ def test_a_step_that_is_refused_leaves_the_state_and_is_run_again():
     jax.tree.map(np.testing.assert_array_equal, *counts)
 
 
+@pytest.mark.usefixtures("like_a_gpu")
 @pytest.mark.parametrize("reduction", ["exact", "float"])
 def test_a_step_that_is_skipped_leaves_every_array_as_it_was(reduction):
     data = {"x": np.ones((16, 4), np.float32), "y": np.zeros((16, 1), np.float32)}

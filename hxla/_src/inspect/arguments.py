@@ -17,7 +17,9 @@ ArrayLayout = tuple[tuple[int, ...], Spec | None]  # shape of the whole array, a
 
 # Words of an argument's path; the first line that has one decides.
 _WORDS = {
-    "optimizer state": "opt_state optimizer_state optimizer opt mu nu momentum ema trace adam",
+    "optimizer state": (
+        "opt_state opt_common optimizer_state optimizer opt mu nu momentum ema trace adam"
+    ),
     "gradient": "grads grad gradient gradients sums totals accumulated ints words",
     "parameter": "params param parameters weights variables kernel bias embedding model",
     "batch": (

@@ -14,6 +14,7 @@ from ..plan.parts import SumsForm
 from .replica import Replica
 
 _GPUS = frozenset({"cuda", "gpu", "rocm"})
+_WAITING = frozenset({"cpu"})
 
 
 def adds_in_order(platform: str, sums: SumsForm) -> bool:
@@ -24,6 +25,14 @@ def adds_in_order(platform: str, sums: SumsForm) -> bool:
         sums: The form of the sums; only exact ones need determinism.
     """
     return sums.kind == "exact" and platform in _GPUS
+
+
+def update_waits(platform: str) -> bool:
+    """Whether the host reads what a step's sums decide before it calls the update.
+
+    On a CPU this costs nothing, while an update that can be refused needs more memory.
+    """
+    return platform in _WAITING
 
 
 def compiler_options(platform: str, sums: SumsForm) -> dict[str, Any]:

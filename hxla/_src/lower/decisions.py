@@ -152,8 +152,14 @@ class Told:
         )
 
 
-def guarded(is_accepted: jax.Array, new: Any, old: Any) -> Any:
-    """A tree of arrays after an update that counts, or as before."""
+def guarded(is_accepted: jax.Array | None, new: Any, old: Any) -> Any:
+    """A tree of arrays after an update that counts, or as before.
+
+    Args:
+        is_accepted: None: only updates that count are called, see `update_waits`.
+    """
+    if is_accepted is None:
+        return new
     return jax.tree.map(lambda a, b: jnp.where(is_accepted, a, b), new, old)
 
 

@@ -28,6 +28,7 @@ from .compile import (
     named_texts,
     orders_of,
     text_of,
+    update_waits,
 )
 from .contribution import pack_sizes, packs_of, tensors_of
 from .decisions import DecisionSpec
@@ -211,9 +212,17 @@ class Programs:
         self.over_batch = OverBatchPasses(training, plan, self.reducer.host, local[0], forward)
 
     @functools.cached_property
-    def may_fail(self) -> bool:
-        """Whether microbatches may raise errors, so that no update may begin before they end."""
-        return calls_host(self.graph.program)
+    def waits(self) -> bool:
+        """Whether an update may begin only when the host knows that it counts.
+
+        Microbatches that call the host may raise errors.
+        """
+        return not self.is_guarded or calls_host(self.graph.program)
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether an update that does not count leaves the state as it is."""
+        return not update_waits(self.reducer.local[0].devices[0].platform)
 
     @property
     def gradient_norm(self) -> float | None:
@@ -475,9 +484,9 @@ class Programs:
         exponents = self.reducer.local[i].like(scales)
         totals, words = self.reducer.result_shapes(i)
         rows = (self.reducer.local[i].like(jax.ShapeDtypeStruct((), np.int32)),) * self.num_rows
-        one, is_accepted = (
-            self.reducer.local[i].like(jax.ShapeDtypeStruct((), dtype)) for dtype in ("f4", "?")
-        )
+        one = self.reducer.local[i].like(jax.ShapeDtypeStruct((), np.float32))
+        is_accepted = self.reducer.local[i].like(jax.ShapeDtypeStruct((), bool))
+        is_accepted = is_accepted if self.is_guarded else None
         inputs = UpdateInputs(totals, words, exponents, one, one, is_accepted, rows=rows)
         arguments = self._of_trained(params), opt_state, aux, inputs
         return [

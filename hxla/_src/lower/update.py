@@ -58,7 +58,7 @@ class UpdateInputs(NamedTuple):
         words: Words of other variables, of all microbatches; see `state_sums`.
         weight: The divisor of the sums.
         value: The loss, for optimizers that read it.
-        is_accepted: bool, whether the update counts; see `Decisions`.
+        is_accepted: bool, whether the update counts; None: only such are called, see `guarded`.
         where: int32[2], the replica's first granule and a zero that no compiler knows; None, as
             for `sums`: one program that decides how it rounds.
         sums: float32[S], the update's sums over whole arrays, from `exact_norms.summed`.
@@ -70,7 +70,7 @@ class UpdateInputs(NamedTuple):
     exponents_T: Any
     weight: Any
     value: Any
-    is_accepted: Any
+    is_accepted: Any = None
     where: Any = None
     sums: Any = None
     rows: Any = ()

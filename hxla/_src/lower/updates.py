@@ -216,17 +216,17 @@ class ReplicaUpdate:
 
         def hxla_update_group(
             params: dict[int, jax.Array],
-            state: list[list[jax.Array]],
-            common: list[jax.Array],
+            opt_state: list[list[jax.Array]],
+            opt_common: list[jax.Array],
             given: UpdateInputs,
             coming: list[list[jax.Array]],
             going: list[list[jax.Array]],
         ) -> Any:
-            new, state = update(params, state, common, given)
+            new, opt_state = update(params, opt_state, opt_common, given)
             # `out_shardings` alone would copy nothing.
             brought = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), coming)
             taken = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), going)
-            return new, state, brought, taken
+            return new, opt_state, brought, taken
 
         shardings: Any = None
         if self.groups.is_offloaded:
@@ -246,14 +246,14 @@ class ReplicaUpdate:
 
         def hxla_update(
             params: dict[int, jax.Array],
-            state: list[list[jax.Array]],
+            opt_state: list[list[jax.Array]],
             made: dict[int, list[jax.Array]],
-            common: list[jax.Array],
+            opt_common: list[jax.Array],
             aux: list[jax.Array],
             given: UpdateInputs,
         ) -> Any:
             group = self.groups.last
-            new, state, common = self._updated(group, params, state, common, given)
+            new, opt_state, opt_common = self._updated(group, params, opt_state, opt_common, given)
             sent: Any = new
             if ownership.sends_params:
                 slices = {i: jnp.concatenate(parts) for i, parts in made.items() if parts} | new
@@ -267,7 +267,7 @@ class ReplicaUpdate:
                 ]
             changes = sums_of(spec, given, range(num, len(floats)), self._member)
             others = guarded(given.is_accepted, new_aux(spec, aux, changes, given), list(aux))
-            return sent, state, common, others, given.weight + 0
+            return sent, opt_state, opt_common, others, given.weight + 0
 
         run: Any = hxla_update
         if self._sharded is not None:

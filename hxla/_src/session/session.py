@@ -293,7 +293,7 @@ class Session:
         compiled = num_compilations()
         timed = step == self._first_step + 1 and self._options.run_dir is not None
         self._watch_pipelines.time_ticks(timed)
-        waits = self._member is not None or self._programs.may_fail
+        waits = self._member is not None or self._programs.waits
         with contextlib.ExitStack() as updating:
             outcome = self._stepper.accumulate(
                 step,

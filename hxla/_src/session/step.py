@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -540,7 +541,7 @@ class Stepper:
                 decided.exponents_T,
                 decided.weight,
                 decided.value,
-                decided.is_accepted,
+                decided.is_accepted if self._programs.is_guarded else None,
                 rows=self._rows[i],
             )
             local.append((old[i], replica.opt_state, replica.aux, inputs))
