@@ -96,6 +96,7 @@ def outputs(module, x, precision="model", **options):
     )
     loss = lambda model, batch: model(batch["x"]).astype(jnp.float32).mean(-1)  # noqa: E731
     plain = functional(module, loss, loss, variables=variables, seed=0, example={"x": x})
+    plain = lowering.with_arrays(plain)
     calls = PrecisionCalls(plain, as_precision(precision)).model
 
     def run(params):
@@ -269,7 +270,7 @@ def test_buffers_and_parameters_are_rounded_where_that_is_asked():
     def value(**policy):
         loss = lambda m, b: m(b["x"]).mean(-1)  # noqa: E731
         calls, _ = under(model, loss, BATCH, {"compute": "float32", **policy})
-        own = calls.model
+        own = lowering.with_arrays(calls.model)
         run = jax.jit(own.train, compiler_options=EXACT)
         return run(own.params, own.aux, jax.random.key(0), BATCH)[0][0]
 

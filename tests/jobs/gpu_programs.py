@@ -91,7 +91,6 @@ gpu_device_info {{
   clock_rate_ghz: {self.clock_ghz}
   memory_bandwidth: {self.bytes_per_second:.0f}
   device_memory_size: {self.memory_gib * 2**30}
-  driver_version: "12.9.0"
   runtime_version: "12.9.0"
   compile_time_toolkit_version: "12.9.0"
   driver_version: "12.9.0"

@@ -147,7 +147,10 @@ def test_bits_that_differ_are_found(monkeypatch):
     pair = [Trial(plan=Form(model="mlp", size=size).plan) for size in (1, 2)]
     ended = [Ended(trial, Outcome(str(i), {0: 1.0})) for i, trial in enumerate(pair)]
     check(ended)
-    less = lambda plan: deciding(plan) | {"microbatch_size": 0}  # noqa: E731
+
+    def less(plan):
+        return deciding(plan) | {"microbatch_size": 0, "microbatches_per_call": 0}
+
     monkeypatch.setattr(_plan, "deciding", less)
     with pytest.raises(AssertionError, match="microbatch_size: 1 here, 2 there"):
         check(ended)

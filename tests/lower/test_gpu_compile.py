@@ -200,15 +200,14 @@ def test_gradients_that_are_scatters_sort_no_more_than_their_indices():
 
 #: The most that programs of a step may launch and move; less is better, and lowers these.
 MOST = {
-    "microbatch": {"kernels": 64, "products": 21, "copies": 5, "sorts": 8, "wide_sorts": 0},
+    "microbatch": {"kernels": 51, "products": 21, "copies": 8, "loops": 1, "sorts": 1},
     "empty": {"kernels": 6},
-    "sum 0": {"kernels": 5, "copies": 3},
-    "jit_hxla_largest": {"kernels": 11},
-    "jit_hxla_digits": {"kernels": 25},
+    "sum 0": {"kernels": 10, "copies": 2},
+    "jit_hxla_sums": {"kernels": 28, "copies": 1},
     "update": {"kernels": 6, "copies": 1},
 }
 #: Bytes that kernels of a microbatch read and write, each counted whole.
-MOST_MICROBATCH_BYTES = 12e6
+MOST_MICROBATCH_BYTES = 10.5e6
 
 
 def test_each_program_of_a_step_is_one_graph_and_no_larger_than_it_was(tmp_path):

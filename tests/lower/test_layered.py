@@ -162,7 +162,7 @@ SIZES = (11 * WIDTH, WIDTH**2, WIDTH**2, 3)
 
 def test_each_device_has_what_its_form_says_and_no_more():
     """AdamW: 4 bytes a parameter, 8 of moments; sums of two limbs are let go of after a step."""
-    spare = 1024  # a share of an array has at least eight elements, and there are counts
+    spare = 1280  # a share has at least eight elements, and there are counts and decisions
     (away, grouped), total = told("bf16")[1].seen, sum(SIZES)
     for form, of_device, of_host in (
         (away, (0, 0), (4 * 2 / 3, 4 * 1 / 3)),

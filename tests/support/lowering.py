@@ -22,10 +22,9 @@ def functional(params, aux):
 
 def with_arrays(model):
     """A functional model with the arrays that it would begin with."""
-    if model.initialise is None:
-        return model
-    params, aux = model.initialise(*model.init_arguments)
-    return dataclasses.replace(model, params=params, aux=aux, initialise=None)
+    make = model.initialise
+    params, aux = model.arrays if make is None else make(*model.init_arguments)
+    return dataclasses.replace(model, params=params, aux=aux, given=None, initialise=None)
 
 
 def programs(

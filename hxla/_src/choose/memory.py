@@ -56,6 +56,8 @@ def with_memory(
     Raises:
         PlanError: If the settings cannot be met, or no layout that they allow fits.
     """
+    if work.settings.cluster.microbatches_per_call == "auto":
+        plan = plan.replaced(microbatches_per_call=1)  # each layout gets its number
     asked, described = asked_candidates(work, plan, cluster), is_described(plan, cluster)
     step = step_memory(work, plan, cluster)
     compiled_lack = None
