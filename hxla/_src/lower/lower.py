@@ -485,8 +485,8 @@ class Programs:
         totals, words = self.reducer.result_shapes(i)
         rows = (self.reducer.local[i].like(jax.ShapeDtypeStruct((), np.int32)),) * self.num_rows
         one = self.reducer.local[i].like(jax.ShapeDtypeStruct((), np.float32))
-        is_accepted = self.reducer.local[i].like(jax.ShapeDtypeStruct((), bool))
-        is_accepted = is_accepted if self.is_guarded else None
+        flag = self.reducer.local[i].like(jax.ShapeDtypeStruct((), bool))
+        is_accepted = flag if self.is_guarded else None
         inputs = UpdateInputs(totals, words, exponents, one, one, is_accepted, rows=rows)
         arguments = self._of_trained(params), opt_state, aux, inputs
         return [
