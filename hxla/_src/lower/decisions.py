@@ -221,17 +221,17 @@ def sums_of_floats(bits_MK: jax.Array) -> jax.Array:
     mantissa = bits_MK & 0x7FFFFF
     mantissa = jnp.where(field > 0, mantissa | 1 << 23, mantissa)
     field = jnp.maximum(field, 1)
-    largest_K = field.max(0)
-    place = _LARGEST_PLACE + field - largest_K
+    largest_1K = field.max(0, keepdims=True)
+    place = _LARGEST_PLACE + field - largest_1K
     mantissa >>= jnp.clip(-place, 0, 24)
     place = jnp.maximum(place, 0)
     first, shift = place >> 4, place & 15
     middle = (mantissa >> (_DIGIT - shift)) & _MASK
     pieces = (mantissa << shift) & _MASK, middle, (mantissa >> _DIGIT) >> (_DIGIT - shift)
     digits = jnp.arange(NUM_DIGITS)[:, None, None]
-    spread = [jnp.where(first + n == digits, x, 0) for n, x in enumerate(pieces)]
-    summed = (sign * (spread[0] + spread[1] + spread[2])).sum(1)
-    return as_float(list(summed), largest_K - 1 + _LEAST_FLOAT - _LARGEST_PLACE)
+    spread = [jnp.where(first[None] + n == digits, x[None], 0) for n, x in enumerate(pieces)]
+    summed = (sign[None] * (spread[0] + spread[1] + spread[2])).sum(1)
+    return as_float(list(summed), largest_1K[0] - 1 + _LEAST_FLOAT - _LARGEST_PLACE)
 
 
 def put_digits(digits: list[jax.Array], x: jax.Array, shift: int) -> None:
