@@ -11,6 +11,7 @@ checked = $(MAKE) --no-print-directory check & check=$$!; $(1); tests=$$?; wait 
 # What a newer jax could change: tracing, lowering, sums, pipelines.
 CORE = $(addprefix tests/,lower/test_exact.py lower/test_groups.py lower/test_pipeline_programs.py \
 	lower/test_segments_tensor.py lower/test_slots.py lower/test_words.py session/test_job.py \
+	lower/test_decisions.py lower/test_dropless.py jax/test_ordered_adds.py graph/test_fused_attention.py \
 	graph/test_trace.py jax/test_jaxpr.py choose/test_patterns.py)
 # XLA's compiler for NVIDIA GPUs, with which the tests compile programs without one. Make reads the
 # names a target needs when it comes to the target: this line stands above them.
