@@ -120,7 +120,7 @@ class Outcome:
         busy_seconds: Time each replica spent on its microbatches.
         update_seconds: Time each replica spent on the update before these.
         is_late: Whether these times are of the step before: processes tell them with their sums,
-            when those of the step are not known yet.
+            where no host waits for its microbatches.
         stop: The largest request of a process: see `accumulate`.
         nonfinite: Names of tensors whose gradient, or change, was not finite in some microbatch.
         redone: How often the step was run again with other scales.
@@ -174,6 +174,8 @@ class Stepper:
         self._watches: list[_Seconds] = []
         self._first_seconds = [0.0] * num
         self._is_alone = jax.process_count() == 1
+        #: Whether processes tell each other the seconds of a step with the sums of the next one.
+        self._is_late = not self._is_alone and not programs.waits
         self._tells_nothing = self._stats([(0.0, 0.0)] * num, 0.0)
         self._rows = [
             tuple(map(replica.put, np.arange(programs.num_rows, dtype=np.int32)))
@@ -408,11 +410,13 @@ class Stepper:
     ) -> tuple[Decisions, ...]:
         """Dispatch the microbatches and their sums; the decisions on each local replica."""
         stats = self._tells_nothing
-        if not self._is_alone:
+        if self._is_late:
             stats = self._stats(self._seconds() or [(0.0, 0.0)] * len(ids), stop)
         self._watches = self._run_all(step, ids, batches, True)
         sums = self._local_sums()  # while the devices are busy
         self._first_seconds = self.forwards.take_seconds()
+        if not self._is_alone and not self._is_late:
+            stats = self._stats(self._seconds(), stop)
         on_reduce()
         return self._reduce(stats, sums).decisions
 
@@ -450,7 +454,7 @@ class Stepper:
             metrics=metrics,
             busy_seconds=tuple(map(float, seconds[:, 0])),
             update_seconds=tuple(map(float, seconds[:, 1])),
-            is_late=not self._is_alone,
+            is_late=self._is_late,
             stop=stop if self._is_alone else float(told.stats_DN[:, 2].max()),
             nonfinite=nonfinite,
             redone=redone,
