@@ -111,13 +111,14 @@ if jax.process_index() != 0:
     sys.exit()
 
 
-def median_seconds(name: str) -> float:
-    """Of a step, once it runs smoothly."""
-    return statistics.median(r.seconds for r in records[name][len(records[name]) // 3 :])
+def median_seconds(name: str, device: int | None = None) -> float:
+    """Of a step, or of what a device computes in it, once it runs smoothly."""
+    later = records[name][len(records[name]) // 3 :]
+    return statistics.median(r.seconds if device is None else r.busy_seconds[device] for r in later)
 
 
 def least_seconds(name: str, device: int) -> float:
-    """What a device computes in its fastest step; the first record does not know it yet."""
+    """What a device computes in its fastest step after the first."""
     return min(r.busy_seconds[device] for r in records[name][1:])
 
 
