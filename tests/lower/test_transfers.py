@@ -89,25 +89,41 @@ def like_a_gpu(monkeypatch):
     monkeypatch.setattr(_compile, "_WAITING", frozenset())
 
 
+def order_of(monkeypatch, session):
+    """The order in which a step reads its sums and calls its update."""
+    order, reducer = [], session._reducer
+    told, update = reducer.told, session._stepper.update
+    monkeypatch.setattr(reducer, "told", lambda *a: order.append("read") or told(*a))
+    monkeypatch.setattr(session._stepper, "update", lambda: order.append("update") or update())
+    session.step()
+    return order
+
+
 @pytest.mark.usefixtures("like_a_gpu")
 def test_the_update_is_called_before_the_host_reads_the_sums(monkeypatch):
     with opened(optax.sgd(0.1)) as session:
-        order, reducer = [], session._reducer
-        told, update = reducer.told, session._stepper.update
-        monkeypatch.setattr(reducer, "told", lambda *a: order.append("read") or told(*a))
-        monkeypatch.setattr(session._stepper, "update", lambda: order.append("update") or update())
-        session.step()
-    assert order == ["update", "read"]
+        assert order_of(monkeypatch, session) == ["update", "read"]
 
 
 def test_a_cpu_reads_the_sums_and_then_calls_the_update(monkeypatch):
     with opened(optax.sgd(0.1)) as session:
-        order, reducer = [], session._reducer
-        told, update = reducer.told, session._stepper.update
-        monkeypatch.setattr(reducer, "told", lambda *a: order.append("read") or told(*a))
-        monkeypatch.setattr(session._stepper, "update", lambda: order.append("update") or update())
-        session.step()
-    assert order == ["read", "update"]
+        assert order_of(monkeypatch, session) == ["read", "update"]
+
+
+@pytest.mark.usefixtures("like_a_gpu")
+def test_an_update_waits_for_a_callback_in_a_branch(monkeypatch):
+    """Its error must not take the state."""
+
+    def loss(model, batch):
+        like = jax.ShapeDtypeStruct((), np.float32)
+        of_host = functools.partial(jax.pure_callback, np.sin, like)
+        shift = jax.lax.cond(model.kernel[0, 0] > 0, of_host, jax.numpy.sin, np.float32(1))
+        return ((model(batch["x"]) - batch["y"]) ** 2).sum(1) + shift
+
+    data = {"x": np.ones((16, 4), np.float32), "y": np.zeros((16, 1), np.float32)}
+    job = hxla.Job(nnx.Linear(4, 1, rngs=nnx.Rngs(0)), data, loss, optax.sgd(0.1), batch_size=16)
+    with job.open(job.plan(microbatch_size=4, mesh=models.mesh(data=1))) as session:
+        assert order_of(monkeypatch, session) == ["read", "update"]
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -29,6 +29,16 @@ def inner_jaxpr(eqn: Any) -> ClosedJaxpr | None:
     return None
 
 
+def inner_programs(eqn: Any) -> Iterator[core.Jaxpr]:
+    """All programs inside an equation, branches and loops included."""
+    for value in eqn.params.values():
+        for x in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(x, core.ClosedJaxpr):
+                yield x.jaxpr
+            elif isinstance(x, core.Jaxpr):
+                yield x
+
+
 # fmt: off
 _KINDS = {
     "inlined": {"call", "closed_call", "core_call", "jit", "pjit", "xla_metadata_call"},
@@ -57,11 +67,7 @@ def kind_of(eqn: Any) -> str | None:
     known = next((kind for kind, names in _KINDS.items() if name in names), None)
     if known not in (None, "leaf"):
         return known if inner_jaxpr(eqn) is not None else None
-    has_programs = any(
-        isinstance(x, core.ClosedJaxpr | core.Jaxpr)
-        for value in eqn.params.values()
-        for x in (value if isinstance(value, tuple | list) else (value,))
-    )
+    has_programs = next(inner_programs(eqn), None) is not None
     return None if has_programs and known is None else "leaf"
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from jax.extend import core
+from .jaxpr import inner_programs
 
 _CALLS = {
     "shard_map": "jax.shard_map",
@@ -31,7 +31,7 @@ def placement_calls(jaxpr: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
         if name is not None:
             yield name, (eqn,)
             continue
-        for inner in _programs(eqn):
+        for inner in inner_programs(eqn):
             for name, equations in placement_calls(inner):
                 yield name, (eqn, *equations)
 
@@ -44,12 +44,3 @@ def is_placement_error(error: BaseException) -> bool:
 
 def _has_several(place: Any) -> bool:
     return getattr(place, "num_devices", 1) > 1
-
-
-def _programs(eqn: Any) -> Iterator[Any]:
-    for value in eqn.params.values():
-        for x in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(x, core.ClosedJaxpr):
-                yield x.jaxpr
-            elif isinstance(x, core.Jaxpr):
-                yield x

@@ -16,7 +16,7 @@ import numpy as np
 from ..graph.graph import Graph, shapes_of
 from ..graph.operations import leaves, source_of
 from ..graph.precision import members
-from ..jax.jaxpr import ClosedJaxpr, as_function, inner_jaxpr, kind_of
+from ..jax.jaxpr import ClosedJaxpr, as_function, inner_jaxpr, inner_programs, kind_of
 from ..jax.jaxpr import Literal as Constant
 from ..model.plain_arrays import root_key
 from ..plan.plan import Plan
@@ -228,8 +228,16 @@ def _is_by_power_of_two(eqn: Any) -> bool:
 
 def calls_host(program: ClosedJaxpr) -> bool:
     """Whether a program calls functions of the user or of libraries, which may raise errors."""
-    names = (eqn.primitive.name for eqn in _equations(program.jaxpr))
-    return any("callback" in name or name == "ffi_call" for name in names)
+
+    def calls(jaxpr: Any) -> bool:
+        return any(
+            "callback" in eqn.primitive.name
+            or eqn.primitive.name == "ffi_call"
+            or any(map(calls, inner_programs(eqn)))
+            for eqn in jaxpr.eqns
+        )
+
+    return calls(program.jaxpr)
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:
