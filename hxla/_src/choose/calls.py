@@ -7,8 +7,6 @@ the same program. So the number follows from the batch alone, and no bit depends
 
 from ..cluster.cluster import Cluster
 from ..core.format import num_bytes
-from ..graph.graph import shapes_of
-from ..graph.operations import bytes_of
 from ..plan.plan import Plan
 from .workload import Workload
 
@@ -27,7 +25,7 @@ def with_calls(work: Workload, plan: Plan, cluster: Cluster) -> Plan:
         return plan
     if work.graph.program.effects:
         return _with_reason(plan, "a call for each microbatch: the loss calls Python")
-    each = max(input_bytes(work), 1)
+    each = max(work.input_bytes, 1)
     num = min(plan.num_microbatches, _MOST_BYTES // each, _MOST)
     if num < 2:
         why = f"two would have inputs of {num_bytes(2 * each)}, of {num_bytes(_MOST_BYTES)} at most"
@@ -45,9 +43,3 @@ def with_calls(work: Workload, plan: Plan, cluster: Cluster) -> Plan:
 
 def _with_reason(plan: Plan, reason: str) -> Plan:
     return plan.replaced(reasons=(*plan.reasons, reason))
-
-
-def input_bytes(work: Workload) -> int:
-    """Bytes of what the program of a microbatch reads of the batch."""
-    shapes = shapes_of(work.graph, work.graph.batch_values)
-    return sum(bytes_of(x.shape, x.dtype) for x in shapes)

@@ -176,10 +176,8 @@ def _scatter(call: _Call) -> list[Any]:
         operand = jnp.where(start == 0, operand, jnp.zeros_like(operand))
     if dim not in numbers.scatter_dims_to_operand_dims:
         return run_with(call.eqn, [operand, indices, updates])
-    column, num = (
-        numbers.scatter_dims_to_operand_dims.index(dim),
-        call.eqn.invars[0].aval.shape[dim],
-    )
+    column = numbers.scatter_dims_to_operand_dims.index(dim)
+    num = call.eqn.invars[0].aval.shape[dim]
     size, start = call.part(num)
     at, modes = indices[..., column], jax.lax.GatherScatterMode
     if call.eqn.params["mode"] == modes.CLIP:

@@ -1,4 +1,4 @@
-"""What follows from the sums of a step, decided on the devices: no update waits for its host.
+"""What follows from the sums of a step, decided on the devices: no GPU waits for its host.
 
 The divisor of the gradients, whether the update counts, and the scales of the next step are pure
 functions of the summed bits, so every replica and every process decides alike. All are integer

@@ -5,8 +5,7 @@ Everything else in a step is compiled for a single replica, so a microbatch's ar
 depend on the number of replicas. Integers are added, which no compiler pass, collective algorithm
 or device order can change. Each device then turns its share of the sums into floats, element by
 element, and the shares are gathered. Sending floats back makes an exact all-reduce 1.5 times the
-bytes of a float one, not twice. The program also decides whether the update counts, so that no
-update waits for its host.
+bytes of a float one, not twice. The program also decides whether the update counts.
 
 References:
     Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",

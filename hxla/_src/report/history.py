@@ -29,8 +29,8 @@ class StepRecord:
         num_examples: The examples in the global batch.
         num_tokens: The tokens in the global batch (0 if the batch holds no integer sequences).
         counts: The microbatch counts of the replicas.
-        busy_seconds: The seconds that each replica computed in this step (microbatches and update);
-            in the step before where several processes have GPUs, and zeros in the first.
+        busy_seconds: The seconds that each replica computed in this step (microbatches and update).
+            If several processes have GPUs, those of the step before, and zeros in the first.
         redone: How often the step was redone after an overflow of the fixed-point range.
         skipped: Whether the update was skipped because a gradient was not finite.
         loss_scale: The factor on the mean loss of a microbatch for its gradient; None: the loss was

@@ -351,7 +351,7 @@ class Session:
     def _record(self, step: int, outcome: Outcome, batches: Sequence[Any]) -> StepRecord:
         change = None
         if self._options.balance and any(outcome.busy_seconds):
-            counts = self._counts_before if outcome.is_late else self.plan.counts
+            counts = self._counts_before if self._stepper.is_late else self.plan.counts
             seconds_of = outcome.busy_seconds, outcome.update_seconds
             change = self.balancer.observe(step, *seconds_of, counts=counts)
         self._counts_before = self.plan.counts

@@ -119,8 +119,6 @@ class Outcome:
         metrics: The user's metrics, merged as asked.
         busy_seconds: Time each replica spent on its microbatches.
         update_seconds: Time each replica spent on the update before these.
-        is_late: Whether these times are of the step before: processes tell them with their sums,
-            where no host waits for its microbatches.
         stop: The largest request of a process: see `accumulate`.
         nonfinite: Names of tensors whose gradient, or change, was not finite in some microbatch.
         redone: How often the step was run again with other scales.
@@ -135,7 +133,6 @@ class Outcome:
     metrics: dict[str, MetricValue]
     busy_seconds: tuple[float, ...]
     update_seconds: tuple[float, ...]
-    is_late: bool
     stop: float
     nonfinite: tuple[str, ...]
     redone: int
@@ -150,6 +147,8 @@ class Stepper:
 
     Attributes:
         forwards: The passes without gradients.
+        is_late: Whether the times of an outcome are of the step before. Where no host waits for its
+            microbatches, processes send the times of a step with the sums of the next one.
     """
 
     def __init__(self, programs: Programs, store: Store):
@@ -174,8 +173,7 @@ class Stepper:
         self._watches: list[_Seconds] = []
         self._first_seconds = [0.0] * num
         self._is_alone = jax.process_count() == 1
-        #: Whether processes tell each other the seconds of a step with the sums of the next one.
-        self._is_late = not self._is_alone and not programs.waits
+        self.is_late = not self._is_alone and not programs.waits
         self._tells_nothing = self._stats([(0.0, 0.0)] * num, 0.0)
         self._rows = [
             tuple(map(replica.put, np.arange(programs.num_rows, dtype=np.int32)))
@@ -410,23 +408,21 @@ class Stepper:
     ) -> tuple[Decisions, ...]:
         """Dispatch the microbatches and their sums; the decisions on each local replica."""
         stats = self._tells_nothing
-        if self._is_late:
+        if self.is_late:
             stats = self._stats(self._seconds() or [(0.0, 0.0)] * len(ids), stop)
         self._watches = self._run_all(step, ids, batches, True)
         sums = self._local_sums()  # while the devices are busy
         self._first_seconds = self.forwards.take_seconds()
-        if not self._is_alone and not self._is_late:
+        if not self._is_alone and not self.is_late:
             stats = self._stats(self._seconds(), stop)
         on_reduce()
         return self._reduce(stats, sums).decisions
 
     def _seconds(self) -> list[tuple[float, float]]:
         """Seconds of each local replica's last microbatches, and of the update before them."""
-        pairs = zip(self._watches, self._first_seconds, strict=False)
-        return [
-            (busy + first, update)
-            for (busy, update), first in ((watch.result(), first) for watch, first in pairs)
-        ]
+        results = (watch.result() for watch in self._watches)  # none before the first step
+        pairs = zip(results, self._first_seconds, strict=False)
+        return [(busy + first, update) for (busy, update), first in pairs]
 
     def _stats(self, seconds: Sequence[tuple[float, float]], stop: float) -> list[jax.Array]:
         """What each local replica tells all others with its sums."""
@@ -454,7 +450,6 @@ class Stepper:
             metrics=metrics,
             busy_seconds=tuple(map(float, seconds[:, 0])),
             update_seconds=tuple(map(float, seconds[:, 1])),
-            is_late=self._is_late,
             stop=stop if self._is_alone else float(told.stats_DN[:, 2].max()),
             nonfinite=nonfinite,
             redone=redone,
