@@ -55,7 +55,7 @@ def test_a_job_that_slurm_stops_is_queued_again_and_ends_as_if_nothing_had_been(
     with printed.open("wb") as out:
         job = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
         try:
-            wait_until(lambda: "] step " in printed.read_text(), printed.read_text)
+            wait_until(lambda: "\nstep " in printed.read_text(), printed.read_text)
             job.send_signal(signal.SIGTERM)
             assert job.wait(PATIENCE_SECONDS) == 75
         finally:
