@@ -4,9 +4,9 @@
 
 `plan="auto"` times the model's parts and the links of the present devices. It searches over
 replicas, stages, tensor parallelism, recomputation and microbatch sizes, runs the fastest plan, and
-lists the next ones. Here whole state fits on no device. So one replica is sharded over both, or two replicas
-shard their state, whichever is predicted to be faster. On devices with more memory the same script
-trains a replica on each. `hxla plan` searches for other devices:
+lists the next ones. Here whole state fits on no device. So one replica is sharded over both, or two
+replicas shard their state, whichever is predicted to be faster. On devices with more memory the
+same script trains a replica on each. `hxla plan` searches for other devices:
 
     hxla profile --mesh cpu-1.0-0.33 --write runs/gpt.json examples/05_auto.py
     hxla plan --mesh cpu-1.0-0.33 --profile runs/gpt.json --write runs/plan.json examples/05_auto.py
