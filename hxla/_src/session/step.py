@@ -602,7 +602,8 @@ def _watched(spans: "Spans[Any]", start: float, update: _Seconds | None) -> tupl
             now = time.perf_counter()
             busy, start = busy + now - start, now
     except BaseException:
-        while spans.get() is not None:  # the thread that waits for them may go on: it meets the error
+        # A thread that waits for spans may go on: it meets the error.
+        while spans.get() is not None:
             spans.task_done()
         raise
     return busy, of_update
