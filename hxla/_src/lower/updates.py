@@ -604,7 +604,7 @@ def updates_of(
         state: From the number of a local replica to the shapes of its optimizer state.
     """
     params, leaves, aux = specs
-    totals = ownership.parts_spec if spec.chunks else reducer.total_specs
+    totals = ownership.parts_spec if spec.chunks else reducer.layout.total_specs
     each = []
     for i, replica in enumerate(reducer.local):
         device_spec, sharded = spec, None
