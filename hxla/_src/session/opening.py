@@ -110,7 +110,7 @@ def opened_session(
         tell("waiting for the generation to be formed")
         source = make_source(folders=own.wait_for_the_others())
         if source.load(store):
-            stepper.restored()
+            stepper.scales.restored()
         member = SessionMember(own, store, termination, job, source)
     assert source is not None  # made in one of the two branches
     state_bytes = store.num_bytes()

@@ -237,7 +237,7 @@ class Session:
                     if waits:
                         self._update(updating)
                     norm = self._programs.gradient_norm
-                    self._stepper.rescale(overflowed=False)
+                    self._stepper.scales.rescale(overflowed=False)
                 outcome = dataclasses.replace(outcome, learning_rate=self._rate, gradient_norm=norm)
             self.step_number = step + 1
         if step > self._first_step:
