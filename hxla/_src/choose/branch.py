@@ -96,7 +96,7 @@ class BranchNode:
     @property
     def most_copies(self) -> int:
         """The most replicas that stages of fixed kinds allow (0: too few)."""
-        num_devices, least = self.part.bound.t.num_devices, self.part.bound.num_copies
+        num_devices, least = self.part.bound.t.num_devices, self.part.bound.tails.num_copies
         pure = [(self.modes.count(k), int(n)) for k, n in enumerate(num_devices)]
         most = min([sum(num_devices) // self.num_stages, *(n // m for m, n in pure if m)])
         return most if most >= least or not any(m for m, _ in pure) else 0
@@ -107,8 +107,8 @@ class BranchNode:
         if self.is_free:
             return self.part.tail
         bound, t = self.part.bound, self.part.bound.t
-        ring = t.card_sums * (1 - 1 / bound.num_copies)
-        inside = t.least_reduce(bound.num_copies)
+        ring = t.card_sums * (1 - 1 / bound.tails.num_copies)
+        inside = t.least_reduce(bound.tails.num_copies)
         pure, mixed = 0.0, []
         for mode, spans in zip(self.modes, self._stage_spans(), strict=True):
             if mode == MIXED:
@@ -121,7 +121,7 @@ class BranchNode:
             rest = float(ring[0, -1]) - self._most_pure(ring)
             shared = max(shared, 2 / t.num_kinds * rest)
         meeting = t.meeting if self.num_stages > 1 else 0.0
-        update = bound.least_tails(self.num_stages)[1] - meeting
+        update = bound.tails.of_stages(self.num_stages)[1] - meeting
         return max(self.part.tail, (max(pure, shared, meeting) + update) * (1 - 1e-9))
 
     def _stage_spans(self) -> list[tuple[tuple[int, int], ...]]:
@@ -145,7 +145,9 @@ class BranchNode:
         if not self.part.grid or min(self.modes) < 0:
             return 0.0
         bound = self.part.bound
-        return homogeneous_seconds(bound.t, *self.cut, bound.num_copies, bound.num_microbatches)
+        return homogeneous_seconds(
+            bound.t, *self.cut, bound.tails.num_copies, bound.num_microbatches
+        )
 
     def may_pass_cards(self, left: float) -> bool:
         """Whether all microbatches might pass the cards in a time, for a node of a single cut."""
@@ -153,7 +155,7 @@ class BranchNode:
         num_choices = bound.t.num_kinds ** sum(mode < 0 for mode in self.modes)
         if not (self.part.grid and self.is_single) or num_choices > _MAX_CHOICES:
             return True
-        copies = range(bound.num_copies, self.most_copies + 1)
+        copies = range(bound.tails.num_copies, self.most_copies + 1)
         return enough_for_cards(bound.t, *self.cut, copies, bound.num_microbatches, left)
 
     def pins(self) -> Pins | None:
@@ -365,7 +367,7 @@ class Branching:
 
     def _tail(self, bound: Bound, parts: Sequence[Priced], seconds: float) -> float:
         """The least tail of a plan: of one replica only if one may be enough."""
-        several, single = bound.least_tails(self._num)
+        several, single = bound.tails.of_stages(self._num)
         if int(self._available.sum()) < 2 * self._num:
             return single
         if bound.copies(self._num, seconds) > 1:
