@@ -22,7 +22,8 @@ from ..schedule.layerwise_order import (
     layerwise_order,
 )
 from ..schedule.segment_sequence import RunBytes, layered_peak_bytes
-from .chain_runner import ChainRunner, Running, StepInputs
+from .chain_operations import Running
+from .chain_runner import ChainRunner, StepInputs
 from .contribution import DeviceSums, buckets
 from .replica import ReplicaArrays
 from .sharded_params import GroupCollectives, ShardedParams

@@ -9,6 +9,7 @@ from hxla._src.session.balancer import Balancer
 from hxla._src.session.fastest_executors import with_fastest_executors
 from hxla._src.session.measure import in_training
 from hxla._src.session.member import rehearse
+from hxla._src.session.requests import LEAVE, SAVE, STOP, Requests
 from hxla._src.session.step import Stepper
 from hxla._src.session.trial import ObservedSteps, Observer
 from hxla._src.session.validate_plan import check_runnable
