@@ -76,7 +76,7 @@ from ._src.session.session import Session as Session
 from ._src.lower.state import State as State
 from ._src.model.loss_scale import ScaleState as ScaleState
 from ._src.session.values import Result as Result
-from ._src.core.fingerprint import fingerprint as fingerprint
+from ._src.jax.digest import fingerprint as fingerprint
 from ._src.report.history import History as History, StepRecord as StepRecord
 from ._src.report.history import (
     EvalRecord as EvalRecord,

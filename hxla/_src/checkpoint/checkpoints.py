@@ -24,7 +24,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ..core.errors import CheckpointError
 from ..core.types import PyTree
-from ..jax.heap import trim_heap
+from ..jax.devices import trim_heap
 from ..model.functional import plain_leaves
 from .owner import FolderOwner
 from .seal import META, TREE, newest_intact, remove_set_aside, seal, sealed_meta, set_aside

@@ -12,7 +12,7 @@ from ..cluster.cluster import Cluster
 from ..core.config import Config
 from ..core.errors import ConfigError, PlanError
 from ..core.format import num_bytes
-from ..core.whole_numbers import as_whole_number, check_whole_numbers
+from ..core.keywords import as_whole_number, check_whole_numbers
 from ..graph.graph import Graph, rows_touched
 from ..graph.parts import graph_of
 from ..graph.segments import segments

@@ -97,7 +97,7 @@ NAMES = ListType("names", "easyscale,weighing", lambda text: tuple(text.split(",
 
 
 def _meshes(_ctx: Any, _param: Any, incomplete: str) -> list[CompletionItem]:
-    from ..core.catalogue import names
+    from ..core.files import names
 
     known = [CompletionItem(name) for name in names("meshes") if name.startswith(incomplete)]
     return [CompletionItem(incomplete, type="file"), *known]

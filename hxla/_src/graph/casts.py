@@ -32,8 +32,8 @@ from ..jax.jaxpr import (
     run_as,
     run_with,
     scan_counts,
+    sources,
 )
-from ..jax.result_sources import sources
 from ..model.functional import Functional, leaf_names
 from .float8 import float8_product
 from .precision import class_of, wanted_in_float32

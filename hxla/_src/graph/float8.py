@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.powers_of_two import times_power_of_two
+from ..jax.rounded import times_power_of_two
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 

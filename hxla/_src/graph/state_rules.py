@@ -13,8 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..core.errors import ConfigError
-from ..jax.jaxpr import ClosedJaxpr
-from ..jax.result_sources import needed_for, passed_through, routes
+from ..jax.jaxpr import ClosedJaxpr, needed_for, passed_through, routes
 from ..model.merge import RULES
 from .graph import Graph
 

@@ -14,7 +14,6 @@ from flax import nnx
 
 from ..core.errors import AnnotationError, LossError
 from ..core.types import PyTree
-from ..jax.absent_sharding import brief_absence
 from ..jax.digest import digests, joined
 from ..jax.jaxpr import (
     ClosedJaxpr,
@@ -23,11 +22,11 @@ from ..jax.jaxpr import (
     kind_of,
     naming_axes,
     scan_counts,
+    sources,
     with_axes,
     with_results,
 )
-from ..jax.placement_calls import placement_calls
-from ..jax.result_sources import sources
+from ..jax.tracing import brief_absence, placement_calls
 from ..model.annotations import Scope, Strategy, scopes_of, written
 from ..model.functional import Functional, functional, leaf_names
 from ..model.loss import MetricColumns, as_sums

@@ -22,7 +22,7 @@ from ..report.lanes import (
     step_picture,
 )
 from ..report.page import box, figure, fold, section, table
-from ..schedule.timeline import from_perfetto
+from ..schedule.replay import from_perfetto
 from .alike_names import alike, group, ranges
 from .program import Program, ProgramArray
 from .replica_groups import Mesh

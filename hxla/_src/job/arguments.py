@@ -9,8 +9,8 @@ import optax
 
 from ..core.config import Config
 from ..core.errors import ConfigError
+from ..core.keywords import as_whole_number, check_whole_numbers
 from ..core.types import PyTree
-from ..core.whole_numbers import as_whole_number, check_whole_numbers
 from ..graph.factors import PATTERNS, Patterns
 from ..model.annotations import Strategy
 from ..model.arguments import check_model, check_optimizer

@@ -11,8 +11,8 @@ from ..cluster import nvml as _nvml
 from ..cluster.cluster import Device
 from ..cluster.libraries import LOCAL_CLIENTS_VARIABLE, are_unlike, in_words, library_of
 from ..cluster.mesh_file import load_cluster
-from ..core.catalogue import find
 from ..core.errors import LaunchError
+from ..core.files import find
 from .channel import WAITS_VARIABLE
 from .output import LIVE_VARIABLE, terminal_columns
 

@@ -17,7 +17,7 @@ import jax
 
 from ..cluster.libraries import LOCAL_CLIENTS_VARIABLE
 from ..core.errors import LaunchError
-from ..core.tracebacks import keep_whole
+from ..core.keywords import keep_whole
 from ..core.types import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from ..jax.coordination import (
     client,

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from ..core.powers_of_two import times_power_of_two
+from ..jax.rounded import times_power_of_two
 from ..jax.separable_update import MISSING, SeparableUpdate
 from .contribution import largest, peak_bits
 from .decisions import NUM_DIGITS, as_float, finite, magnitudes, put_digits

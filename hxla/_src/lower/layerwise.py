@@ -12,16 +12,17 @@ import jax
 
 from ..core.types import PyTree
 from ..plan.parts import Placement
-from ..schedule.layerwise_order import (
+from ..schedule.segment_sequence import (
     ADD,
     GATHER,
     PREFETCH,
     REDUCE,
     RUN,
+    RunBytes,
     StepInstruction,
+    layered_peak_bytes,
     layerwise_order,
 )
-from ..schedule.segment_sequence import RunBytes, layered_peak_bytes
 from .chain_runner import ChainRunner, Running, StepInputs
 from .contribution import DeviceSums, buckets
 from .replica import ReplicaArrays

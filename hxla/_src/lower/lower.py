@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ..cluster.job_devices import Devices
 from ..cluster.libraries import are_unlike
 from ..graph.graph import Graph, rows_read
-from ..jax.heap import trim_heap
+from ..jax.devices import trim_heap
 from ..model.functional import leaf_names
 from ..model.loss import num_columns
 from ..plan.layout import to_spec

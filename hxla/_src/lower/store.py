@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ..core.types import PyTree
-from ..jax.heap import trim_heap
+from ..jax.devices import trim_heap
 from ..jax.program_parts import ResultGroup
 from ..model import loss_scale
 from ..model.functional import Functional, leaf_names

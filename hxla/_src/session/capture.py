@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from ..choose.planning import PlanRequest
 from ..core.errors import ConfigError
-from ..jax.absent_sharding import brief_absence
+from ..jax.tracing import brief_absence
 from ..job.context import JobContext
 from ..launch.join import run_as_main
 

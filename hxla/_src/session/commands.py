@@ -11,8 +11,7 @@ from ..core.files import local_path
 from ..lower.determinism import determinism
 from ..plan.plan import Plan
 from ..report.lanes import lanes_of_timeline, write_picture
-from ..schedule.replay import Timeline
-from ..schedule.timeline import perfetto
+from ..schedule.replay import Timeline, perfetto
 from .capture import job_of
 from .measure import SessionMeasure
 

@@ -17,8 +17,12 @@ from ..choose.planning import PlanRequest
 from ..cluster.cluster import Cluster
 from ..core.errors import ConfigError
 from ..core.files import local_path
-from ..core.keywords import suggests_arguments, suggests_keywords
-from ..core.whole_numbers import as_whole_number, check_whole_numbers
+from ..core.keywords import (
+    as_whole_number,
+    check_whole_numbers,
+    suggests_arguments,
+    suggests_keywords,
+)
 from ..data.data import num_steps
 from ..data.epochs import epochs_of
 from ..graph.graph import Graph

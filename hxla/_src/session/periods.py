@@ -5,7 +5,7 @@ import datetime
 from typing import Any, Literal
 
 from ..core.errors import ConfigError, DataError
-from ..core.whole_numbers import as_whole_number, check_whole_numbers
+from ..core.keywords import as_whole_number, check_whole_numbers
 from ..data.epochs import Epochs
 
 #: A number of steps, or the end of each epoch.

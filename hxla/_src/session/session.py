@@ -20,9 +20,8 @@ from ..core.errors import ConfigError
 from ..core.types import PyTree
 from ..data.data import num_tokens
 from ..data.epochs import epochs_of
-from ..jax.compilation_events import num_compilations
-from ..jax.devices import is_here
-from ..jax.heap import keep_heap_small
+from ..jax.devices import is_here, keep_heap_small
+from ..jax.portable import num_compilations
 from ..job.agreement import facts_of_data
 from ..job.context import JobContext
 from ..launch.member import own_member

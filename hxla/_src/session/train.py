@@ -11,8 +11,7 @@ import jax
 
 from ..choose.microbatch_counts import Counts
 from ..core.errors import ConfigError, DataError
-from ..core.keywords import suggests_keywords
-from ..core.whole_numbers import check_whole_numbers
+from ..core.keywords import check_whole_numbers, suggests_keywords
 from ..data.data import is_iterator
 from ..plan.plan import Plan
 from ..plan.rules import RuleSet

@@ -11,8 +11,8 @@ import jax
 from ..core.config import BalanceConfig
 from ..core.errors import CheckpointError, PlanError
 from ..core.files import shown
-from ..core.fingerprint import fingerprint
 from ..core.types import PyTree
+from ..jax.digest import fingerprint
 from ..lower.lower import Programs
 from ..lower.store import Store
 from ..plan.plan import Plan

@@ -14,7 +14,7 @@ from typing import Any
 
 import pydantic
 
-from ..core import catalogue
+from ..core import files
 from ..core.errors import ConfigError
 
 #: The value of each placeholder: one text, or components.
@@ -307,7 +307,7 @@ def load_names(name_or_path: str) -> NameMap:
         >>> hxla.load_names("torch").rule_of("head/kernel", 2).written_dims
         [1, 0]
     """
-    path = catalogue.find("names", name_or_path)
+    path = files.find("names", name_or_path)
     try:
         with path.open("rb") as file:
             text = file.read(_LARGEST_FILE + 1)
