@@ -34,8 +34,8 @@ from ._src.session.job import Job as Job
 from ._src.choose.microbatch_counts import Counts as Counts
 from ._src.graph.trace import trace as trace
 from ._src.graph.graph import Graph as Graph
-from ._src.graph.task_graphs import TaskGraph as TaskGraph
-from ._src.graph.operations import Op as Op, Value as Value
+from ._src.graph.graph import TaskGraph as TaskGraph
+from ._src.graph.graph import Op as Op, Value as Value
 from ._src.model.loss import MetricColumns as MetricColumns
 from ._src.graph.factors import PATTERNS as PATTERNS, Patterns as Patterns
 from ._src.graph.factors import Pattern as Pattern, Factor as Factor
@@ -45,7 +45,7 @@ from ._src.cluster.cluster import Rate as Rate, Speed as Speed, Link as Link
 from ._src.cluster.cluster import NetworkCard as NetworkCard
 from ._src.plan.rules import load_rules as load_rules
 from ._src.plan.rules import RuleSet as RuleSet, Rule as Rule, Resolved as Resolved
-from ._src.profile.profile_file import load_profile as load_profile
+from ._src.profile.profile import load_profile as load_profile
 from ._src.profile.profile import Profile as Profile, Setting as Setting
 from ._src.profile.products import MatrixProduct as MatrixProduct
 from ._src.profile.profile import LayerSize as LayerSize, LayerTime as LayerTime

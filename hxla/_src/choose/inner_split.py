@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from ..cluster.cluster import Cluster, Device
 from ..core.errors import AnnotationError, PlanError
 from ..graph.factors import fits
-from ..graph.graph import Graph
+from ..graph.graph import Graph, Op, leaves
 from ..graph.local_ops import EXTREMES, SUMS, run_custom, run_part
-from ..graph.operations import Op, leaves
 from ..plan.axis_assignment import shard_graph
 from ..plan.layout import from_spec
 from ..plan.linked_dims import LinkedDims, in_shares

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..cluster.cluster import Cluster, Link
-from ..cluster.libraries import are_unlike
+from ..cluster.kinds import are_unlike
 from ..jax.devices import is_here
 from ..job.context import JobContext
 from ..profile.profile import MeasuredLink

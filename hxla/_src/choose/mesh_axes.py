@@ -12,7 +12,7 @@ from ..core.errors import AnnotationError, PlanError
 from ..core.files import nearest
 from ..core.types import DATA_AXIS, STAGE_AXIS, TENSOR_AXIS
 from ..graph.graph import Graph
-from ..graph.scans import stacked_dims
+from ..graph.parts import stacked_dims
 from ..plan.axis_assignment import Axes, Roles
 from ..plan.parts import Role
 from ..plan.rules import AXES, Resolved, RuleSet

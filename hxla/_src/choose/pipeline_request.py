@@ -8,10 +8,8 @@ from typing import Any, Literal, SupportsIndex
 
 from ..core.config import Config
 from ..core.errors import ConfigError, PlanError
-from ..graph.graph import Graph
-from ..graph.operations import source_of
-from ..graph.parts import graph_of
-from ..graph.scans import uncut_scans
+from ..graph.graph import Graph, source_of
+from ..graph.parts import graph_of, uncut_scans
 from ..graph.segments import cut_points, segments_at, task_points
 from ..jax.jaxpr import scan_counts
 from ..plan.parts import PlannedPipeline, PlannedSegment

@@ -3,7 +3,7 @@
 import math
 
 from ..cluster.cluster import Cluster
-from ..cluster.libraries import are_unlike, in_words
+from ..cluster.kinds import are_unlike, in_words
 from ..core.errors import PlanError
 from ..graph.parts import graph_at, parts_of
 from ..lower.chain_spec import direct_parts

@@ -16,8 +16,7 @@ from ..lower.compile import adds_in_order, compiler_options
 from ..model.functional import tree_bytes
 from ..plan.axis_assignment import shard_graph
 from ..plan.parts import SumsForm
-from ..profile.profile import Profile, Setting
-from ..profile.profile_file import merge_profiles
+from ..profile.profile import Profile, Setting, merge_profiles
 from ..profile.segment_times import layer_sizes, measure, model_name
 from .link_times import measured_links
 

@@ -35,8 +35,7 @@ from ..jax.jaxpr import (
     sources,
 )
 from ..model.functional import Functional, leaf_names
-from .float8 import float8_product
-from .precision import class_of, wanted_in_float32
+from .precision import class_of, float8_product, wanted_in_float32
 
 
 class CastLike(Protocol):

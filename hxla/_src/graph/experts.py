@@ -23,8 +23,7 @@ from jax.extend import core
 
 from ..jax.jaxpr import with_source_of
 from .factors import PATTERNS
-from .graph import Graph
-from .operations import Op, Value, leaves
+from .graph import Graph, Op, Value, leaves
 
 PRODUCT = "ragged_dot_general"
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from ..jax.jaxpr import scan_counts
 from .factors import Factor
-from .graph import Graph
-from .operations import Op
+from .graph import Graph, Op
 
 #: Linear primitives, f(a + b) = f(a) + f(b), if the other operands depend on no example.
 _LINEAR = frozenset(

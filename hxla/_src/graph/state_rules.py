@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ..core.errors import ConfigError
 from ..jax.jaxpr import ClosedJaxpr, needed_for, passed_through, routes
-from ..model.merge import RULES
+from ..model.variables import RULES
 from .graph import Graph
 
 _FIRST_RESULT = 2  # of the other variables: the loss and the sums come first

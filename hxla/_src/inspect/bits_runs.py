@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..graph.operations import source_of
+from ..graph.graph import source_of
 from ..jax.digest import fingerprint
 from ..jax.jaxpr import (
     ClosedJaxpr,

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from ..core.format import num_bytes, percent, si, span
 from ..core.format import num_bytes as size
+from ..plan.description import parts_in_words
 from ..plan.plan import Plan
-from ..plan.text import parts_in_words
 from ..report.lanes import COLLECTIVE, COMPUTATION, Lanes
 from ..report.tables import Table, as_text
 from .alike_names import alike, group

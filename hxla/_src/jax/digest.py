@@ -1,7 +1,8 @@
 """Digests of traced programs, and fingerprints of arrays.
 
-A program is digested by its equations and constants, and nothing else: not by names
-of functions, source lines, unused equations and the order of independent equations. Custom gradient rules are Python functions, whose bodies it cannot read.
+A program is digested by its equations and constants, and nothing else: not by names of functions,
+source lines, unused equations and the order of independent equations. Custom gradient rules are
+Python functions, whose bodies it cannot read.
 
 A fingerprint is a hash of the bits of a tree of arrays.
 """

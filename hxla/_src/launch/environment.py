@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from ..cluster import nvml as _nvml
 from ..cluster.cluster import Device
-from ..cluster.libraries import LOCAL_CLIENTS_VARIABLE, are_unlike, in_words, library_of
+from ..cluster.kinds import LOCAL_CLIENTS_VARIABLE, are_unlike, in_words, library_of
 from ..cluster.mesh_file import load_cluster
 from ..core.errors import LaunchError
 from ..core.files import find

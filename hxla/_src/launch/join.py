@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from ..cluster.libraries import LOCAL_CLIENTS_VARIABLE
+from ..cluster.kinds import LOCAL_CLIENTS_VARIABLE
 from ..core.errors import LaunchError
 from ..core.keywords import keep_whole
 from ..core.types import EXIT_INTERRUPTED, EXIT_PREEMPTED

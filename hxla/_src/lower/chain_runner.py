@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from ..core.types import PyTree
-from ..graph.low_params import low_params
+from ..graph.segments import low_params
 from ..model.functional import tree_bytes
 from ..plan.parts import ONE_PROGRAM
 from ..schedule.schedules import FORWARD

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ..cluster.job_devices import Devices
-from ..cluster.libraries import are_unlike
+from ..cluster.kinds import are_unlike
 from ..graph.graph import Graph, rows_read
 from ..jax.devices import trim_heap
 from ..model.functional import leaf_names

@@ -17,14 +17,13 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ..core.types import PyTree
-from ..graph.graph import shapes_of
-from ..graph.operations import bytes_of
+from ..graph.graph import bytes_of, shapes_of
 from ..graph.parts import ChainPart, values_by_shape
 from ..graph.residuals import Composed, Variable
 from ..jax.jaxpr import is_cheap, is_fused, variables
 from ..model.plain_arrays import in_bytes
+from ..plan.layout import piece_shape
 from ..plan.sharding import Sharded
-from ..plan.stage_storage import piece_shape
 from ..schedule.segment_sequence import CUT, INPUT, Residuals, SegmentCost
 from .chain_spec import ChainSpec, first_packs, wanted_values
 from .compile import (

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ..core.types import STAGE_AXIS
-from ..plan.stage_storage import piece_shape, without_stages
+from ..plan.layout import piece_shape, without_stages
 from .bitcast_packing import BitcastPacking
 from .contribution import buckets
 

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ..jax.devices import process_of
+from ..plan.layout import piece_shape
 from ..plan.ownership import Ownership, Shares
-from ..plan.stage_storage import piece_shape
 from .chunks import Chunks, sum_of_rows
 from .compile import extra_bytes, firsts_alike
 from .contribution import (

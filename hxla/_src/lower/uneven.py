@@ -26,10 +26,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from ..core.errors import PlanError
-from ..graph.graph import Graph
+from ..graph.graph import Graph, Op
 from ..graph.interpreter import Env, run_ops
 from ..graph.local_ops import EXTREMES, SUMS, run_custom, run_part, take
-from ..graph.operations import Op
 from ..graph.segments import Segment
 from ..jax.cpu_dots import row_major
 from ..jax.jaxpr import ClosedJaxpr, checkpoint_like, scan_counts

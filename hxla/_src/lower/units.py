@@ -20,9 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from ..jax.program_parts import balanced
 from ..jax.separable_update import MISSING, Part
-from ..plan.layout import names_of
+from ..plan.layout import names_of, piece_shape
 from ..plan.ownership import LEAST_GRANULE, Ownership
-from ..plan.stage_storage import piece_shape
 from .chunks import moved
 from .padding import Padding
 from .replica import Replica

@@ -16,9 +16,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ..core.types import DATA_AXIS
-from ..plan.layout import from_spec, to_spec
+from ..plan.layout import from_spec, piece_shape, to_spec
 from ..plan.ownership import Ownership, Shares
-from ..plan.stage_storage import piece_shape
 from .bitcast_packing import BitcastPacking
 from .chunks import all_gather
 from .global_arrays import widened

@@ -13,8 +13,7 @@ from ..core.errors import CheckpointError, LaunchError
 from ..core.types import EXIT_PREEMPTED
 from ..jax.coordination import gather, is_lost_peer
 from ..plan.plan import Plan
-from ..report.history import History
-from ..report.run_start import RunState
+from ..report.history import History, RunState
 from .recorder import Recorder
 from .values import SessionOptions
 from .watch import PipelineWatch

@@ -23,8 +23,7 @@ from ..core.keywords import (
     suggests_arguments,
     suggests_keywords,
 )
-from ..data.data import num_steps
-from ..data.epochs import epochs_of
+from ..data.data import epochs_of, num_steps
 from ..graph.graph import Graph
 from ..job.arguments import JobArguments
 from ..job.context import JobContext

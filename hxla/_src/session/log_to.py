@@ -11,7 +11,7 @@ import jax
 from ..core.errors import ConfigError
 from ..core.files import local_path
 from ..report.history import StepRecord
-from ..report.scalar_files import CsvFile, JsonLinesFile, TensorBoard, named_scalars
+from ..report.metrics_file import CsvFile, JsonLinesFile, TensorBoard, named_scalars
 from .callbacks import Callback
 from .session import Session
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from ..core.errors import ConfigError, DataError
 from ..core.keywords import as_whole_number, check_whole_numbers
-from ..data.epochs import Epochs
+from ..data.data import Epochs
 
 #: A number of steps, or the end of each epoch.
 StepPeriod = int | Literal["epoch"]

@@ -20,8 +20,17 @@ from ..graph.segments import segments
 from ..jax.devices import is_here
 from ..job.context import JobContext
 from ..plan.plan import Plan
-from ..profile.profile import LayerSize, LayerTime, Profile, Setting, SplitTime, together_key
-from ..profile.profile_file import dump_profile, load_profile, merge_profiles
+from ..profile.profile import (
+    LayerSize,
+    LayerTime,
+    Profile,
+    Setting,
+    SplitTime,
+    dump_profile,
+    load_profile,
+    merge_profiles,
+    together_key,
+)
 from ..profile.segment_times import model_name
 from ..report.terminal import LOGGER, print_result
 from .measure import SessionMeasure

@@ -13,13 +13,20 @@ from ..core.format import gain, number, shares
 from ..job.context import JobContext
 from ..lower.determinism import Determinism
 from ..plan.plan import Plan
-from ..report.history import EvalRecord, History, Rebalance, StepRecord, scalars
+from ..report.history import (
+    EvalRecord,
+    History,
+    Rebalance,
+    RunStart,
+    RunState,
+    StepRecord,
+    run_start,
+    scalars,
+)
 from ..report.lanes import Lanes
 from ..report.metrics_file import MetricsWriter, Record, read_metrics
-from ..report.progress import Progress
-from ..report.run_start import RunStart, RunState, run_start
 from ..report.run_tables import terminal_report
-from ..report.terminal import LOGGER
+from ..report.terminal import LOGGER, Progress
 from .step import Outcome
 from .values import SessionOptions
 

@@ -18,8 +18,7 @@ from ..choose.microbatch_counts import (
 from ..cluster.job_devices import Devices
 from ..core.errors import ConfigError
 from ..core.types import PyTree
-from ..data.data import num_tokens
-from ..data.epochs import epochs_of
+from ..data.data import epochs_of, num_tokens
 from ..jax.devices import is_here, keep_heap_small
 from ..jax.portable import num_compilations
 from ..job.agreement import facts_of_data

@@ -15,8 +15,7 @@ import numpy as np
 from ..core.errors import NonFiniteError
 from ..core.format import plural
 from ..core.types import PyTree
-from ..data.data import Loader, cut_batch
-from ..data.epochs import Epochs
+from ..data.data import Epochs, Loader, cut_batch
 from ..job.agreement import facts_of_data
 from ..job.context import JobContext
 from ..lower import exact

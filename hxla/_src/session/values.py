@@ -17,8 +17,8 @@ from ..lower.lower import Programs
 from ..lower.store import Store
 from ..plan.plan import Plan
 from ..report.history import History
-from ..report.progress import Waiting
 from ..report.run_tables import html_summary
+from ..report.terminal import Waiting
 from ..weights.save_weights import weights_of
 from .periods import Every
 
