@@ -24,6 +24,7 @@ from support.inside.lower import (
     DecisionSpec,
     Reducer,
     Replica,
+    SumLayout,
     Tensors,
     packs_of,
 )
@@ -322,9 +323,16 @@ def test_only_touched_rows_are_sent(rows):
     contribution = Contribution.of(SumsForm(), num_terms=4)
     tensors = Tensors((table,), (), ("t",))
     decisions = DecisionSpec(limbs=contribution.limbs, num_params=1, mean=True)
-    form = {"row_shape": (4, 2), "decisions": decisions, "rows": rows}
-    reducer = Reducer(replicas, contribution, tensors, [P()], **form)
-    [lowered] = reducer.lower()
+    layout = SumLayout(
+        tensors=tensors,
+        specs=[P()],
+        contribution=contribution,
+        num_replicas=len(replicas),
+        row_shape=(4, 2),
+        packs=[[0]],
+        rows=rows or {},
+    )
+    [lowered] = Reducer(replicas, layout, decisions=decisions).lower()
     text = lowered.compile().as_text()
     kinds = r"(all-gather|reduce-scatter|collective-permute|all-reduce)"
     found = re.findall(rf"= \w+\[([\d,]*)\]\S* {kinds}\(", text)

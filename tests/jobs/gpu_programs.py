@@ -265,7 +265,7 @@ def compiled(programs: Programs) -> dict[str, Any]:
 
     programs.compile(over)
     names = [*programs.runners[0].names, *programs._updates.each[0].names]
-    names += [f"sum {k}" for k in range(len(programs.reducer.buckets))]
+    names += [f"sum {k}" for k in range(programs.reducer.layout.num_buckets)]
     found = dict(zip(names, made, strict=False))
     return {_SHORT.get(name, name): p for name, p in found.items() if name not in _UNSEEN}
 
@@ -451,7 +451,7 @@ def offloaded() -> dict[str, Any]:
     optimizer = optax.adamw(1e-3)
     job = hxla.Job(model, data, size.loss, optimizer, batch_size=NUM * SIZE, config=config)
     programs = lowered(job, {"mesh": {"data": 1}})
-    params, aux, opt_state = programs._shapes(0)
+    params, aux, opt_state = programs.state_layout.like(0)
     tensors = programs.tensors
     scales = jax.ShapeDtypeStruct((len(tensors.floats),), np.int32)
     sums = programs.reducer.result_shapes(0)
@@ -498,7 +498,7 @@ def waiting() -> dict[str, int]:
         )
         programs = lowered(job, {"mesh": {"data": 1}}, size=8)
         [runner] = programs.runners
-        params, aux, _ = programs._shapes(0)
+        params, aux, _ = programs.state_layout.like(0)
         exponents = jax.ShapeDtypeStruct((len(programs.tensors.floats),), np.int32)
         made = runner.lower(params, aux, programs.reducer.local[0].like(exponents))
         # Parts that are alike share a program: the most are layers.
@@ -631,7 +631,7 @@ def main() -> None:
     job = make()
     programs = lowered(job, wishes, *sys.argv[2:])
     found = {k: told(program) for k, program in compiled(programs).items()}
-    params, aux, opt_state = programs._shapes(0)
+    params, aux, opt_state = programs.state_layout.like(0)
     facts = {"state_bytes": _bytes((params, aux, opt_state)), "param_bytes": _bytes(params)}
     if make is small_gpt and not programs.pipelines:
         found["evaluation"] = told(evaluation(programs))

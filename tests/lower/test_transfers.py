@@ -133,7 +133,7 @@ def test_a_step_that_is_refused_leaves_the_state_and_is_run_again(monkeypatch, w
         for each in (session, other):
             each.step()
         # Scales that do not fit: a step with them is refused on the devices.
-        session._stepper._set_exponents(session._store.exponents - 40)
+        session._stepper.scales.replace(session._store.exponents - 40)
         records = [each.step() for each in (session, other)]
         whole = [each.gather(each.state.params) for each in (session, other)]
         counts = [jax.tree.leaves(each.gather(each.state.opt_state)) for each in (session, other)]

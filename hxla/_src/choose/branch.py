@@ -78,16 +78,102 @@ class BranchNode:
             return every
         return [x.within(*span) for x, span in zip(every, self.spans, strict=True)]
 
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return len(self.modes)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one cut."""
+        return all(high - low == 1 for low, high in self.box)
+
+    @property
+    def cut(self) -> tuple[list[int], list[int]]:
+        """First layer and mode of each stage, for a node of a single cut."""
+        return [low for low, _ in reversed(self.box)], list(reversed(self.modes))
+
+    @property
+    def most_copies(self) -> int:
+        """The most replicas that stages of fixed kinds allow (0: too few)."""
+        num_devices, least = self.part.bound.t.num_devices, self.part.bound.tails.num_copies
+        pure = [(self.modes.count(k), int(n)) for k, n in enumerate(num_devices)]
+        most = min([sum(num_devices) // self.num_stages, *(n // m for m, n in pure if m)])
+        return most if most >= least or not any(m for m, _ in pure) else 0
+
+    @property
+    def tail(self) -> float:
+        """The least tail of its plans."""
+        if self.is_free:
+            return self.part.tail
+        bound, t = self.part.bound, self.part.bound.t
+        ring = t.card_sums * (1 - 1 / bound.tails.num_copies)
+        inside = t.least_reduce(bound.tails.num_copies)
+        pure, mixed = 0.0, []
+        for mode, spans in zip(self.modes, self._stage_spans(), strict=True):
+            if mode == MIXED:
+                mixed.append(min(float(ring[span]) for span in spans))
+            elif mode != FREE:
+                pure = max(pure, min(float(inside[mode][span]) for span in spans))
+        # A ring of several kinds passes two cards, and the last to end had the whole card.
+        shared = max([0.0, *mixed, 2 / t.num_kinds * sum(mixed)])
+        if FREE not in self.modes:
+            rest = float(ring[0, -1]) - self._most_pure(ring)
+            shared = max(shared, 2 / t.num_kinds * rest)
+        meeting = t.meeting if self.num_stages > 1 else 0.0
+        update = bound.tails.of_stages(self.num_stages)[1] - meeting
+        return max(self.part.tail, (max(pure, shared, meeting) + update) * (1 - 1e-9))
+
+    def _stage_spans(self) -> list[tuple[tuple[int, int], ...]]:
+        """Per position from the end, the spans of layers of which its stage includes one."""
+        layers = self.part.bound.t.num_layers
+        nexts = [layers, *(low for low, _ in self.box)]
+        return [
+            tuple((a, max(a + 1, after)) for a in range(low, high) if a < layers)
+            for (low, high), after in zip(self.box, nexts, strict=False)
+        ]
+
+    def _most_pure(self, ring: Array) -> float:
+        """The largest rings of the stages of one kind, as if they had several."""
+        ends = [self.part.bound.t.num_layers, *(high - 1 for _, high in self.box)]
+        spans = zip(self.modes, self.box, ends, strict=False)
+        return sum(float(ring[low, end]) for mode, (low, _), end in spans if mode != MIXED)
+
+    @property
+    def least(self) -> float:
+        """The best time of equal replicas, for a node of one cut with one kind per stage."""
+        if not self.part.grid or min(self.modes) < 0:
+            return 0.0
+        bound = self.part.bound
+        return homogeneous_seconds(
+            bound.t, *self.cut, bound.tails.num_copies, bound.num_microbatches
+        )
+
+    def may_pass_cards(self, left: float) -> bool:
+        """Whether all microbatches might pass the cards in a time, for a node of a single cut."""
+        bound = self.part.bound
+        num_choices = bound.t.num_kinds ** sum(mode < 0 for mode in self.modes)
+        if not (self.part.grid and self.is_single) or num_choices > _MAX_CHOICES:
+            return True
+        copies = range(bound.tails.num_copies, self.most_copies + 1)
+        return enough_for_cards(bound.t, *self.cut, copies, bound.num_microbatches, left)
+
+    def pins(self) -> Pins | None:
+        """The fixed kinds of its stages, for `Priced`."""
+        if self.is_free:
+            return None
+        bound = self.part.bound
+        crossed = bound.relaxation.cross[:, None, None]
+        return Pins(
+            kinds=tuple(mode if mode >= 0 else None for mode in self.modes),
+            extra=np.maximum(bound.t.cross[:, :-1, :-1] - crossed, 0.0),
+        )
+
 
 def span_of(kept: Array) -> tuple[int, int]:
     """From the first kept index up to after the last."""
     at = np.flatnonzero(kept)
     return (int(at[0]), int(at[-1]) + 1) if len(at) else (0, 0)
-
-
-def cut_of(node: BranchNode) -> tuple[list[int], list[int]]:
-    """First layer and mode of each stage, for a node of a single cut."""
-    return [low for low, _ in reversed(node.box)], list(reversed(node.modes))
 
 
 def narrowed(box: Bands, place: int, part: tuple[int, int]) -> list[tuple[int, int]]:
@@ -281,7 +367,7 @@ class Branching:
 
     def _tail(self, bound: Bound, parts: Sequence[Priced], seconds: float) -> float:
         """The least tail of a plan: of one replica only if one may be enough."""
-        several, single = bound.least_tails(self._num)
+        several, single = bound.tails.of_stages(self._num)
         if int(self._available.sum()) < 2 * self._num:
             return single
         if bound.copies(self._num, seconds) > 1:
@@ -330,13 +416,13 @@ class Branching:
 
     def _bisect_floor(self, node: BranchNode, low: float, high: float) -> float:
         """A greater time below which no plan exists, between two times; `low` is known."""
-        tail = self._tail_at(node)
+        tail = node.tail
         for _ in range(_MAX_HALVES):
             if high <= low * _CLOSE:
                 break
             middle = (low + high) / 2
             is_enough = self._solve(node, middle - tail)[0] >= self._wanted
-            if is_enough and self._enough_for_cards(node, middle - tail):
+            if is_enough and node.may_pass_cards(middle - tail):
                 high = middle
             else:
                 low = middle
@@ -353,7 +439,7 @@ class Branching:
         """
         before, _, node = heapq.heappop(self._nodes)
         part, box = node.part, node.box
-        tail = self._tail_at(node)
+        tail = node.tail
         upper, most, prices, shares, spans = self._solve(node, seconds - tail)
         self.prices = prices
         is_refuted = upper < self._wanted
@@ -364,17 +450,16 @@ class Branching:
             self._floors[self._parts.index(part)] = floor
         if is_refuted:
             return []
-        single = all(high - low == 1 for low, high in box)
-        work = math.inf if single else _FEW
+        work = math.inf if node.is_single else _FEW
         stages = part.bound.stages(self._num, seconds, self._known, box, work=work)
         bound = part.bound.with_tail(tail)
         if stages is not None and not bound.possible(stages, seconds):
             return []
-        if not self._enough_for_cards(node, seconds - tail):
+        if not node.may_pass_cards(seconds - tail):
             return []
         pinned = not part.grid or FREE not in node.modes
-        if single and stages is not None and pinned:
-            low = max(part.bound.floor, self._least_at(node))
+        if node.is_single and stages is not None and pinned:
+            low = max(part.bound.floor, node.least)
             if low >= seconds:
                 return []
             low = bound.least_seconds(stages, low, seconds)
@@ -423,73 +508,6 @@ class Branching:
         free = [i for i, mode in enumerate(node.modes) if mode == FREE]
         return min(free, key=agreed)
 
-    def _spans(self, node: BranchNode) -> list[tuple[tuple[int, int], ...]]:
-        """Per position from the end, the spans of layers of which its stage includes one."""
-        layers = node.part.bound.t.num_layers
-        nexts = [layers, *(low for low, _ in node.box)]
-        return [
-            tuple((a, max(a + 1, after)) for a in range(low, high) if a < layers)
-            for (low, high), after in zip(node.box, nexts, strict=False)
-        ]
-
-    def _tail_at(self, node: BranchNode) -> float:
-        """The least tail of plans of a node."""
-        part, num_kinds = node.part, len(self._available)
-        if node.is_free:
-            return part.tail
-        t, copies = part.bound.t, part.bound.num_copies
-        ring = t.card_sums * (1 - 1 / copies)
-        inside = t.least_reduce(copies)
-        pure, mixed = 0.0, []
-        for mode, spans in zip(node.modes, self._spans(node), strict=True):
-            if mode == MIXED:
-                mixed.append(min(float(ring[span]) for span in spans))
-            elif mode != FREE:
-                pure = max(pure, min(float(inside[mode][span]) for span in spans))
-        # A ring of several kinds passes two cards, and the last to end had the whole card.
-        shared = max([0.0, *mixed, 2 / num_kinds * sum(mixed)])
-        if FREE not in node.modes:
-            rest = float(ring[0, -1]) - self._most_pure(node, ring)
-            shared = max(shared, 2 / num_kinds * rest)
-        meeting = t.meeting if self._num > 1 else 0.0
-        update = part.bound.least_tails(self._num)[1] - meeting
-        return max(part.tail, (max(pure, shared, meeting) + update) * (1 - 1e-9))
-
-    def _most_pure(self, node: BranchNode, ring: Array) -> float:
-        """The largest rings of the stages of one kind, as if they had several."""
-        layers = node.part.bound.t.num_layers
-        ends = [layers, *(high - 1 for _, high in node.box)]
-        spans = zip(node.modes, node.box, ends, strict=False)
-        return sum(float(ring[low, end]) for mode, (low, _), end in spans if mode != MIXED)
-
-    def _least_at(self, node: BranchNode) -> float:
-        """The best time of equal replicas, for a node of one cut with one kind per stage."""
-        if not node.part.grid or min(node.modes) < 0:
-            return 0.0
-        bound = node.part.bound
-        return homogeneous_seconds(bound.t, *cut_of(node), bound.num_copies, self._num_microbatches)
-
-    def _enough_for_cards(self, node: BranchNode, left: float) -> bool:
-        """Whether all microbatches of a node of a single cut might pass the cards in a time."""
-        bound, num_kinds = node.part.bound, len(self._available)
-        free = sum(mode < 0 for mode in node.modes)
-        single = all(high - low == 1 for low, high in node.box)
-        if not (node.part.grid and single) or num_kinds**free > _MAX_CHOICES:
-            return True
-        copies = range(bound.num_copies, self._copies_of(node) + 1)
-        return enough_for_cards(bound.t, *cut_of(node), copies, self._num_microbatches, left)
-
-    def _pins_of(self, node: BranchNode) -> Pins | None:
-        """The fixed kinds of a node's stages, for `Priced`."""
-        if node.is_free:
-            return None
-        bound = node.part.bound
-        crossed = bound.relaxation.cross[:, None, None]
-        return Pins(
-            kinds=tuple(mode if mode >= 0 else None for mode in node.modes),
-            extra=np.maximum(bound.t.cross[:, :-1, :-1] - crossed, 0.0),
-        )
-
     def may_pay(self, cuts: tuple[int, ...], seconds: float) -> bool:
         """Whether a cut may have a plan faster than `seconds`."""
         box = tuple((c, c + 1) for c in reversed(cuts))
@@ -498,15 +516,9 @@ class Branching:
         return any(self._solve(node, seconds - node.part.tail)[0] >= self._wanted for node in nodes)
 
     def _push(self, most: float, node: BranchNode) -> None:
-        if all(low < high for low, high in node.box) and self._copies_of(node):
+        if all(low < high for low, high in node.box) and node.most_copies:
             self._made += 1
             heapq.heappush(self._nodes, (-most, self._made, node))
-
-    def _copies_of(self, node: BranchNode) -> int:
-        """The most replicas that stages of fixed kinds allow (0: too few)."""
-        pure = [(node.modes.count(k), int(n)) for k, n in enumerate(self._available)]
-        most = min([int(self._available.sum()) // self._num, *(n // m for m, n in pure if m)])
-        return most if most >= node.part.bound.num_copies or not any(m for m, _ in pure) else 0
 
     def _solve(
         self, node: BranchNode, left: float
@@ -515,7 +527,7 @@ class Branching:
         possible periods of a plan that runs all microbatches, by these prices.
         """
         part, box, prices = node.part, node.box, node.prices
-        wanted, replicas = self._wanted, self._copies_of(node)
+        wanted, replicas = self._wanted, node.most_copies
         columns = [
             column
             for column in part.columns
@@ -524,7 +536,7 @@ class Branching:
         ]
         best, at, most, spans = np.inf, prices, 0.0, node.spans
         shares: list[tuple[float, Column]] = []
-        programmes, pins = node.programmes(), self._pins_of(node)
+        programmes, pins = node.programmes(), node.pins()
         for _ in range(_MAX_PASSES):
             top, excess, new = self._price(node, programmes, pins, left, prices)
             worth = float(np.dot(prices, self._available))

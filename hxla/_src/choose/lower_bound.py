@@ -10,7 +10,8 @@ import scipy
 
 from .chain import Array, Tables
 from .packing import best_packing
-from .relaxation import Bands, Pipelines, Relaxation, bisected, priced, subsets, suffixes
+from .relaxation import Bands, Pipelines, Relaxation, bisected, priced
+from .tails import Tails
 
 _MAX_INTERVALS = 80
 FINE, _MAX_FINE = 1.003, 4000  # intervals times stages
@@ -128,16 +129,11 @@ class Bound:
         self._least = float(t.seconds[:, np.arange(t.num_layers), np.arange(1, t.num_layers + 1)]
                             .min(axis=0).sum())  # fmt: skip
         self._always_fits = np.array_equal(t.fits(1), t.fits(self.max_stages))
-        self.num_copies = 2  # the fewest replicas of a plan with several
-        self._least_tail = 0.0  # of several replicas
-        self._known_tails: dict[int, tuple[Array, list[float]]] = {}
+        self.tails = Tails(t=t, max_stages=self.max_stages)
         self._fastest = self._device_rates()
         self._classes: tuple[tuple[object, ...], Alive | None, list[Class]] | None = None
-        layers = np.arange(t.num_layers)
-        update = t.update[:, layers, layers + 1].min(axis=0)
-        self._least_update = float(update.max()), float(update.sum())
         self.least_work = work_bound(t, num_microbatches)
-        self.floor = self.least_work + self._least_of_all_tails
+        self.floor = self.least_work + self.tails.of_all
 
     def some_plan_fits(self) -> bool:
         """Whether some pipeline fits, however many devices of each kind it takes."""
@@ -159,7 +155,7 @@ class Bound:
             ratio: Of the longest to the least period of an interval.
         """
         r = self.relaxation
-        left = seconds - self._least_of_all_tails
+        left = seconds - self.tails.of_all
         low = r.least_period()
         if known is None:
             whole = Alive(*r.periods(low, left, _COARSE), shallow=frozenset(self._depths()))
@@ -331,7 +327,7 @@ class Bound:
     def possible(self, stages: Stages, seconds: float) -> bool:
         """Whether a plan of so many stages might take no longer than `seconds`."""
         self._check()
-        for kinds, several, single in self.tails(stages.num_stages, stages.cuts):
+        for kinds, several, single in self.tails.by_kinds(stages.num_stages, stages.cuts):
             available = [n if k in kinds else 0 for k, n in enumerate(self.t.num_devices)]
             for part in stages.parts:
                 are_available = (part.used <= np.array(available)).all(axis=1)
@@ -366,64 +362,11 @@ class Bound:
             depth *= 2
         return [x for x in depths if x[0] <= self._num]
 
-    def tails(
-        self, num_stages: int, cuts: tuple[int, ...] | None = None
-    ) -> list[tuple[tuple[int, ...], float, float]]:
-        """Sets of kinds, with the least reduction plus update: of several replicas, and of one."""
-        t = self.t
-        meeting = t.meeting if num_stages > 1 else 0.0  # of a single replica
-        if num_stages == 1:
-            cuts = (0,)
-        if cuts is not None:
-            ends = (*cuts[1:], t.num_layers)
-            cases, reduce = [], t.least_reduce(self.num_copies)
-            for kinds in subsets(t.num_kinds):
-                # Each kind has some stage, and each stage some kind.
-                least = []
-                for table in (reduce, t.update):
-                    rows = np.array([[table[k, a, b] for a, b in zip(cuts, ends, strict=True)]
-                                    for k in kinds])  # fmt: skip
-                    least.append(
-                        max(
-                            float(rows.min(axis=1).max()),
-                            float(rows.min(axis=0).max()),
-                        )
-                    )
-                several = max(least[0], t.meeting) + least[1]
-                cases.append((kinds, max(self._least_tail, several), meeting + least[1]))
-            return cases
-        update = meeting + max(self._least_update[0], self._least_update[1] / num_stages)
-        several = max(self._least_tail, self.tails_of(self.num_copies)[1][num_stages - 1], update)
-        return [(tuple(range(t.num_kinds)), several, update)]
-
-    def least_tails(self, num_stages: int) -> tuple[float, float]:
-        """The least reduction plus update for so many stages: of several replicas, and of one."""
-        cases = self.tails(num_stages)
-        return min(several for _, several, _ in cases), min(single for *_, single in cases)
-
-    @property
-    def _least_of_all_tails(self) -> float:
-        """The least tail of one replica with any number of stages."""
-        return min(self.least_tails(1)[1], self.least_tails(self.max_stages)[1])
-
     def with_tail(self, seconds: float) -> "Bound":
         """The same bound where several replicas have at least this tail."""
         other = copy.copy(self)
-        other._least_tail = max(self._least_tail, seconds)  # noqa: SLF001
+        other.tails = dataclasses.replace(self.tails, least=max(self.tails.least, seconds))
         return other
-
-    def tails_of(self, copies: int) -> tuple[Array, list[float]]:
-        """Tails of at least `copies` replicas: [K, L+1, L+1] per stage, and the least of a plan.
-
-        The latter by number of stages, from one.
-        """
-        if copies not in self._known_tails:
-            tail = self.t.least_reduce(copies) + self.t.update
-            best = tail.min(axis=0)
-            best = np.where(np.triu(np.ones(best.shape, bool), 1), best, np.inf)
-            by_stages = suffixes(self.max_stages, lambda _: best, np.maximum)
-            self._known_tails[copies] = tail, [float(rest[0]) for rest, _ in by_stages]
-        return self._known_tails[copies]
 
     def _device_rates(self) -> Array:
         """[D] The most microbatches per second of the fastest d devices, cumulated.
@@ -438,7 +381,7 @@ class Bound:
 
     def copies(self, num_stages: int, seconds: float) -> int:
         """The fewest replicas of so many stages that might run all microbatches in a time."""
-        left = (seconds - self.least_tails(num_stages)[1]) * (1 + 1e-9)
+        left = (seconds - self.tails.of_stages(num_stages)[1]) * (1 + 1e-9)
         if left <= 0:
             return self._num
         period = max(self.relaxation.least_period(), self._least / num_stages)
@@ -452,18 +395,18 @@ class Bound:
 
     def _tail_of(self, num_stages: int, seconds: float) -> float:
         """The least tail of plans of so many stages within a time."""
-        least = self.least_tails(num_stages)[1]
+        least = self.tails.of_stages(num_stages)[1]
         copies = self.copies(num_stages, seconds)
         if copies == 1 or sum(self.t.num_devices) < 2 * num_stages:
             return least
-        return max(least, self.tails_of(copies)[1][num_stages - 1])
+        return max(least, self.tails.of_copies(copies)[1][num_stages - 1])
 
     def limited(self, num_stages: int, seconds: float, most_parts: int = _TAILS) -> "list[Bound]":
         """Plans of so many stages below a time, partitioned by the largest stage."""
         copies = self.copies(num_stages, seconds)
         if copies == 1 or sum(self.t.num_devices) < 2 * num_stages:
             return [self]
-        tail, low = self.tails_of(copies)[0], self._tail_of(num_stages, seconds)
+        tail, low = self.tails.of_copies(copies)[0], self._tail_of(num_stages, seconds)
         high = seconds - self.least_work
         num = min(most_parts, math.ceil(max(0.0, high - low) / (_TAIL_STEP * seconds)) + 1)
         values = np.unique(tail[self.t.fits(1)])
@@ -479,8 +422,8 @@ class Bound:
                 part.t = dataclasses.replace(self.t, state_bytes=state_bytes)
                 part.relaxation = Relaxation(part.t, self._check)
                 part._classes = None  # noqa: SLF001
-                part.num_copies = copies
-                part._least_tail = float(tails[0]) * (1 - 1e-12)  # noqa: SLF001
+                least = float(tails[0]) * (1 - 1e-12)
+                part.tails = dataclasses.replace(self.tails, num_copies=copies, least=least)
                 parts.append(part)
         return parts
 

@@ -11,7 +11,7 @@ from ..cluster.mesh_file import load_cluster
 from ..core.errors import ConfigError, LaunchError, PlanError
 from ..graph.trace import largest_head
 from ..jax.devices import process_of
-from ..job.context import JobContext
+from ..job.context import JobContext, sums_form
 from ..launch.join import uninitialised_cluster
 from ..profile.profile import Profile, load_profile
 from ..profile.segment_times import model_name
@@ -36,7 +36,7 @@ def make_plan(
 ) -> PlanResult:
     """A plan: see `Job.plan`."""
     described = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    jobs, sums = workloads(job), job.sums(request.reduction)
+    jobs, sums = workloads(job), sums_form(job.settings, job.precision, request.reduction)
     mesh, size = request.mesh, size_asked(jobs, request)
     is_fixed = mesh is not None or request.stages is not None or request.rules is not None
     if auto is None:

@@ -502,7 +502,7 @@ class _Search:
         """The best replicas for one cut, on all kinds and on subsets that may pay."""
         t, num = self._t, len(pipelines.cuts)
         tolerance = 1e-6 if self._small else 2e-4
-        tails = {kinds: tail for kinds, _, tail in self.bound.tails(num, pipelines.cuts)}
+        tails = {kinds: tail for kinds, _, tail in self.bound.tails.by_kinds(num, pipelines.cuts)}
         for kinds in reversed(subsets(t.num_kinds)):
             if len(kinds) < t.num_kinds:
                 # Fewer kinds pay only by a shorter reduction or update.

@@ -15,7 +15,7 @@ from ..cluster import job_devices
 from ..cluster.cluster import Cluster
 from ..cluster.job_devices import Devices
 from ..cluster.mesh_file import load_cluster
-from ..core.config import as_config
+from ..core.config import Config, as_config
 from ..core.errors import ConfigError, LossError
 from ..core.types import PyTree
 from ..data.data import Source, as_source
@@ -36,7 +36,7 @@ from ..model.over_batch import OverBatch, ToEmbed, TracedOverBatch, WithGradient
 from ..plan.ownership import TracedUpdate, traced_update
 from ..plan.parts import SumsForm
 from ..plan.plan import Plan
-from ..plan.precision import as_precision
+from ..plan.precision import Precision, as_precision
 from ..weights.weights import Read, Wanted, as_weights, open_weights
 from .agreement import Facts, agree, flat
 from .arguments import JobArguments
@@ -195,7 +195,7 @@ class JobContext:
                 raise LossError(
                     f"the loss mixes examples: {graph.mixes} reads several of a microbatch, so "
                     f"microbatches of {size} have another mean than the batch of "
-                    f"{self.batch_size}; {self._mixing_remedy}"
+                    f"{self.batch_size}; {_mixing_remedy(self._loss, self.batch_size)}"
                 )
             model = self._calls(size).model
             graph = with_rules(
@@ -208,23 +208,6 @@ class JobContext:
             )
             self._graphs[size] = dataclasses.replace(graph, precision=self.precision)
         return self._graphs[size]
-
-    @property
-    def _mixing_remedy(self) -> str:
-        """The remedy for a loss that mixes examples."""
-        if isinstance(self._loss, OverBatch):
-            return (
-                "the result of embed for an example may not depend on other examples: leave that "
-                "to contrast, hxla.over_batch(embed, contrast); or, if statistics of microbatches "
-                "are meant, pass mixes_examples=True"
-            )
-        return (
-            "for the loss of the whole batch pass hxla.over_batch(embed, contrast), which gets "
-            "all its embeddings; or return per-example losses, or (losses, weights) for a mean "
-            f"over a mask; or train whole batches, microbatch_size={self.batch_size}; "
-            "or, if statistics or means of each microbatch are meant, as in Flax's BatchNorm or a "
-            "similar layer, pass mixes_examples=True"
-        )
 
     def _trace(self, size: int) -> Graph:
         return trace_functional(
@@ -344,37 +327,6 @@ class JobContext:
             )
         return self._clusters[devices]
 
-    def sums(self, reduction: str) -> SumsForm:
-        """The form of the sums of gradients.
-
-        Raises:
-            ConfigError: For an unknown reduction, or settings that do not suit it.
-        """
-        if reduction not in ("exact", "float"):
-            raise ConfigError(f"reduction={reduction!r}: use 'exact' or 'float'")
-        communication = self.settings.communication
-        if communication.dtype != "float32" and reduction == "exact":
-            raise ConfigError(
-                f"communication.dtype={communication.dtype!r} rounds what exact sums keep: pass "
-                "reduction='float' with it, or leave it at 'float32'"
-            )
-        if self.precision.loss_scale is not None and reduction == "float":
-            raise ConfigError(
-                "a scaled loss (float16, or nonfinite='scale') needs reduction='exact': float sums "
-                "of scaled gradients are other sums; or pass nonfinite='skip' to scale nothing"
-            )
-        if communication.limbs != 2 and reduction == "float":
-            raise ConfigError(
-                f"communication.limbs={communication.limbs!r} is of exact sums, and "
-                "reduction='float' has none: leave one of them out"
-            )
-        return SumsForm(
-            kind="exact" if reduction == "exact" else "float",
-            limbs=1 if communication.limbs == 1 else 2,  # "auto" is decided with the terms
-            dtype=communication.dtype,
-            bucket_mib=communication.bucket_mib,
-        )
-
     def opened_weights(self, size: int) -> list[Read | None] | None:
         """The reader of each array of the model from its weight files; None without such files.
 
@@ -472,6 +424,55 @@ class JobContext:
                 programs.compile(pool.map, tell, check)
             self._lowered[key] = programs
         return self._lowered[key]
+
+
+def sums_form(settings: Config, precision: Precision, reduction: str) -> SumsForm:
+    """The form of the sums of gradients.
+
+    Raises:
+        ConfigError: For an unknown reduction, or settings that do not suit it.
+    """
+    if reduction not in ("exact", "float"):
+        raise ConfigError(f"reduction={reduction!r}: use 'exact' or 'float'")
+    communication = settings.communication
+    if communication.dtype != "float32" and reduction == "exact":
+        raise ConfigError(
+            f"communication.dtype={communication.dtype!r} rounds what exact sums keep: pass "
+            "reduction='float' with it, or leave it at 'float32'"
+        )
+    if precision.loss_scale is not None and reduction == "float":
+        raise ConfigError(
+            "a scaled loss (float16, or nonfinite='scale') needs reduction='exact': float sums "
+            "of scaled gradients are other sums; or pass nonfinite='skip' to scale nothing"
+        )
+    if communication.limbs != 2 and reduction == "float":
+        raise ConfigError(
+            f"communication.limbs={communication.limbs!r} is of exact sums, and "
+            "reduction='float' has none: leave one of them out"
+        )
+    return SumsForm(
+        kind="exact" if reduction == "exact" else "float",
+        limbs=1 if communication.limbs == 1 else 2,  # "auto" is decided with the terms
+        dtype=communication.dtype,
+        bucket_mib=communication.bucket_mib,
+    )
+
+
+def _mixing_remedy(loss: Any, batch_size: int) -> str:
+    """The remedy for a loss that mixes examples."""
+    if isinstance(loss, OverBatch):
+        return (
+            "the result of embed for an example may not depend on other examples: leave that "
+            "to contrast, hxla.over_batch(embed, contrast); or, if statistics of microbatches "
+            "are meant, pass mixes_examples=True"
+        )
+    return (
+        "for the loss of the whole batch pass hxla.over_batch(embed, contrast), which gets "
+        "all its embeddings; or return per-example losses, or (losses, weights) for a mean "
+        f"over a mask; or train whole batches, microbatch_size={batch_size}; "
+        "or, if statistics or means of each microbatch are meant, as in Flax's BatchNorm or a "
+        "similar layer, pass mixes_examples=True"
+    )
 
 
 def _without_counts(plan: Plan) -> Plan:

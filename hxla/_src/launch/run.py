@@ -482,32 +482,46 @@ class Run:
 
     def _conclude(self) -> int:
         """Report how the job ended; returns the exit code."""
-        known, ledger, verdict = self._known, self._known.ledger, self._ending.verdict
-        best = newest(known.kept)
-        trains = known.phase in ("running", "preparing", "handing over", "finished")
-        if best and best[0].step > known.saved_step and not trains:
-            self._streams.say(
-                f"the state of step {best[0].step} was in memory only and is gone: give "
-                "hxla.train a checkpoint_dir"
-            )
-        code, logs = 0, self._streams.logs
+        logs = self._streams.logs
         rest = f"the rest of the output is in {logs.folder}" if logs.has_lines else ""
-        if verdict is not None:
-            code = verdict.code
-            if not self._is_elastic and len(known.generation.members) == 1:
-                words = f"{known.generation.members[0]} {verdict.reason}"
-                rest = f"{words}; {rest}" if rest else words
-        elif ended := self._ending.outcome(max(self._step, ledger.end), known.saved_step):
-            code, words = ended
-            self._streams.say(words)
-        elif self._is_elastic:
-            lost = f", {ledger.num_lost} lost and run again" if ledger.num_lost else ""
-            num = len(ledger.runs)
-            self._streams.say(f"{ledger.end} steps by {num} generation{'s' * (num != 1)}{lost}")
-            code = int(known.phase == "failed")
-        if rest:
-            self._streams.say(rest)
+        code, lines = _conclusion(
+            self._known, self._ending, self._step, rest, is_elastic=self._is_elastic
+        )
+        for line in lines:
+            self._streams.say(line)
         return code
+
+
+def _conclusion(
+    known: Membership, ending: RunEnding, step: int, rest: str, *, is_elastic: bool
+) -> tuple[int, list[str]]:
+    """The exit code of a run that has ended, and lines for the user.
+
+    Args:
+        step: The last step that a rank of a fixed run was seen in.
+        rest: Where the output is that is not shown; empty: it is all shown.
+    """
+    ledger, best, lines, code = known.ledger, newest(known.kept), list[str](), 0
+    trains = known.phase in ("running", "preparing", "handing over", "finished")
+    if best and best[0].step > known.saved_step and not trains:
+        lines.append(
+            f"the state of step {best[0].step} was in memory only and is gone: give "
+            "hxla.train a checkpoint_dir"
+        )
+    if ending.verdict is not None:
+        code = ending.verdict.code
+        if not is_elastic and len(known.generation.members) == 1:
+            words = f"{known.generation.members[0]} {ending.verdict.reason}"
+            rest = f"{words}; {rest}" if rest else words
+    elif ended := ending.outcome(max(step, ledger.end), known.saved_step):
+        code, words = ended
+        lines.append(words)
+    elif is_elastic:
+        lost = f", {ledger.num_lost} lost and run again" if ledger.num_lost else ""
+        num = len(ledger.runs)
+        lines.append(f"{ledger.end} steps by {num} generation{'s' * (num != 1)}{lost}")
+        code = int(known.phase == "failed")
+    return code, [*lines, rest] if rest else lines
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ References:
     (pre-rounding to a common exponent).
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -163,6 +164,38 @@ class LevelSums:
         return jnp.stack(list(map(self._sharded.added, digits, domains)))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SumPrograms:
+    """The programs of an update's sums over whole arrays.
+
+    Attributes:
+        whole: Of a replica with all terms, `(arrays, given) -> float32[S]`; None: there is no such
+            replica, or no sum.
+        levels: Of other replicas for each level two programs: of the largest terms,
+            `(arrays, given) -> float32[K]`, and of the digits,
+            `(arrays, given, exponents) -> int32[K, 4, 4]`. `UpdateInputs.sums` are those of earlier
+            levels.
+        sizes: For each level the number K of its sums.
+    """
+
+    whole: Any = None
+    levels: Sequence[tuple[Any, Any]] = ()
+    sizes: Sequence[int]
+
+    @property
+    def num(self) -> int:
+        """The number of programs."""
+        return (self.whole is not None) + 2 * len(self.levels)
+
+    def lower(self, arrays: Any, given: UpdateInputs) -> list[Any]:
+        """The programs before compilation: the whole one, or the two of each level in turn."""
+        lowered = [] if self.whole is None else [self.whole.lower(arrays, given)]
+        for (first, second), size in zip(self.levels, self.sizes, strict=False):
+            lowered.append(first.lower(arrays, given))
+            lowered.append(second.lower(arrays, given, np.zeros(size, np.int32)))
+        return lowered
+
+
 def sum_programs(
     update: SeparableUpdate,
     arguments: Arguments,
@@ -171,12 +204,8 @@ def sum_programs(
     specs: tuple[Any, UpdateInputs],
     *,
     is_alone: bool,
-) -> list[Any]:
+) -> SumPrograms:
     """The programs of an update's sums.
-
-    A replica with all terms has one, `(arrays, given) -> float32[S]`. Others have two for each
-    level: of the largest terms, `(arrays, given) -> float32[K]`, and of the digits,
-    `(arrays, given, exponents) -> int32[K, 4, 4]`; `UpdateInputs.sums` are those of earlier levels.
 
     Args:
         sharded: The update over a replica's devices; None: there is one device.
@@ -204,34 +233,16 @@ def sum_programs(
             sums.extend(jnp.where(is_finite, values_of(digits, exponents), most))
         return jnp.stack(sums)
 
-    runs: list[Callable[..., jax.Array]] = []
+    def program(run: Callable[..., jax.Array], *more: P) -> Any:
+        if sharded is not None:
+            run = sharded.mapped(run, (*specs, *more), P())
+        return jax.jit(run, compiler_options=dict(options))
+
+    sizes = [len(level) for level in update.levels]
     if is_alone:
-        runs = [hxla_sums] if levels else []
-    else:
-        for level in levels:
-            runs += [level.largest, level.digits]
-    if sharded is not None:
-        of_digits = (*specs, P())
-        runs = [
-            sharded.mapped(run, specs if is_alone or i % 2 == 0 else of_digits, P())
-            for i, run in enumerate(runs)
-        ]
-    return [jax.jit(run, compiler_options=dict(options)) for run in runs]
-
-
-def lowered_sums(
-    update: SeparableUpdate, programs: Sequence[Any], arguments: Sequence[Any]
-) -> list[Any]:
-    """The programs of `sum_programs` before compilation, in order."""
-    if len(programs) == 1:
-        return [programs[0].lower(*arguments)]
-    out = []
-    for level, (first, second) in zip(
-        update.levels, zip(programs[::2], programs[1::2], strict=True), strict=True
-    ):
-        out.append(first.lower(*arguments))
-        out.append(second.lower(*arguments, np.zeros(len(level), np.int32)))
-    return out
+        return SumPrograms(whole=program(hxla_sums) if levels else None, sizes=sizes)
+    pairs = [(program(level.largest), program(level.digits, P())) for level in levels]
+    return SumPrograms(levels=pairs, sizes=sizes)
 
 
 def summed(
@@ -245,7 +256,7 @@ def summed(
     """The results of an update's sums, whose terms several replicas have; waits for the devices.
 
     Args:
-        compiled: For each local replica the programs of `lowered_sums`.
+        compiled: For each local replica the programs of `SumPrograms.levels`, in turn.
         arguments: For each local replica the arguments of these, without the sums.
         counted: For each local replica whether no other process or replica adds the same terms.
         exchange: Sums bits over all processes.

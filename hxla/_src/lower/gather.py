@@ -36,7 +36,7 @@ class Gather:
     def __init__(self, reducer: Reducer, params: Sequence[Any], specs: Sequence[P], form: Any):
         self._arrays, self._params, self._form = reducer.arrays, list(params), form
         self._specs = list(specs)
-        self._buckets = [chunks for chunks in reducer.chunks if chunks.tensors]
+        self._buckets = [chunks for chunks in reducer.layout.chunks if chunks.tensors]
         self._programs: list[Any] = []
         self._unflat: list[list[Any]] = []
         self._under_way: list[jax.Array] = []

@@ -23,7 +23,8 @@ from ..schedule.segment_sequence import (
     layered_peak_bytes,
     layerwise_order,
 )
-from .chain_runner import ChainRunner, Running, StepInputs
+from .chain_operations import Running
+from .chain_runner import ChainRunner, StepInputs
 from .contribution import DeviceSums, buckets
 from .replica import ReplicaArrays
 from .sharded_params import GroupCollectives, ShardedParams

@@ -46,14 +46,15 @@ from .replica import Replica, StateSpecs, device_bytes
 from .runners import Runner, chains, param_groups, pipeline_spec
 from .sharded_params import ShardedParams
 from .state import opt_state_values
+from .state_layout import StateLayout
 from .store import Store
 from .sum import Reducer
+from .sum_layout import SumLayout
 from .uneven import Uneven
 from .uneven_collectives import Cut
 from .update import UpdateInputs, UpdateSpec, num_rows, traced_program
 from .updates import Updates, WrittenUpdate, updates_of
 from .zero_pipeline import ZeroPipeline, stage_groups
-from .zero_state import ZeroState
 
 
 class Programs:
@@ -70,6 +71,7 @@ class Programs:
         ownership: The units that each replica updates; None: each updates everything.
         gather: All-gather of updated parameters (ZeRO 1 and 2); None: every replica updates
             everything, or parameters stay sharded (ZeRO 3).
+        state_layout: How every array of the state is sharded.
         sharded_params: Gathers sharded parameters for microbatches (ZeRO 3); None: replicas have
             whole parameters.
         layered: Runs the microbatches of all local replicas segment by segment, or the collectives
@@ -103,7 +105,7 @@ class Programs:
             opt_state=for_opt_state(self._of_trained(params), Padding()),
             trained=self.trained,
         )
-        self._specs = StateSpecs(
+        state_specs = StateSpecs(
             params=specs,
             aux=aux,
             opt_state=for_opt_state(self._of_trained(specs), P()),
@@ -116,7 +118,6 @@ class Programs:
             ),
             aux=tuple(p.like(x) for p, x in zip(padding.aux, self.tensors.aux, strict=True)),
         )
-        rows = {names.index(s.name): s.most_rows for s in plan.sums.sparse if s.name in names}
         tensor_specs = [
             *self._of_trained(specs),
             *itertools.compress(aux, self.tensors.is_summed),
@@ -148,29 +149,43 @@ class Programs:
             if plan.placement.zero > 1:
                 slot_tensors = [group.trained for group in stages.slot_groups]
                 sums_of = stage_groups(slot_tensors, self.trained, len(tensor_specs))
+        layout = SumLayout(
+            tensors=self.tensors,
+            specs=tensor_specs,
+            axes=plan.axis_sizes,
+            contribution=self.contribution,
+            num_replicas=len(replicas),
+            row_shape=(plan.num_microbatches, num_columns(graph.metrics)),
+            is_scaled=plan.precision.loss_scale is not None,
+            packs=self.packs,
+            rows={names.index(s.name): s.most_rows for s in plan.sums.sparse if s.name in names},
+            shares=None if self.ownership is None else self.ownership.shares,
+            groups=sums_of,
+        )
         self.reducer = Reducer(
             replicas,
-            self.contribution,
-            self.tensors,
-            tensor_specs,
-            row_shape=(plan.num_microbatches, num_columns(graph.metrics)),
+            layout,
             decisions=DecisionSpec(
                 limbs=self.contribution.limbs if self.contribution.is_exact else None,
                 num_params=len(self.tensors.params),
                 mean=training.mean,
-                is_scaled=plan.precision.loss_scale is not None,
+                is_scaled=layout.is_scaled,
             ),
-            packs=self.packs,
-            rows=rows,
             # A pipeline makes its sums anew from the accumulators of its stages.
             release=plan.placement.sums == "released"
             or plan.pipeline is not None
             or sums_of is not None,
-            ownership=self.ownership,
             shard_groups=plan.placement.shard_groups,
             cuts=self._cuts_of_sums(uneven, replicas),
-            groups=sums_of,
             has_waves=plan.placement.waves > 1,
+        )
+        self.state_layout = StateLayout(
+            model=model,
+            optimizer=training.optimizer,
+            reducer=self.reducer,
+            specs=state_specs,
+            sums=plan.sums,
+            ownership=self.ownership,
         )
         keeps = self.ownership is None or not self.ownership.sends_params
         self.gather = (
@@ -192,8 +207,8 @@ class Programs:
             contribution=self.contribution,
             num_microbatches=plan.num_microbatches,
             num_groups=training.num_groups,
-            total_tensors=self.reducer.total_tensors,
-            chunks=self.reducer.chunks,
+            total_tensors=layout.total_tensors,
+            chunks=layout.chunks,
             padding=padding,
         )
         #: Rows of the largest table of totals; 0 if a replica's devices have shards.
@@ -204,7 +219,7 @@ class Programs:
             Forward,
             model=model,
             replicas=local,
-            like=self._whole_shapes,
+            like=self.state_layout.whole_like,
             sums=plan.sums,
             padding=padding,
         )
@@ -232,7 +247,8 @@ class Programs:
     def _make_updates(self, spec: UpdateSpec, aux: Sequence[P]) -> Updates:
         """The updates of the local replicas."""
         training, plan, is_spec = self.training, self.plan, lambda s: isinstance(s, P)
-        params, opt_state = self._of_trained(self._specs.params), self._specs.opt_state
+        of_state = self.state_layout.specs
+        params, opt_state = self._of_trained(of_state.params), of_state.opt_state
         leaves = jax.tree.leaves(opt_state, is_leaf=is_spec)
         ownership = self.ownership
         words_are_whole = not any(map(any, itertools.compress(aux, self.tensors.is_decided)))
@@ -242,7 +258,7 @@ class Programs:
         if ownership is not None:
             specs, tier = (params, leaves, aux), plan.placement.optimizer
             return updates_of(
-                spec, self.reducer, ownership, specs, tier, lambda i: self._shapes(i)[2]
+                spec, self.reducer, ownership, specs, tier, lambda i: self.state_layout.like(i)[2]
             )
         closed, norm = training.written_update, training.update_clip_norm
         programs = [
@@ -272,42 +288,19 @@ class Programs:
 
     def store(self) -> Store:
         """A store for the state of a session."""
-        training = self.training
-        return Store(
-            training.model,
-            training.optimizer,
-            self.reducer,
-            self._specs,
-            self.plan.sums,
-            self._zero_state,
-            buffer_maker(self.plan.placement.optimizer, training.offload_directory),
-            self.plan.placement.parameters == "host",
-        )
-
-    @functools.cached_property
-    def _zero_state(self) -> ZeroState | None:
-        """The state that is sharded over replicas; None: every replica has all of it."""
-        if self.ownership is None:
-            return None
-        model, optimizer = self.training.model, self.training.optimizer
-        state = jax.tree.leaves(optimizer.state_shapes(model.trained))
-        params, aux = jax.tree.leaves(model.params), jax.tree.leaves(model.aux)
-        shares_and_domains = self.ownership.of_leaves(model.is_trained, len(aux))
-        leaves = [*params, *aux, *state]
-        return ZeroState(
-            self.ownership, self.reducer, leaves, *shares_and_domains, self._specs.leaves()
-        )
+        placement, directory = self.plan.placement, self.training.offload_directory
+        make_buffer = buffer_maker(placement.optimizer, directory)
+        return Store(self.state_layout, make_buffer, placement.parameters == "host")
 
     def _sharded_params(self) -> ShardedParams:
-        zero = self._zero_state
+        zero = self.state_layout.zero
         assert zero is not None
-        assert self.ownership is not None
         groups, low = param_groups(self.runners[0], self.trained, self.contribution.is_exact)
         return ShardedParams(
             self.reducer,
-            self.ownership,
+            zero.ownership,
             self.tensors.params,
-            self._of_trained(self._specs.params),
+            self._of_trained(self.state_layout.specs.params),
             lambda t, copy: zero.like(self.trained[t], copy),
             groups,
             low,
@@ -318,11 +311,6 @@ class Programs:
         runners = [runner for runner in self.runners if isinstance(runner, ChainRunner)]
         shared = self.reducer, groups, self.trained, self.sharded_params, self.plan.placement
         return LayerwiseStep(runners, *shared)
-
-    @property
-    def _program_key(self) -> Any:
-        """The key of programs, besides the kinds of devices."""
-        return None if self.ownership is None else self.ownership.program_key
 
     def compile(
         self,
@@ -343,7 +331,7 @@ class Programs:
             return
         local = self.reducer.local
         tell("tracing and lowering the programs")
-        firsts = sorted(set(first_of_kind(local, self._program_key)))
+        firsts = sorted(set(first_of_kind(local, self.state_layout.program_key)))
         lowered = {i: self._lowered(i) for i in firsts}
         sums = self.reducer.lower()
         gatherer = self.gather or self.sharded_params
@@ -373,7 +361,9 @@ class Programs:
             gatherer.adopt(list(flat))
         if len(local) > len(compiled):
             tell(f"loading the programs for all {len(local)} replicas")
-        programs = for_others(local, lowered, compiled, self._lowered, over, self._program_key)
+        programs = for_others(
+            local, lowered, compiled, self._lowered, over, self.state_layout.program_key
+        )
         for runner, update, replica_programs in zip(
             self.runners, self._updates.each, programs, strict=True
         ):
@@ -392,15 +382,15 @@ class Programs:
 
     def _state_on_device(self, i: int) -> list[Any]:
         """The shapes of a local replica's state that is not offloaded."""
-        zero, placement = self._zero_state, self.plan.placement
-        params, aux, opt_state = self._shapes(i)
+        layout, placement = self.state_layout, self.plan.placement
+        params, aux, opt_state = layout.like(i)
         state = jax.tree.leaves(opt_state)
         tiers: list[str] = [placement.parameters] * len(params)
         tiers += ["device"] * len(aux) + [placement.optimizer] * len(state)
         return [
             x
             for k, (x, tier) in enumerate(zip([*params, *aux, *state], tiers, strict=True))
-            if tier == "device" or zero is None or zero.is_common[k]
+            if tier == "device" or not layout.is_sharded(k)
         ]
 
     @property
@@ -416,12 +406,12 @@ class Programs:
         totals = self._bytes_of_params()
         sums = totals * self.contribution.form.num_parts
         update = max(one.extra_bytes() for one in self._updates.each)
-        most = 4 * self.reducer.num_chunk_elements
+        most = 4 * self.reducer.layout.num_chunk_elements(self.reducer.local[0].index)
         if self.layered is not None:
             gathers = 0 if self.gather is None else self.gather.memory_bytes()
             microbatches = self.layered.memory_bytes(max(self.plan.counts))
             if self.plan.placement.parameters != "device":
-                each = map(device_bytes, self._of_trained(self._shapes(0)[0]))
+                each = map(device_bytes, self._of_trained(self.state_layout.like(0)[0]))
                 update += self._updates.each[0].params_at_once(list(each))
             kept = state_bytes + runner.kept_bytes
             return kept + max(first, microbatches, most + update, most + gathers)
@@ -439,47 +429,14 @@ class Programs:
         replica = self.reducer.local[0]
         return 4 * sum(
             int(np.prod(replica.sharding(s).shard_shape(x.shape), dtype=np.int64))
-            for x, s in zip(self.tensors.params, self._of_trained(self._specs.params), strict=True)
-        )
-
-    # -- lowering --------------------------------------------------------------------------------
-
-    def _like(self, i: int, x: Any, spec: P, padding: Padding) -> jax.ShapeDtypeStruct:
-        return self.reducer.local[i].like(padding.like(x), spec)
-
-    def _whole_shapes(self, i: int) -> tuple[list[Any], list[Any]]:
-        """Shapes of a local replica's whole parameters and other variables, for microbatches."""
-        model, padding = self.training.model, self._specs.padding
-        like = functools.partial(self._like, i)
-        return (
-            list(map(like, jax.tree.leaves(model.params), self._specs.params, padding.params)),
-            list(map(like, jax.tree.leaves(model.aux), self._specs.aux, padding.aux)),
-        )
-
-    def _shapes(self, i: int) -> tuple[list[Any], list[Any], Any]:
-        """Shapes of a local replica's parameters, other variables and optimizer state."""
-        replica, model = self.reducer.local[i], self.training.model
-        opt_state = self.training.optimizer.state_shapes(model.trained)
-        zero = self._zero_state
-        if zero is not None:
-            num, num_aux = len(model.is_trained), len(jax.tree.leaves(model.aux))
-            treedef = jax.tree.structure(opt_state)
-            parts = [
-                replica.like(zero.like(k, replica.index), spec)
-                for k, spec in enumerate(zero.shard_specs)
-            ]
-            return (
-                parts[:num],
-                parts[num : num + num_aux],
-                jax.tree.unflatten(treedef, parts[num + num_aux :]),
+            for x, s in zip(
+                self.tensors.params, self._of_trained(self.state_layout.specs.params), strict=True
             )
-        specs, padding = self._specs.opt_state, self._specs.padding.opt_state
-        state = jax.tree.map(functools.partial(self._like, i), opt_state, specs, padding)
-        return *self._whole_shapes(i), state
+        )
 
     def _lowered(self, i: int) -> list[Any]:
         """The programs of a local replica's microbatches and update, before compilation."""
-        params, aux, opt_state = self._shapes(i)
+        params, aux, opt_state = self.state_layout.like(i)
         scales = jax.ShapeDtypeStruct((len(self.tensors.floats),), np.int32)
         exponents = self.reducer.local[i].like(scales)
         totals, words = self.reducer.result_shapes(i)
@@ -490,7 +447,7 @@ class Programs:
         inputs = UpdateInputs(totals, words, exponents, one, one, is_accepted, rows=rows)
         arguments = self._of_trained(params), opt_state, aux, inputs
         return [
-            *self.runners[i].lower(*self._whole_shapes(i), exponents),
+            *self.runners[i].lower(*self.state_layout.whole_like(i), exponents),
             *self._updates.each[i].lower(*arguments),
         ]
 

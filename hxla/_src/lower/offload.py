@@ -23,8 +23,8 @@ from jax.sharding import Sharding
 
 from ..core.errors import PlanError
 from .replica import Replica
+from .state_layout import StateLayout
 from .units import Group, UpdateGroups, streamed, units_of
-from .zero_state import ZeroState
 
 DEVICE, HOST = "device", "pinned_host"
 #: The arrays of each unit of a group.
@@ -246,31 +246,25 @@ class OffloadedArrays:
     """The offloaded arrays among the local replicas' `ReplicaArrays.leaves`.
 
     Args:
-        zero: The state that is sharded over replicas; None: there is none, and no array is
-            offloaded.
-        num_params: The number of parameters, the first leaves.
-        state: Places of the leaves of the optimizer's state, the last ones.
         make_buffer: Makes a replica's buffer of optimizer state; None: devices keep it.
         params_on_host: Whether each replica's shard of the parameters is offloaded to the host.
     """
 
     def __init__(
         self,
-        zero: ZeroState | None,
-        local: Sequence[Replica],
-        num_params: int,
-        state: range,
+        layout: StateLayout,
         make_buffer: MakeBuffer | None,
         params_on_host: bool,
     ):
-        self._zero, self._num_params, self._state = zero, num_params, state
-        self._params_on_host = params_on_host
+        self._layout, self._params_on_host = layout, params_on_host
+        zero, local = layout.zero, layout.reducer.local
         if params_on_host:
             check_host_memory(local[0].devices[0], "placement.parameters")
         self.buffers: list[OffloadBuffer] = []
         #: The offloaded leaves of the optimizer's state of each local replica.
         self._offloaded: list[dict[int, OffloadedLeaf]] = [{} for _ in local]
         if make_buffer is not None and zero is not None:
+            state = range(layout.first_state, len(layout.shapes))
             for i, replica in enumerate(local):
                 leaves = [zero.like(k, replica.index) for k in state]
                 units = units_of(zero.ownership, zero.ownership.member(replica.index), leaves)
@@ -280,10 +274,10 @@ class OffloadedArrays:
 
     def is_offloaded(self, k: int) -> bool:
         """Whether a leaf is offloaded."""
-        if self._zero is None or self._zero.is_common[k]:
+        if not self._layout.is_sharded(k):
             return False
-        is_state = k in self._state and bool(self.buffers)
-        return is_state or (k < self._num_params and self._params_on_host)
+        is_state = k >= self._layout.first_state and bool(self.buffers)
+        return is_state or (k < self._layout.num_params and self._params_on_host)
 
     def put(self, i: int, k: int, x: jax.Array) -> Any:
         """A local replica's shard of a leaf, offloaded if planned.
@@ -292,9 +286,9 @@ class OffloadedArrays:
             i: Number of the local replica.
             x: The shard, on the device or on the host already.
         """
-        if k < self._num_params:
+        if k < self._layout.num_params:
             return on_host(x) if self.is_offloaded(k) else x
-        leaf = self._offloaded[i].get(k - self._state.start)
+        leaf = self._offloaded[i].get(k - self._layout.first_state)
         if leaf is None:
             return x
         leaf.put(x)

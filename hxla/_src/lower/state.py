@@ -1,4 +1,4 @@
-"""The state of training as a value, and the optimizer's initial state."""
+"""The state of training as a value, and values for the leaves of the optimizer's state."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,8 +10,6 @@ import numpy as np
 from ..core.types import PyTree
 from ..model.loss_scale import ScaleState
 from ..model.optimizer import Optimizer
-from .padding import StatePadding, padded, unpadded
-from .units import most_at_once
 
 
 @jax.tree_util.register_dataclass
@@ -41,60 +39,6 @@ class State:
     opt_state: PyTree
     exponents: np.ndarray
     loss_scale: ScaleState | None = dataclasses.field(default=None, metadata={"static": True})
-
-
-class InitialOptState:
-    """Makes the optimizer's initial state.
-
-    Args:
-        tree: Structure of the trained parameters.
-        state: Shapes of the leaves of the state.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        tree: Any,
-        params: Sequence[Any],
-        state: Sequence[Any],
-        padding: StatePadding,
-    ):
-        self._optimizer, self._tree, self._params = optimizer, tree, list(params)
-        self._sizes = [x.size * x.dtype.itemsize for x in state]
-        self._padding = padding
-
-    def leaves(self, arrays: Sequence[Any]) -> list[jax.Array]:
-        """All leaves of the state.
-
-        Args:
-            arrays: The parameters; None where only a shape is needed.
-        """
-        filled = [
-            jax.numpy.zeros(s.shape, s.dtype) if x is None else x
-            for x, s in zip(arrays, self._params, strict=True)
-        ]
-        tree = unpadded(jax.tree.unflatten(self._tree, filled), self._padding.of_trained)
-        return jax.tree.leaves(padded(self._optimizer.init(tree), self._padding.of_opt_state))
-
-    def groups(self, in_groups: bool) -> list[list[int]]:
-        """Groups of leaves, each of which one program makes.
-
-        Args:
-            in_groups: Whether leaves are offloaded, so that few may be on a device at once.
-        """
-        if not self._sizes:
-            return []
-        if not in_groups:
-            return [[*range(len(self._sizes))]]
-        groups: list[list[int]] = [[]]
-        room = most = most_at_once(sum(self._sizes))
-        for k, size in enumerate(self._sizes):
-            if size > room and groups[-1]:
-                groups.append([])
-                room = most
-            groups[-1].append(k)
-            room -= size
-        return groups
 
 
 def opt_state_values(

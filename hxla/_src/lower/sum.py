@@ -13,11 +13,9 @@ References:
 """
 
 import dataclasses
-import functools
 import itertools
-import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,19 +23,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ..jax.devices import process_of
-from ..plan.layout import piece_shape
-from ..plan.ownership import Ownership, Shares
-from .chunks import Chunks, sum_of_rows
-from .compile import extra_bytes, firsts_alike
-from .contribution import (
-    Contribution,
-    DeviceSums,
-    Tensors,
-    buckets,
-    pack_shapes,
-    pack_sizes,
-    pack_specs,
-)
+from .chunks import sum_of_rows
+from .compile import extra_bytes
+from .contribution import DeviceSums
 from .decisions import Decisions, DecisionSpec, Told, decide
 from .global_arrays import GlobalArrays, HostSums
 from .reduce_scatter import (
@@ -51,9 +39,8 @@ from .reduce_scatter import (
 )
 from .replica import Replica
 from .state_sums import joined_over
+from .sum_layout import NUM_STATS, SumLayout
 from .uneven_collectives import Cut
-
-NUM_TOLD = 3  # statistics that each replica sends to all others with a sum
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,113 +67,41 @@ class Reducer:
 
     Args:
         replicas: Replicas of all processes, in the order of `counts`.
-        specs: PartitionSpec of each tensor over the axes inside a replica.
-        row_shape: Shape of the sums per microbatch, of all microbatches of a step.
         decisions: What the decisions of a step depend on besides its sums.
-        packs: Tensors whose sums are the rows of one array; None: each tensor has its own array.
-        rows: Most nonzero rows in a replica, by tensor; of these tensors only such rows are sent.
         release: Whether the local sums are freed as soon as they are reduced.
-        ownership: The shard of each parameter's sum that a replica gets; None: all get the whole.
         shard_groups: Groups of replicas that each shard the sums; see `Placement`.
         cuts: How tensors are cut, where this process sends its shards without padding.
-        groups: Packs that `sum_group` reduces apart from the others; None: `reduce` reduces all.
         has_waves: Whether a step may reduce each group in several waves.
     """
 
     def __init__(
         self,
         replicas: Sequence[Replica],
-        contribution: Contribution,
-        tensors: Tensors,
-        specs: Sequence[P],
+        layout: SumLayout,
         *,
-        row_shape: tuple[int, int],
         decisions: DecisionSpec,
-        packs: Sequence[Sequence[int]] | None = None,
-        rows: Mapping[int, int] | None = None,
         release: bool = False,
-        ownership: Ownership | None = None,
         shard_groups: int = 1,
         cuts: Sequence[Cut | None] | None = None,
-        groups: Sequence[Sequence[int]] | None = None,
         has_waves: bool = False,
     ):
-        self._contribution, self._has_waves = contribution, has_waves
-        self.releases = release
-        self.arrays = GlobalArrays(replicas, contribution.form.over, shard_groups)
-        self._decisions, self._row_shape = decisions, row_shape
-        self._ownership = ownership
-        if ownership is not None:
+        self.layout, self._contribution = layout, layout.contribution
+        self._decisions, self.releases, self._has_waves = decisions, release, has_waves
+        self.arrays = GlobalArrays(replicas, self._contribution.form.over, shard_groups)
+        if layout.shares is not None:
             self.arrays.check_in_order()
-        self._reduce_scatter = ReduceScatter(self.arrays, contribution)
+        self._reduce_scatter = ReduceScatter(self.arrays, self._contribution)
         self.replicas, self.local = self.arrays.replicas, self.arrays.local
         self._inner = self.arrays.axes
         #: Sums of host arrays over all processes.
         self.host = HostSums(self.arrays.devices, self.replicas)
-        packs = packs or [[i] for i in range(len(tensors.floats))]
-        self._packs = packs
-        self.num_tensors = len(tensors.floats)
-        self._shapes = pack_shapes(tensors, packs)
-        self._specs = pack_specs(specs, packs)
-        places = {pack[0]: p for p, pack in enumerate(packs)}
-        num_here = max(map(len, self.arrays.places))
-        self._rows = {places[i]: most * num_here for i, most in (rows or {}).items()}
-        stats_shape = len(self.replicas), NUM_TOLD
-        self._small_shapes = [stats_shape, row_shape, *(x.shape for x in tensors.words)]
-        self._merges = ("sum", "sum", *tensors.word_merges)
-        axes = dict(self._inner)
-        self._sizes = pack_sizes(tensors, packs, specs, axes)
-        if groups is None:
-            self._buckets = buckets(self._sizes, contribution.form.bucket_mib << 18, self._rows)
-        else:
-            self._buckets = [[], *map(list, groups)]  # the first has the small arrays
-        self._reduced_at_once = range(len(self._buckets) if groups is None else 1)
-        #: Tensors of each program, in the order of its vector.
-        self.buckets = [[i for p in bucket for i in packs[p]] for bucket in self._buckets]
-        self._params = len(tensors.params)
-        #: Elements of each tensor on a device.
-        self._tensor_sizes = [
-            math.prod(piece_shape(x.shape, spec, axes))
-            for x, spec in zip(tensors.floats, specs, strict=True)
-        ]
-        #: How each bucket shards the sums of its parameters; empty if it does not.
-        self.chunks: list[Chunks] = []
-        if ownership is not None:
-            self.chunks = [self._chunks(k, ownership.shares) for k in self.buckets]
-        self._cuts = cuts or [None] * len(packs)
+        self._merges = ("sum", "sum", *layout.tensors.word_merges)
+        self._cuts = cuts or [None] * len(layout.packs)
         #: A compiled program for each bucket.
         self.programs: list[Any] = []
         #: The programs of waves before the last, by group, and of zeros for the first wave.
         self._early: dict[int, Any] = {}
         self._zeros: dict[int, Any] = {}
-
-    @property
-    def total_tensors(self) -> list[list[int]]:
-        """Tensors of each array of totals, in order; of each bucket, where totals are chunks."""
-        packs = itertools.chain(*self._buckets)
-        return self.buckets if self.chunks else [list(self._packs[p]) for p in packs]
-
-    @property
-    def total_specs(self) -> list[P]:
-        """PartitionSpec of each array of totals over the inner axes, where they are whole."""
-        return [self._specs[p] for p in itertools.chain(*self._buckets)]
-
-    @property
-    def num_chunk_elements(self) -> int:
-        """Elements of the first local replica's chunks."""
-        if self._ownership is None:
-            return 0
-        member = self._ownership.member(self.local[0].index)
-        return sum(chunks.buffer_size(member) for chunks in self.chunks)
-
-    def _chunks(self, bucket: Sequence[int], shares: Shares) -> Chunks:
-        params = tuple(i for i in bucket if i < self._params)
-        return Chunks(shares, params, tuple(self._tensor_sizes[i] for i in params))
-
-    def _small_specs(self, k: int) -> tuple[list[P], list[P]]:
-        """PartitionSpecs of the small arrays that travel with a bucket: all go with the first."""
-        num_own = 2 + self._decisions.is_scaled
-        return ([P()] * num_own, [P()] * len(self._small_shapes)) if k == 0 else ([], [])
 
     def _build(self, k: int, is_last: bool = True) -> Any:
         """The program `(own, ints, values, before) -> (decisions, words, totals)` of a bucket.
@@ -198,8 +113,9 @@ class Reducer:
         bits are int32, so that a donated sum's buffer can hold them. With sharded sums they are
         chunks, and before the last wave integers like `before`.
         """
-        num, bucket, names = len(self.arrays.places), self._buckets[k], self.arrays.names
-        rows = self._rows.get(bucket[0]) if bucket else None
+        num, names = len(self.arrays.places), self.arrays.names
+        bucket, most_rows = self.layout.bucket_packs[k], self.layout.most_rows(k)
+        rows = None if most_rows is None else most_rows * max(map(len, self.arrays.places))
 
         def totals(values: list[tuple[jax.Array, ...]]) -> list[jax.Array]:
             if num == 1:
@@ -242,7 +158,7 @@ class Reducer:
                 stats_DN, small_MS, *ints = ints
                 of_loss = scale[0] if scale else None
                 decisions = decide(self._decisions, small_MS, peaks_T, used_T, of_loss, stats_DN)
-            if self.chunks:
+            if self.layout.chunks:
                 chunk_sums = self._sum_chunks(k, values, before, is_last)
                 if is_last:
                     return decisions, ints, [as_bits(x) for x in chunk_sums]
@@ -254,8 +170,8 @@ class Reducer:
         # be compiled in another form.
         run: Any = hxla_sum
         if self._inner or num > 1:
-            words = self._small_specs(k)[1][2:]
-            arguments = self._arguments(k)
+            small = self.layout.small_specs(k)
+            arguments = *small, self.layout.limb_specs(k)
             inner_spec = self.arrays.stacked(self.arrays.inner_spec)
             specs: Any = self._total_specs(k) if is_last else inner_spec
             specs_of: Any = [P()] * len(Decisions._fields)
@@ -269,31 +185,17 @@ class Reducer:
                     ),
                     inner_spec,
                 ),
-                out_specs=(decisions if is_last else [inner_spec], words, specs),
+                out_specs=(decisions if is_last else [inner_spec], small[1][2:], specs),
                 check_vma=False,
             )
         return jax.jit(run, donate_argnums=(2, 3) if self.releases else ())
 
-    def _other_tensors(self, k: int) -> list[int]:
-        """The tensors of a bucket that are not parameters."""
-        return [i for i in self.buckets[k] if i >= self._params]
-
     def _total_specs(self, k: int) -> list[P]:
         """PartitionSpecs of the totals that the program of `_build` returns."""
-        if self.chunks:
-            params = [self.arrays.own_spec] if self.chunks[k].tensors else []
-            return params + ([self.arrays.inner_spec] if self._other_tensors(k) else [])
-        return [self._specs[i] for i in self._buckets[k]]
-
-    def _total_sizes(self, k: int, i: int = 0) -> list[int]:
-        """Elements of each array of totals on each device of a local replica."""
-        if not self.chunks:
-            return [sum(math.prod(self._shapes[p]) for p in self._buckets[k])]
-        others = sum(self._tensor_sizes[j] for j in self._other_tensors(k))
-        params = []
-        if self._ownership is not None and self.chunks[k].tensors:
-            params = [self.chunks[k].buffer_size(self._ownership.member(self.local[i].index))]
-        return params + ([others] if others else [])
+        if self.layout.chunks:
+            params = [self.arrays.own_spec] if self.layout.chunks[k].tensors else []
+            return params + ([self.arrays.inner_spec] if self.layout.others(k) else [])
+        return [self.layout.pack_specs[p] for p in self.layout.bucket_packs[k]]
 
     def _sum_chunks(
         self,
@@ -303,57 +205,29 @@ class Reducer:
         is_last: bool,
     ) -> list[Any]:
         """This place's chunk of the parameters' totals, and all totals of the other tensors."""
-        limbs = []
+        limbs, layout = [], self.layout
+        sizes = [len(layout.packs[p]) for p in layout.bucket_packs[k]]
         for limb in zip(*values, strict=True):
-            rows = [list(x.reshape(n, -1)) for x, n in zip(limb, self._pack_sizes(k), strict=True)]
-            limbs.append(dict(zip(self.buckets[k], itertools.chain(*rows), strict=True)))
-        size = sum(self._tensor_sizes[i] for i in self._other_tensors(k))
+            rows = [list(x.reshape(n, -1)) for x, n in zip(limb, sizes, strict=True)]
+            limbs.append(dict(zip(layout.bucket_tensors[k], itertools.chain(*rows), strict=True)))
         chunks = self._reduce_scatter.reduce_chunks(
-            self.chunks[k], self._other_tensors(k), limbs, before
+            layout.chunks[k], layout.others(k), limbs, before
         )
-        longest = max(self.arrays.lengths(self.chunks[k].lengths))
-        return self._reduce_scatter.gather_chunks(chunks, longest, size) if is_last else chunks
-
-    def _pack_sizes(self, k: int) -> list[int]:
-        """Number of tensors in each pack of a bucket."""
-        return [len(self._packs[p]) for p in self._buckets[k]]
-
-    def _arguments(self, k: int) -> Any:
-        """PartitionSpecs of a program's arguments over the inner axes."""
-        num = self._contribution.form.num_parts
-        return *self._small_specs(k), [(self._specs[i],) * num for i in self._buckets[k]]
-
-    @functools.cached_property
-    def _first_alike(self) -> list[int]:
-        """For each bucket the first that has the same program."""
-        return firsts_alike(self._form(k) for k in range(len(self._buckets)))
-
-    def _form(self, k: int) -> Any:
-        """A key that two buckets share only if they have the same program."""
-        if not k or not self.chunks or k in self._reduced_at_once:
-            return k
-        owners = self.chunks[k].shares.owners
-        packs = [
-            (
-                [owners[i] for i in pack_tensors if i < self._params],
-                len(pack_tensors),
-                pack_tensors[0] < self._params,
-            )
-            for pack_tensors in (self._packs[p] for p in self._buckets[k])
-        ]
-        return str((packs, [(self._shapes[p], self._specs[p]) for p in self._buckets[k]]))
+        if not is_last:
+            return chunks
+        longest = max(self.arrays.lengths(layout.chunks[k].lengths))
+        return self._reduce_scatter.gather_chunks(chunks, longest, layout.num_others(k))
 
     def lower(self) -> list[Any]:
         """The programs of all buckets before compilation, one for groups of one form."""
-        lowered = []
-        for k in sorted(set(self._first_alike)):
-            shapes = [(self.num_tensors,)] * 2 + [(1,)] * self._decisions.is_scaled
-            small = [self._shape(x, P()) for x in shapes] if k == 0 else []
-            ints = [self._shape(x, P()) for x in self._small_shapes] if k == 0 else []
-            dtype, num = self._contribution.dtype, self._contribution.form.num_parts
+        lowered, layout, dtype = [], self.layout, self._contribution.dtype
+        for k in sorted(set(layout.first_alike)):
+            own, small_specs = layout.small_specs(k)
+            small = list(map(self._shape, layout.scale_shapes, own)) if k == 0 else []
+            ints = list(map(self._shape, layout.small_shapes, small_specs)) if k == 0 else []
             values = [
-                (self._shape(self._shapes[i], self._specs[i], dtype),) * num
-                for i in self._buckets[k]
+                tuple(self._shape(layout.pack_shapes[p], spec, dtype) for spec in specs)
+                for p, specs in zip(layout.bucket_packs[k], layout.limb_specs(k), strict=True)
             ]
             before = self._wave_shapes(k)
             with warnings.catch_warnings():
@@ -368,12 +242,11 @@ class Reducer:
 
     def _wave_shapes(self, k: int) -> list[Any]:
         """Shapes of the chunks of sums that a group keeps between waves."""
-        if not self._has_waves or k in self._reduced_at_once:
+        if not self._has_waves or k in self.layout.at_once:
             return []
         dtype, num = self._contribution.dtype, self._contribution.form.num_parts
-        others = sum(self._tensor_sizes[i] for i in self._other_tensors(k))
-        longest = max(self.arrays.lengths(self.chunks[k].lengths))
-        sizes = [longest] if self.chunks[k].tensors else []
+        others, chunks = self.layout.num_others(k), self.layout.chunks[k]
+        sizes = [max(self.arrays.lengths(chunks.lengths))] if chunks.tensors else []
         sizes += [self._reduce_scatter.even_length(others)] if others else []
         parts = map(self._reduce_scatter.part_of, sizes)
         inner, spec = self.arrays.num_inner, self.arrays.inner_spec
@@ -387,11 +260,11 @@ class Reducer:
     def adopt(self, compiled: Sequence[Any]) -> None:
         """Use the compiled programs of `lower`."""
         flat, programs = iter(compiled), {}
-        for k in sorted(set(self._first_alike)):
+        for k in sorted(set(self.layout.first_alike)):
             programs[k] = next(flat)
             if self._wave_shapes(k):
                 self._early[k], self._zeros[k] = next(flat), next(flat)
-        self.programs = [programs[k] for k in self._first_alike]
+        self.programs = [programs[k] for k in self.layout.first_alike]
 
     def memory_bytes(self) -> int:
         """Bytes that one device needs beside the sums and the totals while it sums."""
@@ -413,13 +286,13 @@ class Reducer:
         """
         stacking = self.arrays.stacking
         peaks = stacking([P()], [[s.peaks_T] for s in sums], jnp.maximum)
-        ints = stacking(
-            [P()] * (len(self._small_shapes) - 1), [[s.small_MS, *s.words] for s in sums]
-        )
+        ints = stacking(self.layout.small_specs(0)[1][1:], [[s.small_MS, *s.words] for s in sums])
         values = [
-            stacking(self._arguments(k)[2], [[s.values[i] for i in bucket] for s in sums])
-            for k, bucket in enumerate(self._buckets)
-            if k in self._reduced_at_once
+            stacking(
+                self.layout.limb_specs(k),
+                [[s.values[p] for p in self.layout.bucket_packs[k]] for s in sums],
+            )
+            for k in self.layout.at_once
         ]
         return peaks, ints, values
 
@@ -433,8 +306,10 @@ class Reducer:
         Returns:
             Chunks of the sums as integers, and a small array to block on until they are ready.
         """
-        same = self._first_alike[k + 1]
-        stacked = self.arrays.stack(self._arguments(k + 1)[2], [list(limbs) for limbs in values])
+        same = self.layout.first_alike[k + 1]
+        stacked = self.arrays.stack(
+            self.layout.limb_specs(k + 1), [list(limbs) for limbs in values]
+        )
         before = before or self._zeros[same]()
         [mark], _, chunks = self._early[same]([], [], stacked, before)
         return chunks, mark
@@ -448,36 +323,39 @@ class Reducer:
             values: For each local replica the limbs of the group's packs, which are donated.
             before: The chunks of `add_group` after earlier waves, which are donated; None: none.
         """
-        stacked = self.arrays.stack(self._arguments(k + 1)[2], [list(limbs) for limbs in values])
+        stacked = self.arrays.stack(
+            self.layout.limb_specs(k + 1), [list(limbs) for limbs in values]
+        )
         return self._totals_of(k + 1, self.programs[k + 1]([], [], stacked, before or [])[2])
 
     def group_bytes(self, k: int) -> GroupBytes:
         """Memory of group `k`, once its programs are compiled."""
-        sums = sum(self._sizes[i] for i in self._buckets[k + 1])
+        layout = self.layout
+        sums = sum(layout.pack_sizes[p] for p in layout.bucket_packs[k + 1])
         waiting = sum(4 * x.size for limbs in self._wave_shapes(k + 1) for x in limbs)
-        programs = [self.programs[k + 1], self._early.get(self._first_alike[k + 1])]
+        programs = [self.programs[k + 1], self._early.get(layout.first_alike[k + 1])]
         on_device = [p for p in programs if p is not None and self.arrays.is_in_place]
         return GroupBytes(
             sums=4 * self._contribution.form.num_parts * sums,
             adding=max(map(extra_bytes, on_device), default=0),
-            totals=4 * sum(self._total_sizes(k + 1)),
+            totals=4 * sum(layout.total_sizes(k + 1, self.local[0].index)),
             waiting=waiting // len(self.arrays.devices),
         )
 
     def _totals_of(self, k: int, totals: Sequence[jax.Array]) -> list[list[jax.Array]]:
         """The totals of a bucket on each local replica."""
-        arrays, cut = self.arrays, self.chunks and self.chunks[k].lengths
+        arrays, chunks = self.arrays, self.layout.chunks
+        cut = chunks and chunks[k].lengths
         each = [
             arrays.part(x, cut) if cut and spec == arrays.own_spec else arrays.local_parts(x, spec)
             for x, spec in zip(totals, self._total_specs(k), strict=True)
         ]
         per_replica = [[parts[i] for parts in each] for i in range(len(self.local))]
-        if not self.chunks or self._inner:
+        if not chunks or self._inner:
             return per_replica
         # Without the padding of shorter chunks.
-        pairs = zip(
-            per_replica, (self._total_sizes(k, i) for i in range(len(per_replica))), strict=True
-        )
+        sizes = [self.layout.total_sizes(k, replica.index) for replica in self.local]
+        pairs = zip(per_replica, sizes, strict=True)
         return [[x[:n] for x, n in zip(*pair, strict=True)] for pair in pairs]
 
     def reduce(
@@ -503,8 +381,8 @@ class Reducer:
         small: Any = [*peaks(), *used], [*told, *ints()]
         per_replica: list[list[Any]] = [[] for _ in self.local]
         next_values = values[0]()
-        for i, k in enumerate(self._reduced_at_once):
-            program, is_last = self.programs[k], i + 1 == len(self._reduced_at_once)
+        for k in self.layout.at_once:
+            program, is_last = self.programs[k], k + 1 == len(self.layout.at_once)
             values[k] = None
             decided, words, bucket_totals = program(
                 *(small if k == 0 else ([], [])), next_values, []
@@ -535,7 +413,7 @@ class Reducer:
 
     def told(self, decisions: Decisions) -> Told:
         """What the host learns of a reduction; waits for it."""
-        return Told.of(decisions.told, self.num_tensors, self._row_shape, NUM_TOLD)
+        return Told.of(decisions.told, self.layout.num_tensors, self.layout.row_shape, NUM_STATS)
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
@@ -548,11 +426,12 @@ class Reducer:
         def like(shape: Sequence[int], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self.local[i].sharding(spec))
 
-        if self.chunks:
-            sizes = [n for k in range(len(self._buckets)) for n in self._total_sizes(k, i)]
-            num, spec = self.arrays.num_inner, self.arrays.inner_spec
-            totals = [like((num * n,), jnp.int32, spec) for n in sizes]
+        layout = self.layout
+        if layout.chunks:
+            index, num = self.local[i].index, self.arrays.num_inner
+            sizes = [n for k in range(layout.num_buckets) for n in layout.total_sizes(k, index)]
+            totals = [like((num * n,), jnp.int32, self.arrays.inner_spec) for n in sizes]
         else:
-            packs = itertools.chain(*self._buckets)
-            totals = [like(self._shapes[p], jnp.int32, self._specs[p]) for p in packs]
-        return totals, [like(shape, jnp.int32, P()) for shape in self._small_shapes[2:]]
+            shapes = zip(layout.total_shapes, layout.total_specs, strict=True)
+            totals = [like(shape, jnp.int32, spec) for shape, spec in shapes]
+        return totals, [like(shape, jnp.int32, P()) for shape in layout.small_shapes[2:]]

@@ -21,14 +21,14 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ..core.types import PyTree
-from ..jax.separable_update import MISSING
 from ..plan.ownership import Ownership
 from ..plan.parts import Tier
 from .compile import extra_bytes, update_options
 from .decisions import guarded
-from .exact_norms import lowered_sums, sum_programs, summed
+from .exact_norms import sum_programs, summed
 from .gather import gathered_dtype
 from .gradient_norm import norm_of, squares_of_gradient
+from .group_arithmetic import GroupArithmetic, GroupArrays
 from .offload import (
     DEVICE,
     HOST,
@@ -41,8 +41,8 @@ from .offload import (
 )
 from .replica import Replica
 from .sum import Reducer
-from .units import Group, ShardedUpdate, Unit, UnitsPart, at_once, streamed, units_of
-from .update import UpdateInputs, UpdateSpec, means_of, new_aux, sums_of
+from .units import Group, ShardedUpdate, UnitsPart, at_once, streamed, units_of
+from .update import UpdateInputs, UpdateSpec, new_aux, sums_of
 
 
 class ReplicaUpdate:
@@ -71,6 +71,10 @@ class ReplicaUpdate:
         self._spec, self._ownership = spec, ownership
         self._replica, self._sharded = replica, sharded
         self._member = ownership.member(replica.index)
+        self._arithmetic = GroupArithmetic(
+            spec=spec, ownership=ownership, member=self._member, sharded=sharded
+        )
+        self._common = self._arithmetic.common
         units = units_of(ownership, self._member, state)
         # A whole array's bits depend on what else is in its program.
         num_groups = spec.num_groups if set(ownership.owners) <= {None} else 1
@@ -81,16 +85,13 @@ class ReplicaUpdate:
         )
         #: Whether the programs themselves move state from and to the host.
         self._carries = tier == "host"
-        domains = ownership.update.domain_of[ownership.num_params : ownership.num_arrays]
-        self._common = tuple(k for k, d in enumerate(domains) if d is None)
         self._aux = list(aux)
         #: PartitionSpecs of the inputs; all but totals are replicated.
         self._input_specs = UpdateInputs(totals, *[P()] * (len(UpdateInputs._fields) - 1))
         self._options = update_options(replica.devices[0].platform, spec.contribution.form)
 
         def arguments(arrays: Any, inputs: UpdateInputs) -> tuple[list[Any], UnitsPart]:
-            params, state, common = arrays
-            return self._arguments(units, params, state, common, inputs)
+            return self._arithmetic.arguments(GroupArrays(units, *arrays, inputs))
 
         specs = (*self._specs(units), P()), self._input_specs
         self._sums = sum_programs(
@@ -107,7 +108,7 @@ class ReplicaUpdate:
     def names(self) -> tuple[str, ...]:
         """Names of the programs: those of sums, then one for each group."""
         num = len(self.groups.groups) + 1
-        return (*["a sum in the update"] * len(self._sums), *["the update"] * num)
+        return (*["a sum in the update"] * self._sums.num, *["the update"] * num)
 
     def placed(self, inputs: UpdateInputs, sums: Any = None) -> UpdateInputs:
         """The inputs with the replica's first granule and the sums over whole arrays."""
@@ -117,71 +118,6 @@ class ReplicaUpdate:
     def _place(self) -> jax.Array:
         first = self._ownership.first(self._replica.index)
         return self._replica.put(np.array([first, 0], np.int32))
-
-    # -- the arithmetic --------------------------------------------------------------------------
-
-    def _arguments(
-        self,
-        group: Group,
-        params: dict[int, Any],
-        state: Sequence[Sequence[Any]],
-        common: Sequence[Any],
-        inputs: UpdateInputs,
-    ) -> tuple[list[Any], UnitsPart]:
-        """Arguments of the traced update, and their part of its arrays."""
-        ownership, num = self._ownership, self._ownership.num_params
-        is_sharded = bool(self._spec.chunks)
-        first = 0 if ownership.is_alone else inputs.where[0]
-        part = UnitsPart(ownership, self._member, first, group)
-        arguments: list[Any] = [MISSING] * len(ownership.update.closed.jaxpr.invars)
-        arguments[-1] = inputs.value
-        wanted = {i for unit in group for i in unit.params}
-        grads = means_of(self._spec, inputs, wanted, self._member)
-        for unit, arrays in zip(group, state, strict=True):
-            for i in unit.params:
-                grad = part.taken(unit, grads[i], is_flat=is_sharded)
-                if unit.stop is None:
-                    grad = grad.reshape(params[i].shape)
-                arguments[i] = part.taken(unit, params[i], is_flat=ownership.cuts_params)
-                arguments[ownership.num_arrays + i] = grad.astype(params[i].dtype)
-            for k, x in zip(unit.leaves, arrays, strict=True):
-                arguments[num + k] = part.taken(unit, x) if ownership.is_whole else x
-        for k, x in zip(self._common, common, strict=True):
-            arguments[num + k] = x
-        return arguments, part
-
-    def _updated(
-        self,
-        group: Group,
-        params: dict[int, Any],
-        state: Sequence[Sequence[Any]],
-        common: Sequence[Any],
-        inputs: UpdateInputs,
-    ) -> tuple[dict[int, Any], list[list[Any]], list[Any]]:
-        """The new parameters of a group, its state, and the common leaves.
-
-        Parameters to be sent are flat, and only the group's slices of them.
-        """
-        ownership, num = self._ownership, self._ownership.num_params
-        arguments, part = self._arguments(group, params, state, common, inputs)
-        run = ownership.update.run if self._sharded is None else self._sharded.run
-        made = run(arguments, part, inputs.where[1], inputs.sums)
-        results: list[Any] = [
-            x if x is MISSING else guarded(inputs.is_accepted, x, old.reshape(x.shape))
-            for x, old in zip(made, arguments, strict=False)
-        ]
-
-        def new(unit: Unit, i: int) -> jax.Array:
-            if ownership.sends_params:
-                return results[i].reshape(-1)  # type: ignore[no-any-return]
-            return part.kept(unit, params[i], results[i])  # type: ignore[no-any-return]
-
-        after = [
-            [part.kept(unit, x, results[num + k]) for k, x in zip(unit.leaves, arrays, strict=True)]
-            for unit, arrays in zip(group, state, strict=True)
-        ]
-        new_params = {i: new(unit, i) for unit in group for i in unit.params}
-        return new_params, after, [results[num + k] for k in self._common]
 
     # -- programs --------------------------------------------------------------------------------
 
@@ -205,7 +141,7 @@ class ReplicaUpdate:
 
     def _group_program(self, group: Group) -> Any:
         def update(params: Any, state: Any, common: Any, given: UpdateInputs) -> Any:
-            return self._updated(group, params, state, common, given)[:2]
+            return self._arithmetic.updated(GroupArrays(group, params, state, common, given))[:2]
 
         if self._sharded is not None:
             params, state = self._specs(group)
@@ -252,8 +188,8 @@ class ReplicaUpdate:
             aux: list[jax.Array],
             given: UpdateInputs,
         ) -> Any:
-            group = self.groups.last
-            new, opt_state, opt_common = self._updated(group, params, opt_state, opt_common, given)
+            read = GroupArrays(self.groups.last, params, opt_state, opt_common, given)
+            new, opt_state, opt_common = self._arithmetic.updated(read)
             sent: Any = new
             if ownership.sends_params:
                 slices = {i: jnp.concatenate(parts) for i, parts in made.items() if parts} | new
@@ -301,7 +237,7 @@ class ReplicaUpdate:
         inputs = inputs._replace(where=where, sums=sums)
         common, without_words = [leaves[k] for k in self._common], inputs._replace(words=[])
         read = self.read_by_sums(params, leaves), without_words
-        lowered = lowered_sums(self._ownership.update, self._sums, read)
+        lowered = self._sums.lower(*read)
         groups, last = self.groups.groups, self.groups.last
         for g, group in enumerate(groups):
             moved: tuple[Any, Any] = [], []
@@ -405,7 +341,7 @@ class ReplicaUpdate:
         were_on_host: Sequence[bool],
     ) -> dict[int, list[jax.Array]]:
         """Run all groups but the last, replacing their arrays; return slices of sent parameters."""
-        groups, num_sums = self.groups.groups, len(self._sums)
+        groups, num_sums = self.groups.groups, self._sums.num
         slices: dict[int, list[jax.Array]] = {i: [] for i in self.groups.params}
         buffer = _buffer_of(leaves) if self.groups.is_offloaded and groups else None
         inputs = inputs._replace(words=[])
@@ -460,7 +396,7 @@ class ReplicaUpdate:
         )
         if not self.groups.is_offloaded:
             return max(map(extra_bytes, self.compiled)) + sent
-        stats = [p.memory_analysis() for p in self.compiled[len(self._sums) :]]
+        stats = [p.memory_analysis() for p in self.compiled[self._sums.num :]]
         temporary = max((int(s.temp_size_in_bytes) for s in stats if s is not None), default=0)
         return temporary + self.groups.bytes_at_once + 2 * sent
 
@@ -604,7 +540,7 @@ def updates_of(
         state: From the number of a local replica to the shapes of its optimizer state.
     """
     params, leaves, aux = specs
-    totals = ownership.parts_spec if spec.chunks else reducer.total_specs
+    totals = ownership.parts_spec if spec.chunks else reducer.layout.total_specs
     each = []
     for i, replica in enumerate(reducer.local):
         device_spec, sharded = spec, None

@@ -452,81 +452,7 @@ class Plan(PlanValue):
 
     def explain(self) -> str:
         """Describe the plan: the work of each replica and device, time, memory and reasons."""
-        sums = self.sums.words + " over the host" * (self.sums.over == "host")
-        names, counts = self.replica_names, self.counts
-        of = "microbatch of" if self.num_microbatches == 1 else "microbatches of"
-        on = f" on {names[0]}{self._way_in_words(0)}" if len(names) == 1 else ""
-        lines = [
-            f"{self.batch_size} examples a step in {self.num_microbatches} {of} "
-            f"{self.microbatch_size}{on}, {sums}" + (f"; {self.mesh_in_words}" if self.axes else "")
-        ]
-        width = max(map(len, names))
-        for i, (name, count) in enumerate(zip(names, counts, strict=True) if not on else ()):
-            if i == _MOST_LINES:
-                lines.append(f"  and {len(self.replicas) - i} more")
-                break
-            lines.append(f"  {name:<{width}}  {count:>4} microbatches{self._work_in_words(i)}")
-        if self.axes:
-            lines.append(
-                f"  parameters {self.parameter_bytes:,} bytes, {self.device_parameter_bytes:,} on "
-                "a device"
-            )
-        if self.is_uneven:
-            [axis] = self.axes
-            lines += parts_in_words(self.parameters, axis.name, axis.size)
-        if self.pipeline is not None:
-            lines += pipeline_in_words(self.pipeline, self.num_stages)
-        if self.chain is not None:
-            lines += chain_in_words(self.chain)
-        lines += self.precision.in_words()
-        lines += [f"  under {setting}" for setting in self.made_with.settings]
-        lines += self._prediction_in_words(self.prediction or Prediction())
-        lines += [f"  {reason}" for reason in self.reasons]
-        lines += runners_up_in_words(self.runners_up)
-        lines += held_in_words(self.prediction, self.runners_up)
-        return "\n".join(lines)
-
-    def _way_in_words(self, i: int) -> str:
-        work = self.replicas[i]
-        how = f", {work.executors} at once" if work.executors > 1 else ""
-        return how + (f", starts {span(work.start_seconds)} later" if work.start_seconds else "")
-
-    def _work_in_words(self, i: int) -> str:
-        known, how = self.prediction, self._way_in_words(i)
-        if known is None or not known.microbatch_seconds:
-            return how
-        micro, fixed = known.microbatch_seconds[i], known.fixed_seconds[i]
-        return f" of {span(micro)}, busy {span(fixed + self.counts[i] * micro)}{how}"
-
-    def _prediction_in_words(self, known: Prediction) -> Iterator[str]:
-        if known.step_seconds:
-            has_choice = known.bound_seconds and len(self.devices) > 1
-            other = {"plans": "any plan", "counts": "other counts", "cuts": "any cut"}
-            above = f", at most {max(known.gap, 0.0):.1%} above {other[known.bound_over]}"
-            bound = above if has_choice else ""
-            rate = self.batch_size / known.step_seconds
-            yield f"  predicted step {span(known.step_seconds)}, {si(rate)} examples/s{bound}"
-        if known.sent_bytes:
-            yield f"  sent by a device for a microbatch: {known.sent_bytes:,.0f} bytes"
-        kinds = {device.rank: device.kind for device in self.devices}
-        timed = any(d.compute_seconds for d in known.devices)
-        shown = [d for d in known.devices if timed or d.capacity_bytes]
-        for i, d in enumerate(shown):
-            if i == _MOST_LINES:
-                yield f"  and {len(shown) - i} more devices"
-                return
-            of = f" of {d.capacity_bytes / 2**30:.2f} GiB" if d.capacity_bytes else ""
-            spent = ""
-            if timed:
-                parts = {
-                    "compute": d.compute_seconds,
-                    "wait": d.wait_seconds,
-                    "reduce": d.reduction_seconds,
-                    "update": d.update_seconds,
-                }
-                # Float sums that should cancel leave far less than a microsecond.
-                spent = "  " + ", ".join(f"{k} {round(s, 6):.3g} s" for k, s in parts.items())
-            yield f"  {d.rank:>4} {kinds[d.rank]}  {d.memory_bytes / 2**30:.2f} GiB{of}{spent}"
+        return "\n".join(_lines(self))
 
     def compare(self, other: "Plan") -> str:
         """Set both plans side by side, in words.
@@ -579,6 +505,85 @@ def _name(ranks: tuple[int, ...], kinds: Mapping[int, str]) -> str:
         listed = f"{numbers[0]}-{numbers[-1]}" if is_range else "+".join(map(str, numbers))
         parts.append(f"{_VENDORS.sub('', kind)} #{listed}")
     return " + ".join(parts)
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    """The lines of `Plan.explain`."""
+    sums = plan.sums.words + " over the host" * (plan.sums.over == "host")
+    names, counts = plan.replica_names, plan.counts
+    of = "microbatch of" if plan.num_microbatches == 1 else "microbatches of"
+    on = f" on {names[0]}{_way_in_words(plan, 0)}" if len(names) == 1 else ""
+    yield (
+        f"{plan.batch_size} examples a step in {plan.num_microbatches} {of} "
+        f"{plan.microbatch_size}{on}, {sums}" + (f"; {plan.mesh_in_words}" if plan.axes else "")
+    )
+    width = max(map(len, names))
+    for i, (name, count) in enumerate(zip(names, counts, strict=True) if not on else ()):
+        if i == _MOST_LINES:
+            yield f"  and {len(plan.replicas) - i} more"
+            break
+        yield f"  {name:<{width}}  {count:>4} microbatches{_work_in_words(plan, i)}"
+    if plan.axes:
+        on_device = f"{plan.device_parameter_bytes:,} on a device"
+        yield f"  parameters {plan.parameter_bytes:,} bytes, {on_device}"
+    if plan.is_uneven:
+        [axis] = plan.axes
+        yield from parts_in_words(plan.parameters, axis.name, axis.size)
+    if plan.pipeline is not None:
+        yield from pipeline_in_words(plan.pipeline, plan.num_stages)
+    if plan.chain is not None:
+        yield from chain_in_words(plan.chain)
+    yield from plan.precision.in_words()
+    yield from (f"  under {setting}" for setting in plan.made_with.settings)
+    yield from _prediction_in_words(plan, plan.prediction or Prediction())
+    yield from (f"  {reason}" for reason in plan.reasons)
+    yield from runners_up_in_words(plan.runners_up)
+    yield from held_in_words(plan.prediction, plan.runners_up)
+
+
+def _way_in_words(plan: Plan, i: int) -> str:
+    work = plan.replicas[i]
+    how = f", {work.executors} at once" if work.executors > 1 else ""
+    return how + (f", starts {span(work.start_seconds)} later" if work.start_seconds else "")
+
+
+def _work_in_words(plan: Plan, i: int) -> str:
+    known, how = plan.prediction, _way_in_words(plan, i)
+    if known is None or not known.microbatch_seconds:
+        return how
+    micro, fixed = known.microbatch_seconds[i], known.fixed_seconds[i]
+    return f" of {span(micro)}, busy {span(fixed + plan.counts[i] * micro)}{how}"
+
+
+def _prediction_in_words(plan: Plan, known: Prediction) -> Iterator[str]:
+    if known.step_seconds:
+        has_choice = known.bound_seconds and len(plan.devices) > 1
+        other = {"plans": "any plan", "counts": "other counts", "cuts": "any cut"}
+        above = f", at most {max(known.gap, 0.0):.1%} above {other[known.bound_over]}"
+        bound = above if has_choice else ""
+        rate = plan.batch_size / known.step_seconds
+        yield f"  predicted step {span(known.step_seconds)}, {si(rate)} examples/s{bound}"
+    if known.sent_bytes:
+        yield f"  sent by a device for a microbatch: {known.sent_bytes:,.0f} bytes"
+    kinds = {device.rank: device.kind for device in plan.devices}
+    timed = any(d.compute_seconds for d in known.devices)
+    shown = [d for d in known.devices if timed or d.capacity_bytes]
+    for i, d in enumerate(shown):
+        if i == _MOST_LINES:
+            yield f"  and {len(shown) - i} more devices"
+            return
+        of = f" of {d.capacity_bytes / 2**30:.2f} GiB" if d.capacity_bytes else ""
+        spent = ""
+        if timed:
+            parts = {
+                "compute": d.compute_seconds,
+                "wait": d.wait_seconds,
+                "reduce": d.reduction_seconds,
+                "update": d.update_seconds,
+            }
+            # Float sums that should cancel leave far less than a microsecond.
+            spent = "  " + ", ".join(f"{k} {round(s, 6):.3g} s" for k, s in parts.items())
+        yield f"  {d.rank:>4} {kinds[d.rank]}  {d.memory_bytes / 2**30:.2f} GiB{of}{spent}"
 
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:

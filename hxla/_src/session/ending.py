@@ -15,6 +15,7 @@ from ..jax.coordination import gather, is_lost_peer
 from ..plan.plan import Plan
 from ..report.history import History, RunState
 from .recorder import Recorder
+from .requests import LEAVE
 from .values import SessionOptions
 from .watch import PipelineWatch
 
@@ -73,6 +74,10 @@ class Termination:
             self.hurries = True
             raise KeyboardInterrupt
         os.write(2, _INTERRUPT_NOTE)  # a handler may not print: it may have interrupted a print
+
+    def request(self) -> float:
+        """The request of this process to all."""
+        return LEAVE * bool(self.arrived)
 
     def left(self, step: int, *, is_kept: bool) -> Preempted:
         """The exception that ends this process after a step; its code says if the state is kept."""

@@ -47,7 +47,7 @@ class SessionMeasure:
         """Seconds of a microbatch on each replica."""
         options = SessionOptions(balance=self.job.settings.balance, is_trial=True)
         with Session(self.job, plan, self.devices, options) as trial:
-            return trial.balancer.seconds
+            return trial.running.balancer.seconds
 
     def split_sizes(self, plan: Plan) -> TriedSizes | None:
         """Sizes of an uneven split by the measured work of its devices; None without CPU times.
@@ -66,7 +66,7 @@ class SessionMeasure:
             num = math.ceil(_SECONDS / slowest)
             for _ in range(min(max(num, _FEWEST_STEPS), _MOST_STEPS)):
                 trial.step(batch)
-            work = trial.split_watch.measured()
+            work = trial.running.split.measured()
         assert work is not None
         [axis] = plan.axes
         worked = ", ".join(

@@ -22,15 +22,13 @@ from ..lower.store import Store
 from ..model.functional import tree_bytes
 from ..plan.plan import Plan
 from .ending import Termination
+from .requests import LEAVE, MOVE
 from .restore import RestoreSource, chosen
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoints import Checkpoints
 
 
-#: Requests of a process to all, of which the largest counts: save; end the run; leave it after a
-#: checkpoint; leave it with the state in memory. All but the first keep the state anyway.
-SAVE, STOP, LEAVE, MOVE = 0.5, 1.0, 2.0, 3.0
 _MOST_COPIES = 2  # of one process; a third waits until the first is removed
 # States at one time: copies, the last state and the next generation's first copy; of a neighbour
 # three of these.
@@ -82,7 +80,6 @@ class SessionMember:
                     "/dev/shm), or make no copies"
                 )
 
-    @property
     def request(self) -> float:
         """The request of this process to all."""
         return MOVE * self._member.stops or LEAVE * self._member.ends

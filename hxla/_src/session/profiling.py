@@ -18,7 +18,7 @@ from ..core.errors import PlanError
 from ..graph.parts import graph_of
 from ..graph.segments import segments
 from ..jax.devices import is_here
-from ..job.context import JobContext
+from ..job.context import JobContext, sums_form
 from ..plan.plan import Plan
 from ..profile.profile import (
     LayerSize,
@@ -106,7 +106,7 @@ def profile(
             local = merge_profiles([*([measured] if measured is not None else []), local])
             if setting not in local.times:
                 show_progress = _progress(setting, len(chain))
-                sums = job.sums(request.reduction)
+                sums = sums_form(job.settings, job.precision, request.reduction)
                 alone = segment_profile(
                     job, setting, num_segments, devices[rank], sums, show_progress
                 )
@@ -145,7 +145,8 @@ def _single_device_plan(job: JobContext, request: PlanRequest, cluster: Cluster)
 def _make_plan(
     job: JobContext, request: PlanRequest, cluster: Cluster, profile: Profile | None = None
 ) -> Plan:
-    sums, measure = job.sums(request.reduction), SessionMeasure(job, job.all_devices())
+    sums = sums_form(job.settings, job.precision, request.reduction)
+    measure = SessionMeasure(job, job.all_devices())
     plan = plan_for(workloads(job), request, cluster, sums, measure, profile)
     return plan
 

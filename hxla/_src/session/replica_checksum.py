@@ -65,7 +65,7 @@ class ReplicaChecksum:
         )
 
     def _lines(self, first: int, odd: Mapping[int, np.ndarray]) -> list[str]:
-        names = self._store.leaf_names()
+        names = self._store.layout.names()
         lines = []
         for i, differs in odd.items():
             arrays = [names[k] for k in np.flatnonzero(differs)]

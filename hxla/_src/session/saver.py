@@ -2,16 +2,14 @@
 
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
 
 import jax
 
-from ..core.types import PyTree
-from .member import SAVE
+from ..lower.store import Store
+from ..plan.plan import Plan
 from .periods import Every
-
-if TYPE_CHECKING:
-    from ..checkpoint.checkpoints import Checkpoints
+from .requests import SAVE
+from .restore import RestoreSource
 
 
 class Saver:
@@ -22,24 +20,22 @@ class Saver:
 
     Args:
         every: The period of checkpoints; None: nothing makes one due.
-        saved_step: The step of the checkpoint from which the session begins, if any.
         is_alone: Whether training waits for a checkpoint, because memory is scarce.
     """
 
     def __init__(
         self,
-        checkpoints: "Checkpoints | None",
+        source: RestoreSource,
+        store: Store,
         every: Every | None,
-        saved_step: int | None,
         *,
         is_alone: bool,
     ):
-        self._checkpoints, self._every, self._is_alone = checkpoints, every, is_alone
-        self._saved, self._saved_at = saved_step, time.monotonic()
-        self._is_asked = False
+        self._source, self._store, self._every, self._is_alone = source, store, every, is_alone
+        self._saved, self._saved_at = source.saved_step, time.monotonic()
+        self._is_asked = self._is_changed = False
         self.after_save: list[Callable[[], object]] = []
 
-    @property
     def request(self) -> float:
         """The request of this process to all: rank 0's clock alone counts."""
         seconds = None if self._every is None else self._every.seconds
@@ -60,17 +56,27 @@ class Saver:
         return self._saved == step
 
     def change(self) -> None:
-        """Note that the state is another one."""
-        self._saved = None
+        """Note that the state is another one, after as many steps."""
+        self._saved, self._is_changed = None, True
 
-    def save(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
+    def may_save(self, step: int) -> bool:
+        """Whether there is a folder, and the state is another than at the session's beginning."""
+        is_new = self._is_changed or step > self._source.first_step
+        return is_new and self._source.checkpoints is not None
+
+    def save(self, step: int, plans: Mapping[int, Plan]) -> None:
         """Begin a checkpoint.
+
+        Args:
+            plans: The plans that ran, by their first step.
 
         Raises:
             CheckpointError: If this or an earlier checkpoint failed.
         """
-        assert self._checkpoints is not None
-        self._checkpoints.save(step, state, facts)
+        checkpoints = self._source.checkpoints
+        assert checkpoints is not None
+        facts = self._source.facts_at(step, plans)
+        checkpoints.save(step, self._store.saved(), facts)
         self._saved, self._saved_at = step, time.monotonic()
         if self._is_alone:
-            self._checkpoints.wait()
+            checkpoints.wait()

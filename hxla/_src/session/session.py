@@ -8,43 +8,31 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..choose.microbatch_counts import (
-    count_limits,
-    lack,
-    own_ids,
-    predicted,
-    shared_numbers,
-)
+from ..choose.microbatch_counts import own_ids
 from ..cluster.job_devices import Devices
 from ..core.errors import ConfigError
 from ..core.types import PyTree
 from ..data.data import epochs_of, num_tokens
-from ..jax.devices import is_here, keep_heap_small
 from ..jax.portable import num_compilations
-from ..job.agreement import facts_of_data
 from ..job.context import JobContext
-from ..launch.member import own_member
 from ..lower.determinism import determinism
-from ..lower.lower import Programs
 from ..lower.state import State
 from ..plan.plan import Plan
 from ..report.history import EvalRecord, History, StepRecord
 from ..weights.save_weights import weights_of
-from .balancer import balanced
 from .ending import Ending, Termination
-from .fastest_executors import seconds_of_replicas
 from .forward_passes import evaluated
 from .learning_rate import LearningRate
-from .member import LEAVE, MOVE, SAVE, STOP, SessionMember, ran, rehearse
+from .member import ran
+from .opening import opened_session
 from .recorder import recorder_of, step_record
 from .replica_checksum import ReplicaChecksum
-from .restore import RestoreSource
+from .requests import LEAVE, MOVE, Requests
+from .running_plan import RunningPlan
 from .saver import Saver
 from .state_access import StateAccess, agreed_arrays
-from .step import Feed, Outcome, Stepper, left_out
-from .validate_plan import agree_on_asked, check_runnable
+from .step import Feed, Outcome, left_out
 from .values import Result, SessionOptions, result_of
-from .watch import PipelineWatch, SplitWatch
 from .watchdog import Watchdog
 
 
@@ -56,7 +44,6 @@ class Session:
     same order.
 
     Attributes:
-        plan: The present plan; a rebalance replaces it by one with other counts.
         step_number: The number of updates done.
         num_steps: The total number of updates; None if the session was opened without one.
         checkpoint_dir: The folder for checkpoints, or None.
@@ -87,10 +74,10 @@ class Session:
     def __init__(self, job: JobContext, plan: Plan, devices: Devices, options: SessionOptions):
         self._job, self._options, self.num_steps = job, options, options.steps
         self.checkpoint_dir, self.run_dir = options.checkpoint_dir, options.run_dir
-        self._cluster = job.cluster(devices)
         self._stack = contextlib.ExitStack()
-        self._is_closed = False
-        self._member: SessionMember | None = None
+        self._is_closed, self._is_settled = False, True
+        self._handed_out = StateAccess()
+        self._rate: float | None = None
         with contextlib.ExitStack() as opening, options.waiting(plan) as waiting:
             opening.enter_context(self._stack)
             self._watchdog = self._stack.enter_context(Watchdog.of_job(job.settings.watchdog))
@@ -98,89 +85,34 @@ class Session:
             self._watchdog.beat(-1, "compiling and measuring")
             self._termination = Termination()
             self._stack.callback(self._termination.close)
-            self._stopping = self._stop_request = 0.0
-            self._handed_out, self._is_settled, self._is_replaced = StateAccess(), True, False
-            self._rate: float | None = None
-            agree_on_asked(plan, job, options)
-            check_runnable(plan, job, self._cluster, devices)
-            on_cpu = any(d is not None and is_here(d) and d.platform == "cpu" for d in devices)
-            is_tight = on_cpu and plan.placement.sums == "released"
-            if is_tight:
-                keep_heap_small()
-            member = own_member() if not options.is_trial and options.steps is not None else None
-            make_source = functools.partial(
-                RestoreSource, job, plan, options, self._stack, is_tight=is_tight
-            )
-            source = make_source() if member is None else None
-            start = options.first_step if source is None else source.first_step
-            resumed = None if source is None else source.step
-            inputs = job.as_inputs(batch := job.first_batch(start, plan.microbatch_size))
-            job.agree("data", lambda: facts_of_data(batch, f"data of step {start + 1}: "))
-            weights = job.opened_weights(plan.microbatch_size) if resumed is None else None
-            self._stack.enter_context(job.functional(plan.microbatch_size).in_host_memory())
-            self._programs = job.programs(plan, devices, waiting.tell, keep=options.is_trial)
-            self._reducer = self._programs.reducer
-            self._store = self._programs.store()
-            self._stack.callback(self._store.close)
-            waiting.tell("putting the state in its places")
-            if source is None or not source.load(self._store):
-                self._store.initialise(job.gather, weights)
-            waiting.tell("running every program once")
-            self._stepper = Stepper(self._programs, self._store)
-            every = job.settings.watchdog.compare_steps
-            self._checksum = ReplicaChecksum(self._store, self._reducer.ranks, every)
-            self._stack.callback(self._stepper.close)
-            self._stepper.use_executors(plan.replicas)
-            times = self._stepper.warm_up(
-                inputs, repeats=3 if options.balance else 0, has_scales=resumed is not None
-            )
-            seconds = None
-            if options.balance:
-                num_left = None if options.steps is None else options.steps - start
-                parts = self._stepper, self._programs, plan, inputs, times
-                plan, seconds = seconds_of_replicas(*parts, job.settings, num_left)
-            if member is not None:
-                rehearse(member, self._store, job)
-                waiting.tell("waiting for the generation to be formed")
-                source = make_source(folders=member.wait_for_the_others())
-                if source.load(self._store):
-                    self._stepper.restored()
-                self._member = SessionMember(member, self._store, self._termination, job, source)
-            assert source is not None  # made in one of the two branches
+            asked = job, plan, devices, options
+            opened = opened_session(*asked, self._termination, self._stack, waiting.tell)
+            self._programs, self._store = opened.programs, opened.store
+            self._stepper, self._reducer = opened.stepper, opened.programs.reducer
+            self._member, source = opened.member, opened.source
             self._checkpoints, self.metadata = source.checkpoints, source.metadata
             self.step_number = self._first_step = start = source.first_step
-            self._plans, self._source = source.plans, source
-            state_bytes = self._store.num_bytes()
-            self.memory_bytes = self._programs.memory_bytes(state_bytes)
-            num_bytes = state_bytes + self.memory_bytes
-            is_alone = on_cpu and bool(lack(devices, self._cluster, num_bytes))
-            saves = self._checkpoints, options.checkpoint_every, source.saved_step
-            self._saver = Saver(*saves, is_alone=is_alone)
+            every = job.settings.watchdog.compare_steps
+            self._checksum = ReplicaChecksum(self._store, self._reducer.ranks, every)
+            saves = source, self._store, options.checkpoint_every
+            self._saver = Saver(*saves, is_alone=opened.waits_for_saves)
             self.after_save = self._saver.after_save
-            local_bytes = [self.memory_bytes] * len(self._reducer.local)
-            self._replica_bytes = shared_numbers(self._reducer, local_bytes)
-            sizes = self._replica_bytes, inputs, self._programs.most_inputs
-            limits = count_limits(plan, self._cluster, *sizes)
-            moves = options.balance or job.settings.balance
-            self.plan, self.balancer = balanced(plan, moves, limits, seconds)
-            self._watch_pipelines = PipelineWatch(self._stepper, self._programs, job.gather)
-            notes = _unplanned_gathers(self._programs)
-            notes += self._watch_pipelines.measure(inputs, self.plan)
-            self.plan = self._predicted(self.plan).replaced(reasons=(*plan.reasons, *notes))
-            self.split_watch = SplitWatch(self._programs, self._cluster, job)
-            self._plans[start] = self.plan
-            self._counts_before = self.plan.counts
+            asks = (self._member or self._termination).request
+            self._requests = Requests(asks, self._saver.request)
+            self.running = RunningPlan(opened, job, options)
             self._learning_rate = LearningRate(self._programs, self._store, options.learning_rate)
             bits = determinism(self._programs.graph, self.plan)
             self._recorder = recorder_of(self.plan, options, start, job, bits)
             self._stack.callback(self._recorder.close)
             self.epochs = epochs_of(job.source, plan.batch_size)
-            self._feed = Feed(job, batch, options.steps, self.epochs)
+            self._feed = Feed(job, opened.first_batch, options.steps, self.epochs)
             self._stack.callback(self._feed.close)
-            self._ending = Ending(self._recorder, self._watch_pipelines, self._termination, options)
+            shows = self._recorder, self.running.pipelines
+            self._ending = Ending(*shows, self._termination, options)
             self._began = time.perf_counter()
             if self._member is not None:
-                facts = source.facts_at(start, self._plans) | {"numerics": self.plan.numerics}
+                facts = source.facts_at(start, self.running.plans)
+                facts |= {"numerics": self.plan.numerics}
                 self._stack.enter_context(self._member.training(start, facts, self.plan))
             else:
                 self._termination.heed_interrupts()
@@ -204,8 +136,7 @@ class Session:
         if self._member is not None:
             self._member.left_by(error)
         if error is not None:
-            is_new = self.step_number > self._first_step or self._is_replaced
-            save = self._save_and_wait if is_new and self._checkpoints is not None else None
+            save = self._save_and_wait if self._saver.may_save(self.step_number) else None
             self._ending.left_by(error, self.history, self.plan, self.step_number, save)
         self._watchdog.left_by(kind, error, trace)
         with self._ending.noting(error):
@@ -218,17 +149,10 @@ class Session:
             with self._stack:
                 self._ending.report(self.history, self.plan, self.step_number)
 
-    # -- opening ---------------------------------------------------------------------------------
-
-    def _predicted(self, plan: Plan) -> Plan:
-        prediction = predicted(
-            plan,
-            self.balancer.seconds,
-            self.balancer.fixed,
-            memory_bytes=self._replica_bytes,
-            cluster=self._cluster,
-        )
-        return plan.replaced(prediction=self._watch_pipelines.predicted(prediction))
+    @property
+    def plan(self) -> Plan:
+        """The present plan; a rebalance replaces it by one with other counts."""
+        return self.running.plan
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -240,7 +164,7 @@ class Session:
         """
         if self._options.steps is None:
             raise ConfigError("a session without `steps` has no end: open it with steps=...")
-        while self.step_number < self._options.steps and self._stopping >= 0:
+        while self.step_number < self._options.steps and not self._requests.agreed:
             yield self.step()
             self._settle()
 
@@ -260,8 +184,7 @@ class Session:
 
     def stop(self) -> None:
         """Ask all processes to stop after the next step; iterating then ends."""
-        if self._stopping >= 0:
-            self._stopping = max(self._stopping, STOP)
+        self._requests.stop()
 
     def step(self, batch: PyTree | None = None) -> StepRecord:
         """Train one step.
@@ -290,19 +213,19 @@ class Session:
         self._watchdog.beat(step, "microbatches")
         compiled = num_compilations()
         timed = step == self._first_step + 1 and self._options.run_dir is not None
-        self._watch_pipelines.time_ticks(timed)
+        self.running.pipelines.time_ticks(timed)
         waits = self._member is not None or self._programs.waits
         with contextlib.ExitStack() as updating:
             outcome = self._stepper.accumulate(
                 step,
                 ids,
                 batches,
-                stop=max(self._stopping, self._request),
+                stop=self._requests.present,
                 on_phase=functools.partial(self._watchdog.beat, step),
                 on_sums=None if waits else functools.partial(self._update, updating),
             )
         if timed:
-            self._watch_pipelines.tell_ticks()
+            self.running.pipelines.tell_ticks()
         self._watchdog.beat(step, "update")
         with self._updating():
             if outcome.nonfinite:
@@ -313,7 +236,7 @@ class Session:
                     if waits:
                         self._update(updating)
                     norm = self._programs.gradient_norm
-                    self._stepper.rescale(overflowed=False)
+                    self._stepper.scales.rescale(overflowed=False)
                 outcome = dataclasses.replace(outcome, learning_rate=self._rate, gradient_norm=norm)
             self.step_number = step + 1
         if step > self._first_step:
@@ -322,8 +245,7 @@ class Session:
         self._watchdog.beat(step, "callback")
         self._checksum.stepped(self.step_number)
         self._saver.heed(outcome.stop)
-        if outcome.stop > SAVE:
-            self._stopping, self._stop_request = -1.0, outcome.stop
+        self._requests.agree(outcome.stop)
         self._is_settled = False
         return record
 
@@ -343,53 +265,28 @@ class Session:
             self.save()
         if self._member is not None and self.step_number != self._options.steps:
             self._member.copy()
-        if self._stop_request in (LEAVE, MOVE):
-            self._end_early(moves=self._stop_request == MOVE)
+        if self._requests.agreed in (LEAVE, MOVE):
+            self._end_early(moves=self._requests.agreed == MOVE)
 
     def _record(self, step: int, outcome: Outcome, batches: Sequence[Any]) -> StepRecord:
-        change = None
-        if self._options.balance and any(outcome.busy_seconds):
-            counts = self._counts_before if self._stepper.is_late else self.plan.counts
-            seconds_of = outcome.busy_seconds, outcome.update_seconds
-            change = self.balancer.observe(step, *seconds_of, counts=counts)
-        self._counts_before = self.plan.counts
         now = time.perf_counter()
         tokens = num_tokens(batches, self.plan.num_microbatches)
         (seconds, self._began), epoch = (now - self._began, now), self._feed.epoch
         record = step_record(step, outcome, self.plan, epoch, seconds=seconds, tokens=tokens)
         self._recorder.step(record)
-        if change is not None:
-            self.plan = self._predicted(self.plan.with_counts(self.balancer.counts))
-            self._plans[change.step] = self.plan
-            self._recorder.rebalanced(change)
-        elif self.balancer.counts != self.plan.counts:  # a parked device is tried for one step
-            self.plan = self._predicted(self.plan.with_counts(self.balancer.counts))
-        if advice := self.split_watch.stepped():
-            self._recorder.log(f"step {self.step_number}: {advice}")
-        if (settled := self.balancer.stepped(record.seconds)) is not None:
-            self._recorder.settled(settled)
+        self.running.stepped(record, outcome, self._recorder)
         if self._recorder.is_page_due:
             self._ending.show(self.history, self.plan)
             self._began = time.perf_counter()
         return record
 
-    @property
-    def _request(self) -> float:
-        """The request of this process to all, apart from `stop`."""
-        request = LEAVE * bool(self._termination.arrived)
-        request = request if self._member is None else self._member.request
-        return request or self._saver.request
-
-    @contextlib.contextmanager
-    def _updating(self) -> Iterator[None]:
+    def _updating(self) -> contextlib.AbstractContextManager[None]:
         """Keep an elastic run from taking the state in the middle of an update."""
         if self._member is None:
-            yield
-            return
+            return contextlib.nullcontext()
         self._stepper.wait_for_sums()
         [seconds] = self._stepper.busy_seconds_here()
-        with self._member.updating(self._checkpoints, ran(self.plan, seconds)):
-            yield
+        return self._member.updating(self._checkpoints, ran(self.plan, seconds))
 
     def _end_early(self, *, moves: bool) -> None:
         if self.step_number == self._options.steps:
@@ -479,12 +376,11 @@ class Session:
             self._store.replace(arrays)
         self._handed_out.take_back()
         self._saver.change()
-        self._is_replaced = True
 
     @property
     def history(self) -> History:
         """The records of this session so far."""
-        return self._recorder.history(dict(self._plans))
+        return self._recorder.history(dict(self.running.plans))
 
     def evaluate(self, data: Any) -> EvalRecord:
         """Compute the mean loss and metrics over a data set, equal for every placement of the work.
@@ -519,8 +415,7 @@ class Session:
             with self._watchdog.phase(self.step_number, "checkpoint"):
                 self._checksum.compare(self.step_number)
                 self._stepper.wait()
-                facts = self._source.facts_at(self.step_number, self._plans)
-                self._saver.save(self.step_number, self._store.saved(), facts)
+                self._saver.save(self.step_number, self.running.plans)
             for after_save in self.after_save:
                 after_save()
 
@@ -534,18 +429,10 @@ class Session:
         self._handed_out.take_back()
         self._checksum.compare(self.step_number)
         self._save_and_wait()
-        self.plan = self._predicted(self.plan)
-        history = dataclasses.replace(self.history, split=self.split_watch.measured())
+        self.running.predict()
+        history = dataclasses.replace(self.history, split=self.running.split.measured())
         result = result_of(self._programs, self._store, self.step_number, history, self.plan)
         self._ending.report(history, self.plan, self.step_number)
         if self._member is not None:
             self._member.finished()
         return result
-
-
-def _unplanned_gathers(programs: Programs) -> tuple[str, ...]:
-    if programs.sharded is None:
-        return ()
-    from ..inspect.unplanned_gathers import unplanned_gathers  # a reader of XLA's text
-
-    return unplanned_gathers(programs)

@@ -195,7 +195,7 @@ def agreed_arrays(
         LaunchError: If the arrays of processes differ.
     """
     arrays = replaced(parts, store.wanted(), handed_out.has, store.gather)
-    names = store.leaf_names()
+    names = store.layout.names()
     named = {names[k]: x for k, x in arrays.items()}
     job.agree("replaced arrays", lambda: facts_of_data(named, "session.replace: "))
     return arrays

@@ -18,9 +18,8 @@ from ..core.types import PyTree
 from ..data.data import Epochs, Loader, cut_batch
 from ..job.agreement import facts_of_data
 from ..job.context import JobContext
-from ..lower import exact
 from ..lower.chain_runner import ChainRunner
-from ..lower.contribution import DeviceSums, peaks_to_maxima
+from ..lower.contribution import DeviceSums
 from ..lower.decisions import Decisions, Told
 from ..lower.global_arrays import stat_rows
 from ..lower.layerwise import Spans
@@ -31,12 +30,12 @@ from ..lower.sum import Reduced
 from ..lower.update import UpdateInputs
 from ..lower.zero_pipeline import ZeroPipeline
 from ..model.loss import means
-from ..model.loss_scale import ScaleState, sum_exponent
 from ..plan.parts import ReplicaWork
 from ..plan.plan import Plan
-from ..plan.precision import LEAST_SCALE_EXPONENT, MOST_SCALE_EXPONENT
+from ..plan.precision import LEAST_SCALE_EXPONENT
 from ..report.history import MetricValue
 from .forward_passes import ForwardPasses
+from .scales import Scales
 
 _TIMED_SECONDS = 0.1  # of a timed run of microbatches that share a call, about
 
@@ -145,6 +144,7 @@ class Stepper:
     """Runs steps on the local replicas and puts the results into the store.
 
     Attributes:
+        scales: The scales of the sums and of the loss.
         forwards: The passes without gradients.
         is_late: Whether the times of an outcome are of the step before. Where no host waits for its
             microbatches, processes send the times of a step with the sums of the next one.
@@ -153,13 +153,9 @@ class Stepper:
     def __init__(self, programs: Programs, store: Store):
         self._programs, self._store = programs, store
         self._reducer = programs.reducer
-        self._contribution = programs.contribution
         num = len(self._reducer.local)
         self._sums: list[DeviceSums | None] = [None] * num
-        #: Exponents on each replica of its microbatches, and that of the scale of their gradients.
-        self._placed: list[tuple[jax.Array, ...] | None] = [None] * num
-        self._num_params = len(programs.tensors.params)
-        self._settles = False  # whether a step is redone until its scales are its own
+        self.scales = Scales(programs, store)
         self._reduced: Reduced | None = None
         self._group_totals: list[list[jax.Array]] = []
         # Threads wait for devices; the main thread goes on dispatching.
@@ -201,7 +197,7 @@ class Stepper:
         """
         runners = self._programs.runners
         unit = runners[0].unit
-        seeks = self._contribution.is_exact and not has_scales
+        seeks = self._programs.contribution.is_exact and not has_scales
         each = range(len(runners))
 
         def some(num: int) -> Any:
@@ -211,9 +207,9 @@ class Stepper:
         for _ in range(1 + seeks):  # a second time with fitting scales
             self._run_all(*once)
             if seeks:
-                self._adopt_scales()
+                self.scales.fit(self._sums)
         # How many microbatches a pipeline warms up with depends on its schedule.
-        self._settles = seeks and isinstance(runners[0], Pipeline)
+        self.scales.settles = seeks and isinstance(runners[0], Pipeline)
         self._reduce(self._tells_nothing, self._local_sums())
         self._reduced = None
         if self._programs.layered is not None:
@@ -270,7 +266,7 @@ class Stepper:
         times, replicas = {}, self._store.held
         for i, (index, pipeline) in enumerate(self._programs.pipelines.items()):
             fill = functools.partial(self._filled, i, pipeline)
-            arguments = replicas[i].aux, self._exponents(i)
+            arguments = replicas[i].aux, self.scales.exponents(i)
             times[index] = piece_times(pipeline, fill, *arguments, batch, repeats=repeats)
         return times
 
@@ -280,73 +276,6 @@ class Stepper:
         if isinstance(layered, ZeroPipeline):
             return layered.filled(replicas)[i]
         return pipeline.filled(replicas[i].params)
-
-    def _adopt_scales(self) -> None:
-        peaks_T = np.max([np.asarray(s.peaks_T) for s in self._sums if s is not None], axis=0)
-        all_peaks = np.zeros((jax.process_count(), len(peaks_T)), np.int32)
-        all_peaks[jax.process_index()] = peaks_T
-        maxima = self._unscaled(peaks_to_maxima(self._reducer.host.exchange(all_peaks)))
-        finite = np.where(np.isfinite(maxima), maxima, 0)
-        limbs = self._contribution.limbs
-        self._set_exponents(exact.next_exponents(self._store.exponents, finite, limbs))
-
-    def _set_exponents(self, exponents: np.ndarray) -> None:
-        self._store.exponents = exponents
-        self._placed = [None] * len(self._placed)
-
-    def _exponents(self, i: int) -> jax.Array:
-        """Exponents of a replica's microbatches: of gradients of the loss, which may be scaled."""
-        return self._scales(i)[0]
-
-    def _scales(self, i: int) -> tuple[jax.Array, ...]:
-        """Those exponents, and if the loss is scaled the exponent of its gradients, int32[1]."""
-        placed = self._placed[i]
-        if placed is None:
-            exponents, scale = self._store.exponents, self._store.loss_scale
-            put = self._reducer.local[i].put
-            if scale is None:
-                placed = (put(exponents),)
-            else:
-                exponent = self._sum_exponent(scale)
-                used = exponents - self._param_exponents(exponent)
-                placed = put(used), put(np.array([exponent], np.int32))
-            self._placed[i] = placed
-        return placed
-
-    def _param_exponents(self, exponent: int) -> np.ndarray:
-        """int32[T]: the exponent for gradients, 0 for changes of other variables."""
-        is_param = np.arange(len(self._store.exponents)) < self._num_params
-        return np.where(is_param, exponent, 0).astype(np.int32)
-
-    def _unscaled(self, maxima: np.ndarray) -> np.ndarray:
-        """Maxima of gradients from those of a scaled loss."""
-        scale = self._store.loss_scale
-        return (
-            maxima
-            if scale is None
-            else np.ldexp(maxima, -self._param_exponents(self._sum_exponent(scale)))
-        )
-
-    def _sum_exponent(self, scale: ScaleState) -> int:
-        """The exponent of the scale of a microbatch's sum of losses and of its gradient."""
-        return sum_exponent(scale.exponent, self._programs.graph.num_losses)
-
-    def rescale(self, *, overflowed: bool) -> None:
-        """Halve, double or keep the loss scale after a step."""
-        before, policy = self._store.loss_scale, self._programs.plan.precision.loss_scale
-        if before is None or policy is None:
-            return
-        after = before.after(
-            overflowed=overflowed, growth_steps=policy.growth_steps, most=MOST_SCALE_EXPONENT
-        )
-        self._store.rescale(after)
-        if after.exponent != before.exponent:
-            self._placed = [None] * len(self._placed)
-
-    def restored(self) -> None:
-        """Take over the scales of a state that was loaded into the store."""
-        self._set_exponents(self._store.exponents)
-        self._settles = False
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -377,21 +306,15 @@ class Stepper:
         inputs = self.forwards.second(step, ids, batches, on_phase)
         on_reduce = functools.partial(on_phase, "reduce")
         for redone in range(_MAX_REDOS + 1):
-            before, settles = self._store.exponents, self._settles
+            before, settles = self._store.exponents, self.scales.settles
             decisions = self._sum(step, ids, inputs, stop, on_reduce)
             if on_sums is not None and not settles:
                 on_sums()
             told = self._reducer.told(decisions[0])
-            self._store.exponents = told.next_T
-            self._placed = [
-                (decided.next_used_T, *scales[1:])
-                for decided, scales in zip(
-                    decisions, map(self._scales, range(len(ids))), strict=True
-                )
-            ]
+            self.scales.summed(told, decisions)
             is_settled = not settles or np.array_equal(before, told.next_T)
             if not told.is_finite or (told.fits and is_settled):
-                self._settles = settles and not told.is_finite
+                self.scales.settles = settles and not told.is_finite
                 if on_sums is not None and settles:
                     on_sums()
                 return self._outcome(told, ids, stop, redone)
@@ -476,7 +399,7 @@ class Stepper:
                         spans[i].put((begins, tick))
             else:
                 self._wait_for_collectives()
-                scales = [self._exponents(i) for i in range(len(ids))]
+                scales = [self.scales.exponents(i) for i in range(len(ids))]
                 replicas, self._group_totals = self._store.held, []
                 sums, self._group_totals = layered.run(replicas, scales, step, ids, batches, spans)
                 self._sums = list(sums)
@@ -500,7 +423,7 @@ class Stepper:
             return None
         replica = self._store.held[i]
         self._sums[i], tick = self._programs.runners[i].run(
-            replica.params, replica.aux, self._sums[i], self._exponents(i), step, ids, batches
+            replica.params, replica.aux, self._sums[i], self.scales.exponents(i), step, ids, batches
         )
         return tick
 
@@ -509,7 +432,7 @@ class Stepper:
 
     def _reduce(self, stats: Sequence[jax.Array], sums: Any) -> Reduced:
         self._wait_for_collectives()
-        scales = list(map(self._scales, range(len(stats))))
+        scales = list(map(self.scales.on, range(len(stats))))
         self._reduced = self._reducer.reduce(stats, sums, scales, self._group_totals)
         self._group_totals = []
         if self._reducer.releases:
@@ -628,6 +551,6 @@ def left_out(step: int, outcome: Outcome, stepper: Stepper, *, stops: bool) -> s
                 "is not the scale that overflows. Lower the learning rate, clip, or use "
                 "precision='bf16'"
             )
-        stepper.rescale(overflowed=True)
+        stepper.scales.rescale(overflowed=True)
         message += f"; loss scale halved to {scale / 2:g}"
     return f"{message}; update skipped"

@@ -130,11 +130,11 @@ def run_trial(
                 observer.has_enough_steps(session.step(batch))
         counts, seconds = observer.most
         return ObservedSteps(
-            micro_seconds=session.balancer.seconds,
-            update_seconds=session.balancer.fixed,
+            micro_seconds=session.running.balancer.seconds,
+            update_seconds=session.running.balancer.fixed,
             counts=counts,
             step_seconds=seconds,
-            peak_bytes=session.memory_bytes,
+            peak_bytes=session.running.memory_bytes,
             end_step=session.step_number + job.settings.data.prefetch_steps,
             form=plan.memory_form,
         )

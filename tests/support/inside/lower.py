@@ -34,6 +34,7 @@ from hxla._src.lower.slots import make_slots
 from hxla._src.lower.stage import StagePart, check_permutes
 from hxla._src.lower.store import Store
 from hxla._src.lower.sum import Reducer
+from hxla._src.lower.sum_layout import SumLayout
 from hxla._src.lower.uneven_collectives import Cut
 from hxla._src.lower.units import Unit, UpdateGroups
 from hxla._src.lower.update import UpdateInputs

@@ -1,0 +1,232 @@
+"""The first arrays of a state: made as they are sharded, or placed from the host one by one."""
+
+import functools
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from ..jax.program_parts import ResultGroup
+from ..model.optimizer import Optimizer
+from ..weights.weights import Gather, Read, filled
+from .bitcast_packing import array_bytes
+from .compile import for_each
+from .offload import OffloadedArrays, on_device
+from .padding import StatePadding, padded, unpadded
+from .replica import Replica, ReplicaArrays
+from .state_layout import StateLayout
+from .units import most_at_once
+
+
+def initial_state(
+    layout: StateLayout,
+    offloaded: OffloadedArrays,
+    gather: Gather,
+    weights: Sequence[Read | None] | None = None,
+) -> list[ReplicaArrays]:
+    """The first arrays of each local replica, which differ where devices of unlike kinds made them.
+
+    Args:
+        offloaded: Takes the shards that are offloaded.
+        gather: From a name and a text to the texts of all processes.
+        weights: For each array a reader from a file; None: the model's initial value.
+    """
+    specs, local = layout.shard_specs[: layout.first_state], layout.reducer.local
+    readers = list(weights) if weights is not None else [None] * len(specs)
+    if None not in readers:
+        placed: list[list[Any]] = [[None] * len(specs) for _ in local]
+    elif layout.model.initialise is not None:
+        placed = _made(layout, offloaded, readers)
+    else:
+        placed = _from_host(layout, offloaded, gather, readers)
+    for i, (replica, arrays) in enumerate(zip(local, placed, strict=True)):
+        for k, (spec, read) in enumerate(zip(specs, readers, strict=True)):
+            if read is not None:
+                arrays[k] = offloaded.put(i, k, _read(layout, k, replica, spec, read))
+    states = _opt_states(layout, offloaded, placed)
+    pairs = zip(placed, states, strict=True)
+    return [layout.replica_arrays([*arrays, *state]) for arrays, state in pairs]
+
+
+def _made(
+    layout: StateLayout, offloaded: OffloadedArrays, readers: Sequence[Read | None]
+) -> list[list[Any]]:
+    """The model's initial arrays, each made as it is sharded; None where weights are read."""
+    specs, local = layout.shard_specs[: layout.first_state], layout.reducer.local
+    paddings = layout.specs.padding.leaves()
+    placed: list[list[Any]] = [[None] * len(specs) for _ in local]
+    inits: dict[Any, list[Any]] = {}
+    for group in layout.model.made_apart([k for k, read in enumerate(readers) if read is None]):
+
+        def lowered(i: int, group: ResultGroup = group) -> Any:
+            def run(first: jax.Array, operands: Sequence[Any]) -> list[jax.Array]:
+                made = zip(group.places, group.run(operands), strict=True)
+                return [layout.shard(i, k, paddings[k].pad(x), first) for k, x in made]
+
+            group_specs = [specs[k] for k in group.places]
+            return layout.jit(i, run, group_specs).lower(np.int32(0), group.operands)
+
+        owners = [None if layout.zero is None else layout.zero.owner(k) for k in group.places]
+        each = zip(group.places, owners, strict=True)
+        like = group.like, str([(specs[k], paddings[k], owner) for k, owner in each])
+        if like not in inits:
+            inits[like] = for_each(local, lowered, layout.program_key)
+        for i, init in enumerate(inits[like]):
+            # One group after another: its whole arrays are freed before the next begins.
+            new = jax.block_until_ready(init(layout.first_granule(i), group.operands))
+            for k, x in zip(group.places, new, strict=True):
+                placed[i][k] = offloaded.put(i, k, x)
+    return placed
+
+
+def _from_host(
+    layout: StateLayout,
+    offloaded: OffloadedArrays,
+    gather: Gather,
+    readers: Sequence[Read | None],
+) -> list[list[Any]]:
+    """The user's arrays, placed one after another; all processes use those of process 0."""
+    leaves = jax.tree.leaves(layout.model.arrays)
+    initial = [None if read else x for x, read in zip(leaves, readers, strict=True)]
+    digests = " ".join("-" if x is None else f"{zlib.crc32(array_bytes(x)):08x}" for x in initial)
+    by_process = [text.split() for text in gather("initial arrays", digests)]
+    placed: list[list[Any]] = [[] for _ in layout.reducer.local]
+    for k, x in enumerate(initial):
+        if x is None:
+            for arrays in placed:
+                arrays.append(None)
+            continue
+        # A real copy: steps donate their buffers, and the user's arrays must stay alive.
+        host = np.array(x, copy=True, order="C")
+        if any(row[k] != by_process[0][k] for row in by_process):
+            host = np.zeros_like(host) if jax.process_index() else host
+            host = layout.reducer.host.exchange_bits(host)
+        for i, arrays in enumerate(placed):
+            arrays.append(offloaded.put(i, k, layout.put(i, k, host)))
+    return placed
+
+
+def _read(layout: StateLayout, k: int, replica: Replica, spec: P, read: Read) -> jax.Array:
+    """An array from a file, sharded on a replica."""
+    shape, padding = layout.shapes[k].shape, layout.specs.padding.leaves()[k]
+    plain = filled(shape, replica.sharding(layout.even_specs[k]), read)
+    zero, index = layout.zero, replica.index
+    if zero is not None and layout.is_sharded(k):
+        if not replica.axes:
+            return replica.put(zero.take_on_host(k, np.asarray(plain), index), spec)
+        sharding = replica.sharding(spec)
+        take = jax.jit(lambda x, first: zero.take(k, x, index, first), out_shardings=sharding)
+        return take(plain, np.int32(zero.ownership.first(index)))  # type: ignore[no-any-return]
+    if padding.is_none:
+        return plain
+    return jax.jit(padding.pad, out_shardings=replica.sharding(spec))(plain)
+
+
+# -- the optimizer's state -----------------------------------------------------------------------
+
+
+def _opt_states(
+    layout: StateLayout,
+    offloaded: OffloadedArrays,
+    replica_arrays: Sequence[Sequence[jax.Array]],
+) -> list[list[Any]]:
+    """The leaves of the initial optimizer state of each local replica.
+
+    Sharded parameters are gathered if the state depends on their values.
+    """
+    model, host = layout.model, layout.reducer.host
+    places = [k for k, trained in enumerate(model.is_trained) if trained]
+    params: list[list[Any]] = [[arrays[k] for k in places] for arrays in replica_arrays]
+    shared = [t for t, k in enumerate(places) if layout.is_sharded(k)]
+    read = layout.optimizer.reads(model.trained) if shared else ()
+    for t in shared:
+        whole: Any = None
+        if layout.zero is not None and t in read:
+            parts = [on_device(arrays[places[t]]) for arrays in replica_arrays]
+            whole = host.whole(layout.zero.evenly(places[t], parts))
+        for arrays, replica in zip(params, layout.reducer.local, strict=True):
+            spec = layout.specs.params[places[t]]
+            arrays[t] = None if whole is None else replica.put(whole, spec)
+    initial = InitialOptState(
+        layout.optimizer,
+        jax.tree.structure(model.trained),
+        [layout.shapes[k] for k in places],
+        layout.shapes[layout.first_state :],
+        layout.specs.padding,
+    )
+    start, specs = layout.first_state, layout.shard_specs[layout.first_state :]
+
+    def lowered(chosen: Sequence[int], i: int) -> Any:
+        def init(arrays: Sequence[Any], first: jax.Array) -> list[jax.Array]:
+            leaves = initial.leaves(arrays)
+            return [layout.shard(i, start + k, leaves[k], first) for k in chosen]
+
+        chosen_specs = [specs[k] for k in chosen]
+        return layout.jit(i, init, chosen_specs).lower(params[i], np.int32(0))
+
+    states: list[list[Any]] = [[None] * len(specs) for _ in replica_arrays]
+    for chosen in initial.groups(bool(offloaded.buffers)):
+        lowered_chosen: Callable[[int], Any] = functools.partial(lowered, chosen)
+        inits = for_each(layout.reducer.local, lowered_chosen, layout.program_key)
+        for i, init in enumerate(inits):
+            new = init(params[i], layout.first_granule(i))
+            for k, x in zip(chosen, new, strict=True):
+                states[i][k] = offloaded.put(i, start + k, x)
+    return states
+
+
+class InitialOptState:
+    """Makes the optimizer's initial state.
+
+    Args:
+        tree: Structure of the trained parameters.
+        state: Shapes of the leaves of the state.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        tree: Any,
+        params: Sequence[Any],
+        state: Sequence[Any],
+        padding: StatePadding,
+    ):
+        self._optimizer, self._tree, self._params = optimizer, tree, list(params)
+        self._sizes = [x.size * x.dtype.itemsize for x in state]
+        self._padding = padding
+
+    def leaves(self, arrays: Sequence[Any]) -> list[jax.Array]:
+        """All leaves of the state.
+
+        Args:
+            arrays: The parameters; None where only a shape is needed.
+        """
+        filled = [
+            jax.numpy.zeros(s.shape, s.dtype) if x is None else x
+            for x, s in zip(arrays, self._params, strict=True)
+        ]
+        tree = unpadded(jax.tree.unflatten(self._tree, filled), self._padding.of_trained)
+        return jax.tree.leaves(padded(self._optimizer.init(tree), self._padding.of_opt_state))
+
+    def groups(self, in_groups: bool) -> list[list[int]]:
+        """Groups of leaves, each of which one program makes.
+
+        Args:
+            in_groups: Whether leaves are offloaded, so that few may be on a device at once.
+        """
+        if not self._sizes:
+            return []
+        if not in_groups:
+            return [[*range(len(self._sizes))]]
+        groups: list[list[int]] = [[]]
+        room = most = most_at_once(sum(self._sizes))
+        for k, size in enumerate(self._sizes):
+            if size > room and groups[-1]:
+                groups.append([])
+                room = most
+            groups[-1].append(k)
+            room -= size
+        return groups
