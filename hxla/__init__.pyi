@@ -29,7 +29,7 @@ from ._src.weights.save_weights import load_weights as load_weights, save_weight
 from ._src.session.train import train as train
 from ._src.session.callbacks import Callback as Callback
 from ._src.session.monitors import keep_best as keep_best, stop_early as stop_early
-from ._src.session.log_to import log_to as log_to
+from ._src.session.callbacks import log_to as log_to
 from ._src.session.job import Job as Job
 from ._src.choose.microbatch_counts import Counts as Counts
 from ._src.graph.trace import trace as trace
@@ -73,7 +73,7 @@ from ._src.schedule.schedules import schedule_from_table as schedule_from_table
 from ._src.schedule.schedules import Schedule as Schedule, Action as Action
 from ._src.launch.join import join as join
 from ._src.session.session import Session as Session
-from ._src.lower.state import State as State
+from ._src.lower.initial_state import State as State
 from ._src.model.loss_scale import ScaleState as ScaleState
 from ._src.session.values import Result as Result
 from ._src.jax.digest import fingerprint as fingerprint

@@ -7,9 +7,9 @@ checkpoint or none. Its seal detects later damage.
 Orbax raises the error of a background write only after a barrier of all processes, which they never
 pass if one failed. So errors are reported here before the barrier.
 
-The lock of a folder of checkpoints: one session at a time writes there. It is `flock` on a file of
-the folder. The lock belongs to the open file, so two sessions of one process exclude each other
-too. The kernel releases it however the process ends. On NFS it is a lock on the server (since Linux
+One session at a time writes to a folder of checkpoints. Its lock is `flock` on a file of the
+folder. The lock belongs to the open file, so two sessions of one process exclude each other too.
+The kernel releases it however the process ends. On NFS it is a lock on the server (since Linux
 2.6.12), so hosts exclude each other; after the loss of a host the server releases it with its
 lease. Locks that are local to each host do not exclude jobs on other hosts: NFS with `nolock` or
 `local_lock`, and some file systems in user space.

@@ -15,11 +15,9 @@ from ..job.context import JobContext, sums_form
 from ..launch.join import uninitialised_cluster
 from ..profile.profile import Profile, load_profile
 from ..profile.segment_times import model_name
-from .measure import Measure
-from .microbatch_sizes import default_sizes
+from .counts import default_sizes
 from .planning import PlanRequest, plan_for, size_asked
-from .search_options import PlanResult, SearchOptions
-from .workload import Workload, Workloads
+from .workload import Measure, PlanResult, SearchOptions, Workload, Workloads
 
 MakeMeasure = Callable[[JobContext, tuple[jax.Device, ...]], Measure]
 

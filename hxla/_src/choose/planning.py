@@ -26,16 +26,13 @@ from ..plan.rules import RuleSet
 from ..profile.profile import Profile, Setting
 from ..profile.segment_times import layer_sizes
 from .complete import complete
-from .counts import best_counts
+from .counts import best_counts, best_size, candidate_sizes, default_sizes
 from .layer_times import Alternative, layer_times
-from .measure import Measure
 from .microbatch_counts import Counts, asked_counts, predicted, share_one_process
-from .microbatch_sizes import best_size, candidate_sizes, default_sizes
-from .pipeline_request import PipelineRequest, asked, check_even, microbatch_size
+from .pipeline_request import PipelineRequest, asked, best_cut, check_even, microbatch_size
 from .reduction import with_sums_and_memory
-from .stage_cut import best_cut
 from .structures import ReplicaGroups, grid_of, pipelined, shares_of, structure_of
-from .workload import Workload, Workloads
+from .workload import Measure, Workload, Workloads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,9 @@ from ..lower.chain_spec import direct_parts
 from ..lower.contribution import num_terms
 from ..lower.exact import Limbs
 from ..plan.plan import Plan
-from .measure import Measure
 from .memory import with_memory
 from .microbatch_counts import with_asked_calls
-from .workload import Workload
+from .workload import Measure, Workload
 
 
 def with_sums_over(work: Workload, plan: Plan) -> Plan:

@@ -1,6 +1,6 @@
 """Described clusters: devices, their nodes, and the links between them.
 
-Seconds of simultaneous transfers, where devices of a node share its network card.
+Simultaneous transfers take longer where devices of a node share its network card.
 """
 
 import bisect

@@ -1,8 +1,7 @@
-"""Dtypes that cards cannot multiply, or not faster than float32, and attention that they lack.
+"""Kinds of devices: their dtypes, fused attention, CUDA and collective library.
 
-NVIDIA cards and drivers that jax supports with each version of CUDA.
-
-The collective library of each kind of device: unlike libraries share no collective.
+Some cards cannot multiply a dtype, or not faster than float32. Each version of CUDA supports some
+cards and drivers. Unlike libraries share no collective.
 
 References:
     NVIDIA, "CUDA C++ Programming Guide", arithmetic instructions: bfloat16 products from compute

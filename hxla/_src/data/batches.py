@@ -1,12 +1,11 @@
 """An iterable of global batches, read in order, with a position for checkpoints.
 
-An iterator over the user's data, and its position as text for a checkpoint. Nothing is pickled, so
-reading a checkpoint runs no code of it.
+The position is text. Nothing is pickled, so reading a checkpoint runs no code of it.
 
-An iterable that one process of a host reads for all. The first process that needs a batch is the
-reader: it alone iterates, with the data's loader processes. The others request batches over a Unix
-socket. They get the shared memory of a global batch and the position after it. So each of them
-copies its microbatches, and can save a complete state.
+`HostBatches` is an iterable that one process of a host reads for all. The first process that needs
+a batch is the reader: it alone iterates, with the data's loader processes. The others request
+batches over a Unix socket. They get the shared memory of a global batch and the position after it.
+So each of them copies its microbatches, and can save a complete state.
 """
 
 import base64

@@ -2,11 +2,8 @@
 
 Examples form one continuous stream: position `p = step * batch_size + i` belongs to epoch `p // N`
 and reads example `permutation(epoch)[p % N]`. So nothing is dropped between epochs, and the order
-depends on seed, epoch and step alone.
-
-Where epochs end in the continuous stream of examples.
-
-The order of samples: a keyed permutation, equal on all platforms and versions.
+depends on seed, epoch and step alone. The order is a keyed permutation, equal on all platforms and
+versions.
 """
 
 import concurrent.futures

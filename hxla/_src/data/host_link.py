@@ -3,9 +3,8 @@
 They belong to one user and one job, so messages are pickled. Arrays are sent as file descriptors of
 shared memory.
 
-Arrays in anonymous shared memory, which processes send each other as a file descriptor. Without a
-name, the memory is freed however its processes end, and it does not count against the size of
-/dev/shm.
+The memory is anonymous, and processes send each other its file descriptor. Without a name, the
+memory is freed however its processes end, and it does not count against the size of /dev/shm.
 """
 
 import mmap

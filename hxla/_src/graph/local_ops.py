@@ -3,10 +3,10 @@
 The equation was traced for whole arrays, so its params hold global sizes. In a cut dimension they
 become the sizes of the shard, and indices count from the start of the shard.
 
-A layer of experts on one device that has some of them. Tokens are whole, rows are sorted by expert.
-Rows are rolled so that those of this device's experts come first, and the others are zero:
-products, and what is row by row, then run on them alone. What is summed over rows gives a partial
-sum, whose total over devices is the result.
+A device may have some experts of a layer. Tokens are whole, rows are sorted by expert. Rows are
+rolled so that those of this device's experts come first, and the others are zero: products, and
+what is row by row, then run on them alone. What is summed over rows gives a partial sum, whose
+total over devices is the result.
 """
 
 from collections.abc import Callable, Sequence

@@ -3,7 +3,7 @@
 A value that a later part reads crosses every boundary on its way, so a part exchanges data with its
 neighbours only. The gradient of a value that several parts read adds up on its way back.
 
-Scans over layers, cut between their iterations. A model written with `nn.scan`, `nnx.scan` or
+Scans over layers are cut between their iterations. A model written with `nn.scan`, `nnx.scan` or
 `jax.lax.scan` over stacked parameters has all its layers in one equation. Here that equation
 becomes several: each runs a range of the iterations and reads the rows of that range. A row range
 of a stacked parameter is an entry of `Graph.param_values`, so a stage stores only the rows that it

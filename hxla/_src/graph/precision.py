@@ -1,14 +1,12 @@
 """The dtype of an equation under a precision policy, and which values stay in float32.
 
-The lists follow PyTorch's autocast where it has an operation; `docs/concepts/precision.md`
-compares both.
-An operation of no list computes in its traced dtypes.
+The lists follow PyTorch's autocast where it has an operation; `docs/concepts/precision.md` compares
+both. An operation of no list computes in its traced dtypes.
 
-Matrix products in float8, each operand scaled by a separate power of two. Activations and
-parameters are float8_e4m3fn, cotangents float8_e5m2, and products accumulate in float32. A scale
-puts an operand's largest element as high as its dtype allows. It depends on that operand in that
-microbatch alone: on no earlier step, and not on which device ran it. Dividing by a power of two is
-exact.
+Matrix products in float8 scale each operand by a separate power of two. Activations and parameters
+are float8_e4m3fn, cotangents float8_e5m2, and products accumulate in float32. A scale puts an
+operand's largest element as high as its dtype allows. It depends on that operand in that microbatch
+alone: on no earlier step, and not on which device ran it. Dividing by a power of two is exact.
 
 References:
     Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433): the two dtypes and

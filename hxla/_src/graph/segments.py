@@ -4,10 +4,10 @@ The planner places a chain and the profiler measures one. An array *crosses* a c
 equations if it is made before the cut and read after it. A cut is good where few bytes cross: after
 a residual block, not inside one.
 
-Cuts between equal layers of a traced loss, which can share a program.
+Segments between equal layers can share a program.
 
-Parameters that a segment reads in 16 bits only: they may be gathered in 16 bits. A cast rounds
-element by element, so it gives the same bits before an all-gather and after.
+Parameters that a segment reads in 16 bits only may be gathered in 16 bits. A cast rounds element by
+element, so it gives the same bits before an all-gather and after.
 """
 
 import dataclasses

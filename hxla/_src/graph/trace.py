@@ -1,6 +1,6 @@
 """From a loss to a `Graph`: one trace, every equation with its TaskGraph.
 
-What a traced loss asks of devices by cuDNN's fused attention.
+Heads too wide for cuDNN's fused attention are refused.
 
 References:
     Whale, USENIX ATC 2022, section 3.1.2 (TaskGraphs) and 3.3 (the default strategy).

@@ -23,8 +23,7 @@ from ..plan.parts import SumsForm
 from ..plan.plan import Plan
 from .compile import adds_in_order, compiler_options, extra_bytes
 from .contribution import microbatch_key
-from .evaluation import evaluation_key
-from .forward import Forward
+from .forward import Forward, evaluation_key
 from .global_arrays import HostSums
 from .inputs import Training
 from .replica import Replica

@@ -36,9 +36,8 @@ from ..jax.min_cut import Halves, halve
 from ..plan.linked_dims import Parts
 from ..plan.sharding import Sharded
 from .contribution import gradient_of
-from .padding import Padding
+from .padding import Cut, Padding, added, entered, extreme, gathered, local_shard, narrow, widen
 from .replica import Replica
-from .uneven_collectives import Cut, added, entered, extreme, gathered, local_shard, narrow, widen
 
 #: A dimension and for each size class the size of its shard; None for a whole array.
 Width = tuple[int, tuple[int, ...]] | None

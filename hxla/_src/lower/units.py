@@ -23,9 +23,8 @@ from ..jax.separable_update import MISSING, Part
 from ..plan.layout import names_of, piece_shape
 from ..plan.ownership import LEAST_GRANULE, Ownership
 from .chunks import moved
-from .padding import Padding
+from .padding import Padding, replaced
 from .replica import Replica
-from .uneven_collectives import replaced
 
 _NUM_GROUPS = 24  # three of them are on a device: an eighth of the state
 _LEAST_BYTES = 1 << 20  # of a group

@@ -25,9 +25,8 @@ from ..plan.ownership import Ownership
 from ..plan.parts import Tier
 from .compile import extra_bytes, update_options
 from .decisions import guarded
-from .exact_norms import sum_programs, summed
+from .exact_norms import norm_of, squares_of_gradient, sum_programs, summed
 from .gather import gathered_dtype
-from .gradient_norm import norm_of, squares_of_gradient
 from .group_arithmetic import GroupArithmetic, GroupArrays
 from .offload import (
     DEVICE,

@@ -4,8 +4,8 @@ Both kinds become one `Functional`: parameters, auxiliary state (BatchNorm stati
 mutable collections), and a call of the user's loss. All its random keys derive from the key of the
 microbatch.
 
-The user's arrays of an NNX model, which leave the devices while a session is open. A session has
-the parameters on its devices, and the user's would only be a second copy there. So meanwhile the
+The user's arrays of an NNX model leave the devices while a session is open. A session has the
+parameters on its devices, and the user's would only be a second copy there. So meanwhile the
 model's variables have NumPy arrays with the same numbers.
 """
 

@@ -1,6 +1,6 @@
 """Variables of a model: which parameters are trained, and how the others merge.
 
-The user's rules for merging variables that are no parameters over microbatches.
+Variables that are no parameters merge over microbatches, by the user's rules.
 """
 
 import re

@@ -1,6 +1,6 @@
 """What must hold between the fields of a plan.
 
-Plan values read from JSON that people edit: every fault is listed with its key and reason.
+People edit plans as JSON, so every fault is listed with its key and reason.
 """
 
 import itertools

@@ -1,6 +1,6 @@
-"""A plan in words and as a picture.
+"""A plan in words, its difference from another, and its picture.
 
-A picture of a plan: the work, time and memory of each device.
+The picture has the work, time and memory of each device.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """The layout of one array of the state over the devices of a replica.
 
-Sharding of a pipeline's parameters between steps: evenly over all stages. So the optimizer sees the
+Between steps a pipeline's parameters are sharded evenly over all stages. So the optimizer sees the
 user's tree, its state is even on unlike stages, and checkpoints do not depend on stages.
 """
 

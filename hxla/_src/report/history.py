@@ -1,6 +1,6 @@
 """The records of a run as values: the training loop writes them, reports read them.
 
-How a run was started, which begins its lines in `metrics.jsonl`, and how it stands.
+`RunStart` says how a run was started, and begins its lines in `metrics.jsonl`.
 """
 
 import collections

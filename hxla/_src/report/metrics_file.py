@@ -6,8 +6,8 @@ the last line. A resumed run removes such a torn line and the lines of steps tha
 new run begins a new file, and the file of the earlier run gets another name. A start or resume is a
 line too.
 
-A training's numbers by name, and the files that keep them: CSV, JSON lines, TensorBoard. A text
-file that a run appends to, and a resumed run continues.
+Other files have a training's numbers by name: CSV, JSON lines, TensorBoard. A run appends to a text
+file, and a resumed run continues it.
 """
 
 import csv

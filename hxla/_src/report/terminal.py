@@ -5,7 +5,7 @@ several processes paints the live line of rank 0 on its terminal. In a program t
 logging at level INFO they go to the handlers of its root logger instead. (A root at level WARNING
 means nothing: absl makes one.)
 
-The progress of a run: a line for its steps, and one for a long silence.
+The progress of a run is a line for its steps, and one for a long silence.
 """
 
 import collections

@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..core.timing import middle_mean
-from .elastic_jobs import ActiveJob, ElasticJob, plus
-from .waste import MOST_WASTE, Capability, Configuration, Nums
+from .elastic_jobs import MOST_WASTE, ActiveJob, Capability, Configuration, ElasticJob, Nums, plus
 
 #: Proposals that a job makes at a time (EasyScale, section 3.4: the top K).
 MOST_PROPOSALS = 3

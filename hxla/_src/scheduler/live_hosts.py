@@ -24,7 +24,7 @@ from ..launch.environment import describe
 from ..launch.ray_cluster import connect
 from ..launch.ray_host import devices_of, draining, label_of, name_of
 from .device_proposals import ExecutorTime
-from .live_jobs import LiveJob
+from .job_files import LiveJob
 from .live_run import Fleet, Places
 
 _END_SECONDS = 30.0

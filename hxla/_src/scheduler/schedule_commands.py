@@ -10,8 +10,8 @@ from ..core.format import clock, percent
 from ..report.tables import Table, as_text
 from .allocation_picture import write_picture
 from .device_proposals import proposals
-from .elastic_jobs import ActiveJob, ElasticJob, Holdings, Situation, free_devices
-from .job_traces import read_jobs
+from .elastic_jobs import ActiveJob, ElasticJob, Holdings, Nums, Situation, free_devices
+from .job_files import read_jobs
 from .policies import (
     backfill,
     easyscale,
@@ -21,7 +21,6 @@ from .policies import (
     weighing,
 )
 from .simulator import Policy, Simulation, simulate
-from .waste import Nums
 
 #: Policies by their names on the command line, in the order of the tables.
 POLICIES: Mapping[str, Policy] = {

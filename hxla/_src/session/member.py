@@ -21,9 +21,8 @@ from ..launch.member import Member, pin
 from ..lower.store import Store
 from ..model.functional import tree_bytes
 from ..plan.plan import Plan
-from .ending import Termination
-from .requests import LEAVE, MOVE
-from .restore import RestoreSource, chosen
+from .ending import LEAVE, MOVE, Termination
+from .saved_state import RestoreSource, chosen
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoints import Checkpoints

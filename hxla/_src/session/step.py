@@ -22,13 +22,12 @@ from ..lower.chain_runner import ChainRunner
 from ..lower.contribution import DeviceSums
 from ..lower.decisions import Decisions, Told
 from ..lower.global_arrays import stat_rows
-from ..lower.layerwise import Spans
+from ..lower.layerwise import Spans, ZeroPipeline
 from ..lower.lower import Programs
 from ..lower.pipeline import PieceTimes, Pipeline, piece_times
 from ..lower.store import Store
 from ..lower.sum import Reduced
 from ..lower.update import UpdateInputs
-from ..lower.zero_pipeline import ZeroPipeline
 from ..model.loss import means
 from ..plan.parts import ReplicaWork
 from ..plan.plan import Plan

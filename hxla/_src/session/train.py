@@ -19,9 +19,8 @@ from ..report.history import StepRecord
 from ..report.terminal import quietly
 from .callbacks import Callback, Callbacks
 from .job import PLAN_VARIABLE, Job
-from .periods import as_every, check_period
 from .session import Session
-from .values import Result
+from .values import Result, as_every, check_period
 
 
 def _arguments_of_job() -> dict[str, str]:
