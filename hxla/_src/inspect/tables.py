@@ -13,7 +13,7 @@ from ..core.format import num_bytes as size
 from ..plan.description import parts_in_words
 from ..plan.plan import Plan
 from ..report.lanes import COLLECTIVE, COMPUTATION, Lanes
-from ..report.tables import Table, as_text
+from ..report.page import Table, as_text
 from .program import Collective, Memory, Program
 
 _NUMBER = re.compile(r"\d+")

@@ -13,7 +13,7 @@ from ..plan.plan import Plan
 from .charts import CSS, Curve, band_chart, curve_chart
 from .history import History, RunStart, RunState, scalars
 from .lanes import Lanes, step_legend, step_picture
-from .page import Markup, facts, figure, fold, items, page, section, stack, table, tiles
+from .page import Markup, Table, facts, figure, fold, items, page, section, stack, table, tiles
 from .run_tables import (
     Summary,
     change_table,
@@ -25,7 +25,6 @@ from .run_tables import (
     split_table,
     summarise,
 )
-from .tables import Table
 
 _MAX_CHARTS = 24  # of metrics
 _MAX_MARKS = 15  # changes of counts

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from ..core.format import clock, gain, number, percent, plural, shares, si, span
 from .history import History, SplitWork, StepRecord, scalars
-from .tables import Table
+from .page import Table
 
 _PHASE_STEPS = 20
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..core.errors import ScheduleError
 from ..core.format import clock, percent
-from ..report.tables import Table, as_text
+from ..report.page import Table, as_text
 from .allocation_picture import write_picture
 from .device_proposals import proposals
 from .elastic_jobs import ActiveJob, ElasticJob, Holdings, Nums, Situation, free_devices

@@ -30,8 +30,7 @@ from ..core.keywords import (
 from ..data.data import epochs_of, num_steps
 from ..graph.graph import Graph
 from ..jax.tracing import brief_absence
-from ..job.arguments import JobArguments
-from ..job.context import JobContext
+from ..job.context import JobArguments, JobContext
 from ..launch.join import run_as_main
 from ..plan.plan import Plan
 from ..plan.rules import RuleSet, as_rules
