@@ -9,7 +9,6 @@ is a pipeline, with `--tensor` it is split, both as in benchmarks/prediction_for
 """
 
 import argparse
-import itertools
 import json
 import pathlib
 import sys
@@ -24,6 +23,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
 import bert  # noqa: E402
 import gpt  # noqa: E402
+from convnet import ConvNet  # noqa: E402
 from turns import take_turn  # noqa: E402
 
 import hxla  # noqa: E402
@@ -31,30 +31,12 @@ import hxla  # noqa: E402
 MICROBATCH_SIZE = 4
 
 
-class Conv(nnx.Module):
-    """Four convolutions of digits, eight times enlarged."""
-
-    def __init__(self, rngs):
-        widths = [1, 32, 64, 64, 128]
-        self.layers = nnx.List(
-            [
-                nnx.Conv(i, o, (3, 3), strides=1 + (n > 0), rngs=rngs)
-                for n, (i, o) in enumerate(itertools.pairwise(widths))
-            ]
-        )
-        self.out = nnx.Linear(widths[-1], 10, rngs=rngs)
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = nnx.relu(layer(x))
-        return self.out(x.mean(axis=(1, 2)))
-
-
 def conv_loss(model, batch):
     return optax.softmax_cross_entropy_with_integer_labels(model(batch["image"]), batch["label"])
 
 
 def images():
+    """Digits, eight times enlarged."""
     from sklearn.datasets import load_digits  # seconds on a third of a core, for one model only
 
     digits = load_digits()
@@ -76,7 +58,7 @@ model, data, loss = {
     "gpt": lambda: (gpt.GPT(nnx.Rngs(0), width=192, layers=3), gpt.library(), gpt.loss),
     "bert": lambda: (bert.Bert(nnx.Rngs(0), width=128, layers=3), gpt.library(), bert.loss),
     "wide": lambda: (gpt.GPT(nnx.Rngs(0), width=1024, heads=16, layers=1), gpt.library(), gpt.loss),
-    "conv": lambda: (Conv(nnx.Rngs(0)), images(), conv_loss),
+    "conv": lambda: (ConvNet([1, 32, 64, 64, 128], nnx.Rngs(0)), images(), conv_loss),
 }[args.model]()
 
 

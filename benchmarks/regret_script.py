@@ -22,6 +22,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
 import gpt  # noqa: E402
 import t5  # noqa: E402
+from convnet import ConvNet  # noqa: E402
 from turns import take_turn  # noqa: E402
 
 import hxla  # noqa: E402
@@ -39,25 +40,6 @@ class Mlp(nnx.Module):
         for layer in inner:
             x = nnx.relu(layer(x))
         return last(x)
-
-
-class Cnn(nnx.Module):
-    """Three convolutions."""
-
-    def __init__(self, rngs):
-        widths = [1, 16, 32, 32]
-        self.layers = nnx.List(
-            [
-                nnx.Conv(i, o, (3, 3), strides=1 + (n > 0), rngs=rngs)
-                for n, (i, o) in enumerate(itertools.pairwise(widths))
-            ]
-        )
-        self.out = nnx.Linear(widths[-1], 10, rngs=rngs)
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = nnx.relu(layer(x))
-        return self.out(x.mean(axis=(1, 2)))
 
 
 class Lstm(nnx.Module):
@@ -94,7 +76,7 @@ def decoder(length=gpt.LENGTH, **sizes):
 
 MODELS = {
     "mlp": lambda: (Mlp(nnx.Rngs(0)), pictures((64,)), class_loss, 256),
-    "cnn": lambda: (Cnn(nnx.Rngs(0)), pictures((32, 32, 1)), class_loss, 64),
+    "cnn": lambda: (ConvNet([1, 16, 32, 32], nnx.Rngs(0)), pictures((32, 32, 1)), class_loss, 64),
     "gpt": lambda: (*decoder(width=96, heads=4, layers=2), 32),
     "gpt-wide": lambda: (*decoder(width=384, heads=8, layers=1), 16),
     "t5": lambda: (t5.T5(nnx.Rngs(0)), texts(), t5.loss, 32),

@@ -1,8 +1,8 @@
-"""The one owner of training's state: how every array is sharded, initialised and restored.
+"""The one owner of training's state: every array between steps, saved and restored.
 
-No array is ever whole on a device unless the plan says so. Arrays are made as they are sharded, or
-placed one after another from the host. Replicas that differ get the first one's arrays, one after
-another. A checkpoint gets the shards of every process.
+No array is ever whole on a device unless the plan says so; `StateLayout` says how each is sharded.
+Replicas that differ get the first one's arrays, one after another. A checkpoint gets the shards of
+every process.
 """
 
 import functools

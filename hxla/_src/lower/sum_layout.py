@@ -139,7 +139,8 @@ class SumLayout:
     @property
     def scale_shapes(self) -> list[tuple[int, ...]]:
         """Shapes of each replica's peaks, and of the scales of its step."""
-        return [(self.num_tensors,)] * 2 + [(1,)] * self.is_scaled
+        num = self.num_tensors
+        return [(num,), (num,), *([(1,)] if self.is_scaled else [])]
 
     @property
     def small_shapes(self) -> list[tuple[int, ...]]:

@@ -90,7 +90,8 @@ class ReplicaUpdate:
         self._options = update_options(replica.devices[0].platform, spec.contribution.form)
 
         def arguments(arrays: Any, inputs: UpdateInputs) -> tuple[list[Any], UnitsPart]:
-            return self._arithmetic.arguments(GroupArrays(units, *arrays, inputs))
+            params, state, common = arrays
+            return self._arithmetic.arguments(GroupArrays(units, params, state, common, inputs))
 
         specs = (*self._specs(units), P()), self._input_specs
         self._sums = sum_programs(

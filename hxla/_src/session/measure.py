@@ -147,11 +147,11 @@ def run_trial(
                 observer.has_enough_steps(session.step(batch))
         counts, seconds = observer.most
         return ObservedSteps(
-            micro_seconds=session.running.balancer.seconds,
-            update_seconds=session.running.balancer.fixed,
+            micro_seconds=session.running_plan.balancer.seconds,
+            update_seconds=session.running_plan.balancer.fixed,
             counts=counts,
             step_seconds=seconds,
-            peak_bytes=session.running.memory_bytes,
+            peak_bytes=session.running_plan.memory_bytes,
             end_step=session.step_number + job.settings.data.prefetch_steps,
             form=plan.memory_form,
         )
@@ -188,7 +188,7 @@ class SessionMeasure:
         """Seconds of a microbatch on each replica."""
         options = SessionOptions(balance=self.job.settings.balance, is_trial=True)
         with Session(self.job, plan, self.devices, options) as trial:
-            return trial.running.balancer.seconds
+            return trial.running_plan.balancer.seconds
 
     def split_sizes(self, plan: Plan) -> TriedSizes | None:
         """Sizes of an uneven split by the measured work of its devices; None without CPU times.
@@ -207,7 +207,7 @@ class SessionMeasure:
             num = math.ceil(_SECONDS / slowest)
             for _ in range(min(max(num, _FEWEST_STEPS), _MOST_STEPS)):
                 trial.step(batch)
-            work = trial.running.split.measured()
+            work = trial.running_plan.split.measured()
         assert work is not None
         [axis] = plan.axes
         worked = ", ".join(

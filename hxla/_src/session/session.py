@@ -96,7 +96,7 @@ class Session:
             self.after_save = self._saver.after_save
             asks = (self._member or self._termination).request
             self._requests = Requests(asks, self._saver.request)
-            self.running = RunningPlan(opened, job, options)
+            self.running_plan = RunningPlan(opened, job, options)
             self._learning_rate = LearningRate(self._programs, self._store, options.learning_rate)
             bits = determinism(self._programs.graph, self.plan)
             self._recorder = recorder_of(self.plan, options, start, job, bits)
@@ -104,11 +104,11 @@ class Session:
             self.epochs = epochs_of(job.source, plan.batch_size)
             self._feed = Feed(job, opened.first_batch, options.steps, self.epochs)
             self._stack.callback(self._feed.close)
-            shows = self._recorder, self.running.pipelines
+            shows = self._recorder, self.running_plan.pipelines
             self._ending = Ending(*shows, self._termination, options)
             self._began = time.perf_counter()
             if self._member is not None:
-                facts = source.facts_at(start, self.running.plans)
+                facts = source.facts_at(start, self.running_plan.plans)
                 facts |= {"numerics": self.plan.numerics}
                 self._stack.enter_context(self._member.training(start, facts, self.plan))
             else:
@@ -149,7 +149,7 @@ class Session:
     @property
     def plan(self) -> Plan:
         """The present plan; a rebalance replaces it by one with other counts."""
-        return self.running.plan
+        return self.running_plan.plan
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -210,7 +210,7 @@ class Session:
         self._watchdog.beat(step, "microbatches")
         compiled = num_compilations()
         timed = step == self._first_step + 1 and self._options.run_dir is not None
-        self.running.pipelines.time_ticks(timed)
+        self.running_plan.pipelines.time_ticks(timed)
         waits = self._member is not None or self._programs.waits
         with contextlib.ExitStack() as updating:
             outcome = self._stepper.accumulate(
@@ -222,7 +222,7 @@ class Session:
                 on_sums=None if waits else functools.partial(self._update, updating),
             )
         if timed:
-            self.running.pipelines.tell_ticks()
+            self.running_plan.pipelines.tell_ticks()
         self._watchdog.beat(step, "update")
         with self._updating():
             if outcome.nonfinite:
@@ -271,7 +271,7 @@ class Session:
         (seconds, self._began), epoch = (now - self._began, now), self._feed.epoch
         record = step_record(step, outcome, self.plan, epoch, seconds=seconds, tokens=tokens)
         self._recorder.step(record)
-        self.running.stepped(record, outcome, self._recorder)
+        self.running_plan.stepped(record, outcome, self._recorder)
         if self._recorder.is_page_due:
             self._ending.show(self.history, self.plan)
             self._began = time.perf_counter()
@@ -377,7 +377,7 @@ class Session:
     @property
     def history(self) -> History:
         """The records of this session so far."""
-        return self._recorder.history(dict(self.running.plans))
+        return self._recorder.history(dict(self.running_plan.plans))
 
     def evaluate(self, data: Any) -> EvalRecord:
         """Compute the mean loss and metrics over a data set, equal for every placement of the work.
@@ -412,7 +412,7 @@ class Session:
             with self._watchdog.phase(self.step_number, "checkpoint"):
                 self._checksum.compare(self.step_number)
                 self._stepper.wait()
-                self._saver.save(self.step_number, self.running.plans)
+                self._saver.save(self.step_number, self.running_plan.plans)
             for after_save in self.after_save:
                 after_save()
 
@@ -426,8 +426,8 @@ class Session:
         self._handed_out.take_back()
         self._checksum.compare(self.step_number)
         self._save_and_wait()
-        self.running.predict()
-        history = dataclasses.replace(self.history, split=self.running.split.measured())
+        self.running_plan.predict()
+        history = dataclasses.replace(self.history, split=self.running_plan.split.measured())
         result = result_of(self._programs, self._store, self.step_number, history, self.plan)
         self._ending.report(history, self.plan, self.step_number)
         if self._member is not None:
