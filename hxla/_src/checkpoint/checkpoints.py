@@ -55,7 +55,6 @@ class Owner:
     """The session that has locked a folder, as written in its file.
 
     Attributes:
-        host: Of its first process.
         start: Time of the lock, in ISO 8601.
         job: Of `hxla run --elastic`; empty: none.
     """

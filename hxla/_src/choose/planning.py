@@ -291,9 +291,6 @@ def _pipeline_size(
 ) -> tuple[int, list[str]]:
     """The microbatch size of pipelines, and the reason if it was not asked for.
 
-    Args:
-        num: Replicas.
-
     Raises:
         ConfigError: If it is to be measured, or gradients are to be clipped before the reduction.
     """

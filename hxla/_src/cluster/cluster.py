@@ -300,11 +300,7 @@ class Cluster(_Value):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Send:
-    """A transfer from one device to another, in one direction.
-
-    Attributes:
-        num_bytes: Of one message.
-    """
+    """A transfer from one device to another, in one direction."""
 
     sender: int
     receiver: int

@@ -234,11 +234,7 @@ def fault(failure: Mapping[str, Any], model: type[pydantic.BaseModel], source: s
 
 
 def set_aside(path: pathlib.Path) -> pathlib.Path:
-    """Rename a file or folder to the first free name with a number, `a.1.csv` or `best.1`.
-
-    Returns:
-        The new path.
-    """
+    """Rename a file or folder to the first free name with a number, `a.1.csv` or `best.1`."""
     stem, suffix = (path.name, "") if path.is_dir() else (path.stem, path.suffix)
     names = (path.with_name(f"{stem}.{i}{suffix}") for i in itertools.count(1))
     return path.rename(next(name for name in names if not name.exists()))

@@ -537,7 +537,6 @@ def cut_batch(
     """Microbatches of a global batch for each local replica.
 
     Args:
-        ids: Of each replica's microbatches.
         name: Of the batch, for messages.
         first: The first example of the job's data.
 

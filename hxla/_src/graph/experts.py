@@ -179,7 +179,6 @@ class _Layer:
 
     Args:
         ends: Values that must be there after the operations.
-        seed: Index of the product.
     """
 
     def __init__(self, ops: Sequence[Op], values: Sequence[Value], ends: Sequence[Any], seed: int):

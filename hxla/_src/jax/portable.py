@@ -30,11 +30,7 @@ _BINDING = ("host_callbacks", "keepalive", "ordered_effects", "mut")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Portable:
-    """A compiled program that can be loaded for other devices.
-
-    Attributes:
-        serialized: XLA's executable.
-    """
+    """A compiled program that can be loaded for other devices."""
 
     compiled: Any
     serialized: bytes

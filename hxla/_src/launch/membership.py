@@ -155,9 +155,7 @@ class MembershipRules:
     """The rules of a run.
 
     Attributes:
-        max_devices: The most members, maxP.
         num_steps: Steps of the whole run.
-        num_microbatches: Microbatches of a step.
         heartbeat_seconds: Longest silence of a member.
         prepare_seconds: Limit for new processes to become ready beside the old ones.
         hand_over_seconds: Limit for members to stop and leave their states.
@@ -201,7 +199,6 @@ class Ledger:
     state is lost are taken back and counted.
 
     Attributes:
-        num_microbatches: Microbatches of a step.
         runs: Committed steps by generation, without gaps.
         num_lost: Steps that were taken back.
     """
@@ -397,7 +394,6 @@ class Completed(MemberEvent):
 
     Attributes:
         num_microbatches: Microbatches of its device in the last step; 0 if not known.
-        num_executors: Concurrent microbatches.
         busy_seconds: Seconds of these microbatches.
     """
 
@@ -412,7 +408,6 @@ class Wrote(MemberEvent):
     """A member's state, or its part, is in a host's memory.
 
     Attributes:
-        step: Number of steps done.
         digest: The SHA-256 of the written bytes.
         num_parts: Number of parts of a whole state.
         spread: The number of hosts that need each part before older states are removed.

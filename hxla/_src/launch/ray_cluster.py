@@ -1,7 +1,8 @@
 """A Ray cluster as the hosts of an elastic run.
 
-Each host has an actor, whose children are the processes of a job. The actor owns the host's memory pages, cgroups, pipes and states. The run polls it for reports, and states travel
-through Ray's object store if the next members are on another host.
+Each host has an actor, whose children are the processes of a job. The actor owns the host's memory
+pages, cgroups, pipes and states. The run polls it for reports, and states travel through Ray's
+object store if the next members are on another host.
 """
 
 import contextlib

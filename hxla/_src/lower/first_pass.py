@@ -39,7 +39,6 @@ class OverBatchPass:
 
     Args:
         traced: The loss, with the shapes of a microbatch.
-        replica: The first local one.
     """
 
     def __init__(
@@ -188,7 +187,6 @@ class OverBatchPasses:
     """The first passes of a job: for the training loss and for the evaluation loss.
 
     Args:
-        replica: The first local one.
         forward: Makes a `Forward` for the local replicas from its first three arguments.
 
     Raises:
@@ -224,11 +222,7 @@ class OverBatchPasses:
             self.first = self._make(training.over_batch, embed)
 
     def of_evaluation(self, batch: PyTree) -> OverBatchPass | None:
-        """The first pass of an evaluation; None: the evaluation loss needs none.
-
-        Args:
-            batch: The first microbatch.
-        """
+        """The first pass of an evaluation; None: the evaluation loss needs none."""
         loss, model = self._training.eval_over_batch, self._training.model
         if loss is None:
             return None

@@ -194,7 +194,6 @@ class SegmentPrograms:
         shared: Packs to which several parts add, whose sums begin with a step.
         first_packs: For each part the packs whose sums begin with its backward; empty if not
             `by_part`.
-        zeros: Makes empty sums.
     """
 
     def __init__(self, spec: ChainSpec, parts: ChainParts, replica: Replica, by_part: bool):

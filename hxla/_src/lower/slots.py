@@ -257,7 +257,6 @@ class Slots:
     Attributes:
         of: For each stage its parameters and ranges of parameters, and their slots.
         specs: PartitionSpec of each parameter between steps.
-        trained: Parameters that are trained.
     """
 
     num_stages: int

@@ -30,8 +30,6 @@ class SumLayout:
 
     Attributes:
         specs: PartitionSpec of each tensor over the axes inside a replica.
-        axes: Sizes of these axes.
-        num_replicas: Replicas of all processes.
         row_shape: Shape of the sums per microbatch, of all microbatches of a step.
         is_scaled: Whether the loss is scaled.
         packs: Tensors whose sums are the rows of one array.

@@ -65,7 +65,6 @@ class UpdateGroups:
     """The update of a replica, in the order in which it runs.
 
     Attributes:
-        groups: All but the last.
         last: The group whose program also changes the other variables.
         spec: PartitionSpec of offloaded arrays over the devices of the replica.
         is_offloaded: Whether the state of all groups but the last is offloaded.

@@ -53,7 +53,6 @@ class ReplicaUpdate:
         tier: The memory of the optimizer's state between updates.
         sharded: The update over the replica's devices; None: there is one device.
         aux: PartitionSpec of each other variable.
-        totals: PartitionSpecs of the totals.
     """
 
     def __init__(
@@ -229,7 +228,6 @@ class ReplicaUpdate:
 
         Args:
             params: Shapes and shardings of the trained parameters.
-            inputs: Shapes of the inputs.
         """
         leaves = jax.tree.leaves(opt_state)
         shapes = [((2,), np.int32), ((len(self._ownership.update.sums),), np.float32)]

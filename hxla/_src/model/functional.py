@@ -70,7 +70,6 @@ class GivenArrays:
     """The initial arrays of an NNX module.
 
     Args:
-        module: The user's module.
         trees: Trees with its present arrays. Arrays that the user puts in later are not read.
     """
 
@@ -183,7 +182,6 @@ class Functional:
         in_host_memory: The context in which these are in host memory.
         initialise: Makes the arrays of `params` and `aux` from `init_arguments`, where none are
             given; None for a model of shapes.
-        init_arguments: One microbatch, as arrays.
         frozen: Paths of the parameters that are not trained.
         merges: The user's rule for each array of `aux`, or None; see `merges_of`.
         statistics: Whether each array of `aux` is a batch statistic of Flax.

@@ -32,7 +32,6 @@ def schedule_of(schedule: Any, num_stages: int, num_microbatches: int, num_chunk
     Args:
         schedule: A name or a table of texts.
         num_microbatches: In one step of the replica.
-        num_chunks: On each stage.
 
     Raises:
         PlanError: If a table is for other numbers of stages, microbatches or chunks.

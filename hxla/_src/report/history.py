@@ -203,7 +203,6 @@ class RunStart:
         commit: The git commit of the script, with `+ changes` for an edited tree; empty without a
             repository.
         hosts: The names of the hosts.
-        num_processes: The number of processes.
         devices: The number of devices of each kind.
         job: The arguments of the job that describe it, by name.
         versions: The version of each package.

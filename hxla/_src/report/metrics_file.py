@@ -279,7 +279,6 @@ class MetricsWriter:
         first_step: Updates before this run; above 0 it continues the earlier one of this folder.
 
     Attributes:
-        path: The file.
         earlier: The new path of another run's file; None if there was none.
 
     Raises:

@@ -19,7 +19,6 @@ class Phase:
     """Means over steps with the same counts.
 
     Attributes:
-        counts: Microbatches of each device.
         steps: The first and the last step.
         num_steps: The number of averaged steps.
         step_seconds: Wall time of a step.

@@ -152,7 +152,6 @@ class Waiting:
     when something else is waited for. A wait shorter than one period says nothing.
 
     Args:
-        prefix: Of all lines.
         is_main: Whether this process says anything.
     """
 
@@ -212,7 +211,6 @@ def line(record: StepRecord, num_steps: int | None, names: tuple[str, ...], seco
 
     Args:
         num_steps: Of the run; None if not known.
-        seconds: Of a usual step.
     """
     amount, unit = record.num_examples, "examples"
     if record.num_tokens:

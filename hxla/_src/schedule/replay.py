@@ -31,7 +31,6 @@ class Event:
         stage: Where; of a transfer, the sender.
         kind: `forward`, `backward`, `weight` or `send`.
         start_seconds: From the start of the step.
-        end_seconds: The same.
     """
 
     stage: int
@@ -106,9 +105,6 @@ def blocking_replay(
         backward_seconds_P: Backward of one microbatch, per part.
         send_seconds_P: One transfer between part p and p + 1, either direction, per part but the
             last (default 0).
-
-    Returns:
-        The timeline.
 
     Raises:
         PlanError: If stages wait for one another's transfers in a circle.
@@ -239,9 +235,6 @@ def replay_ticks(
         seconds: By kind of operation and part; others take no time.
         boundaries: Per tick, the boundaries that arrays cross; boundary b is below stage b.
         transfer_seconds: Of an exchange over each boundary; None: no time.
-
-    Returns:
-        The timeline.
     """
     num_stages = schedule.num_stages
     ready = [0.0] * num_stages

@@ -278,7 +278,6 @@ class RunBytes:
 
     Attributes:
         gathering: During the all-gather of the segment's parameters.
-        running: While its programs run.
         reducing: During the reduction of its gradients over replicas.
     """
 

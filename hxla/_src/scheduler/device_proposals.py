@@ -87,7 +87,6 @@ class Trials:
     """The devices that a job has tried in its run, with the outcome.
 
     Attributes:
-        nums: The job's devices.
         before: The devices before its last growth, to which it falls back; None at the start.
         before_seconds: The measured seconds of a step on these.
         refused: Devices on which its steps were no faster than before.

@@ -44,7 +44,6 @@ class LiveOptions:
     Attributes:
         mesh: Name or path of a mesh file of this machine's CPU devices, read again when it changes.
         ray: Address of a Ray cluster, instead of a mesh file.
-        policies: One name.
         move_seconds: The assumed pause of a job when its devices change.
         interval_seconds: The time between decisions without events.
         learns_speeds: Whether measured speeds replace the expected ones.

@@ -67,9 +67,6 @@ def simulate_command(
     Args:
         draw: File for the picture, `.png` or `.svg`.
 
-    Returns:
-        The table.
-
     Raises:
         ScheduleError: If the trace or the options are wrong.
     """

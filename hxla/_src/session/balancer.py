@@ -100,7 +100,6 @@ class _Move:
     """A rebalance whose gain is not known yet.
 
     Attributes:
-        change: Its record.
         wall: Median seconds of a step before the move.
         finish: Median seconds of the slowest device before the move.
         seconds: Seconds of a microbatch on each device before the move.

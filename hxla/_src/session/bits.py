@@ -249,7 +249,6 @@ def record_script(script: str, path: str, *, device: str | None, size: int | Non
 
     Args:
         script: A Python script and its arguments, as in a shell.
-        size: Examples of a microbatch.
     """
     chosen = None if device is None else device_of(device)
     job, request = job_of(_command(script))

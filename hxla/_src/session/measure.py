@@ -84,11 +84,7 @@ class ObservedSteps:
 
 
 class Observer:
-    """Collects steps until enough of them have the same counts.
-
-    Args:
-        fewest_seconds: Of these steps together.
-    """
+    """Collects steps until enough of them have the same counts."""
 
     def __init__(self, fewest_seconds: float = _FEWEST_SECONDS) -> None:
         self._fewest_seconds = fewest_seconds

@@ -63,7 +63,6 @@ class RestoreSource:
         notes: Lines for the user about the folder and the resumed run.
 
     Args:
-        stack: Closes the checkpoint folder.
         is_tight: Whether checkpoints must be written in little memory.
         folders: All parts of a state that the last generation left in memory.
 

@@ -35,7 +35,6 @@ class ReplicaChecksum:
 
     Args:
         ranks: The processes of each replica; a single replica is not compared.
-        every: Steps between comparisons.
     """
 
     def __init__(self, store: Store, ranks: tuple[tuple[int, ...], ...], every: int):
