@@ -40,8 +40,7 @@ from ..model.writes import CallWrites, refuse_writes
 from .experts import with_experts
 from .factors import PATTERNS, UNITS, Patterns
 from .graph import Graph, Input, Op, Value, equation_flops, make_task_graphs, source_of
-from .mixing import mixing
-from .state_rules import by_dtype
+from .mixing import by_dtype, mixing
 
 
 def _attentions(ops: Sequence[Op], where: str = "") -> Iterator[tuple[Op, str]]:

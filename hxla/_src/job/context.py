@@ -27,7 +27,7 @@ from ..data.data import Source, as_source
 from ..graph.casts import PrecisionCalls
 from ..graph.factors import PATTERNS, Patterns
 from ..graph.graph import Graph
-from ..graph.state_rules import with_rules
+from ..graph.mixing import with_rules
 from ..graph.trace import trace_functional
 from ..jax import coordination
 from ..jax.digest import program_digest

@@ -58,7 +58,7 @@ from hxla._src.choose.memory_price import (
     price,
     upper_bound,
 )
-from hxla._src.choose.mesh_axes import roles_of_mesh, split_over
+from hxla._src.choose.mesh_axes import Request, assign_devices, roles_of_mesh, split_over
 from hxla._src.choose.microbatch_counts import pooled, with_executors
 from hxla._src.choose.pipeline_request import PipelineRequest
 from hxla._src.choose.placement import (
