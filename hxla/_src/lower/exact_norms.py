@@ -179,12 +179,12 @@ class SumPrograms:
             `(arrays, given) -> float32[K]`, and of the digits,
             `(arrays, given, exponents) -> int32[K, 4, 4]`. `UpdateInputs.sums` are those of earlier
             levels.
-        sizes: For each level the number K of its sums.
+        sizes: For each of these levels the number K of its sums.
     """
 
     whole: Any = None
     levels: Sequence[tuple[Any, Any]] = ()
-    sizes: Sequence[int]
+    sizes: Sequence[int] = ()
 
     @property
     def num(self) -> int:
@@ -194,7 +194,7 @@ class SumPrograms:
     def lower(self, arrays: Any, given: UpdateInputs) -> list[Any]:
         """The programs before compilation: the whole one, or the two of each level in turn."""
         lowered = [] if self.whole is None else [self.whole.lower(arrays, given)]
-        for (first, second), size in zip(self.levels, self.sizes, strict=False):
+        for (first, second), size in zip(self.levels, self.sizes, strict=True):
             lowered.append(first.lower(arrays, given))
             lowered.append(second.lower(arrays, given, np.zeros(size, np.int32)))
         return lowered
@@ -242,11 +242,10 @@ def sum_programs(
             run = sharded.mapped(run, (*specs, *more), P())
         return jax.jit(run, compiler_options=dict(options))
 
-    sizes = [len(level) for level in update.levels]
     if is_alone:
-        return SumPrograms(whole=program(hxla_sums) if levels else None, sizes=sizes)
+        return SumPrograms(whole=program(hxla_sums) if levels else None)
     pairs = [(program(level.largest), program(level.digits, P())) for level in levels]
-    return SumPrograms(levels=pairs, sizes=sizes)
+    return SumPrograms(levels=pairs, sizes=[len(level) for level in update.levels])
 
 
 def summed(
