@@ -29,13 +29,13 @@ from ._src.weights.save_weights import load_weights as load_weights, save_weight
 from ._src.session.train import train as train
 from ._src.session.callbacks import Callback as Callback
 from ._src.session.monitors import keep_best as keep_best, stop_early as stop_early
-from ._src.session.log_to import log_to as log_to
+from ._src.session.callbacks import log_to as log_to
 from ._src.session.job import Job as Job
 from ._src.choose.microbatch_counts import Counts as Counts
 from ._src.graph.trace import trace as trace
 from ._src.graph.graph import Graph as Graph
-from ._src.graph.task_graphs import TaskGraph as TaskGraph
-from ._src.graph.operations import Op as Op, Value as Value
+from ._src.graph.graph import TaskGraph as TaskGraph
+from ._src.graph.graph import Op as Op, Value as Value
 from ._src.model.loss import MetricColumns as MetricColumns
 from ._src.graph.factors import PATTERNS as PATTERNS, Patterns as Patterns
 from ._src.graph.factors import Pattern as Pattern, Factor as Factor
@@ -45,7 +45,7 @@ from ._src.cluster.cluster import Rate as Rate, Speed as Speed, Link as Link
 from ._src.cluster.cluster import NetworkCard as NetworkCard
 from ._src.plan.rules import load_rules as load_rules
 from ._src.plan.rules import RuleSet as RuleSet, Rule as Rule, Resolved as Resolved
-from ._src.profile.profile_file import load_profile as load_profile
+from ._src.profile.profile import load_profile as load_profile
 from ._src.profile.profile import Profile as Profile, Setting as Setting
 from ._src.profile.products import MatrixProduct as MatrixProduct
 from ._src.profile.profile import LayerSize as LayerSize, LayerTime as LayerTime
@@ -73,10 +73,10 @@ from ._src.schedule.schedules import schedule_from_table as schedule_from_table
 from ._src.schedule.schedules import Schedule as Schedule, Action as Action
 from ._src.launch.join import join as join
 from ._src.session.session import Session as Session
-from ._src.lower.state import State as State
+from ._src.lower.initial_state import State as State
 from ._src.model.loss_scale import ScaleState as ScaleState
 from ._src.session.values import Result as Result
-from ._src.core.fingerprint import fingerprint as fingerprint
+from ._src.jax.digest import fingerprint as fingerprint
 from ._src.report.history import History as History, StepRecord as StepRecord
 from ._src.report.history import (
     EvalRecord as EvalRecord,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hxla import DataError
 from support.inside.data import _data
-from support.inside.data import _sample_order as _order
+from support.inside.data import _data as _order
 from support.tiers import examples
 
 

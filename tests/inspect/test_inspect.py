@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import hxla
 from support import programs
-from support.inside.inspect import _hlo_text, _origin, _shapes, waiting_table
+from support.inside.inspect import _annotated_module, _hlo_text, _shapes, waiting_table
 from support.inside.inspect import _replica_groups as _groups
 from support.inside.report import COLLECTIVE, COMPUTATION, Bar, Lanes
 from support.programs import compiled, inspected
@@ -371,8 +371,8 @@ def test_a_collective_that_xla_made_of_several_has_the_task_graphs_of_all():
 
 
 def test_joined_names_are_taken_apart():
-    assert _origin.joined("jit(f)/a/dot") == ["jit(f)/a/dot"]
-    assert _origin.joined("jit(f)/(a(b:c)/dot:(d/add:e/mul))") == [
+    assert _annotated_module.joined("jit(f)/a/dot") == ["jit(f)/a/dot"]
+    assert _annotated_module.joined("jit(f)/(a(b:c)/dot:(d/add:e/mul))") == [
         "jit(f)/a(b:c)/dot",
         "jit(f)/d/add",
         "jit(f)/e/mul",

@@ -21,7 +21,7 @@ import hxla
 from hxla import ProgramArray
 from hxla.__main__ import main
 from support import browser, families, fuzz_kinds, programs
-from support.inside.inspect import _alike_names, _profiler_trace, _shard_pictures, _step_pictures
+from support.inside.inspect import _profiler_trace, _shard_pictures, _step_pictures, _tables
 from support.inside.report import _lanes, _lanes_picture
 from support.inside.schedule import from_perfetto, one_f_one_b, perfetto
 from support.overlapped_replay import replay
@@ -223,11 +223,11 @@ def test_a_mesh_too_large_to_draw_is_said_in_words():
 
 def test_names_that_differ_in_numbers_are_said_once():
     blocks = [f"Block_{i}/up" for i in (0, 1, 2, 5)]
-    assert _alike_names.alike(blocks) == "Block_0-2,5/up"
-    assert _alike_names.alike(["x"]) == "x"
-    assert _alike_names.alike(["a[0][7]", "a[1][7]"]) == "a[0-1][7]"
-    assert [len(g) for g in _alike_names.group([*blocks, "tok"], str)] == [4, 1]
-    assert len(_alike_names.group(blocks, str, lambda name: name[6] == "5")) == 2
+    assert _tables.alike(blocks) == "Block_0-2,5/up"
+    assert _tables.alike(["x"]) == "x"
+    assert _tables.alike(["a[0][7]", "a[1][7]"]) == "a[0-1][7]"
+    assert [len(g) for g in _tables.group([*blocks, "tok"], str)] == [4, 1]
+    assert len(_tables.group(blocks, str, lambda name: name[6] == "5")) == 2
 
 
 def looped():

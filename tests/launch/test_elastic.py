@@ -26,7 +26,7 @@ from support.inside.launch import (
     Order,
     Report,
     Status,
-    _state_folders,
+    _run,
     new_channel,
     open_channel,
 )
@@ -386,7 +386,7 @@ def carried(num_hosts):
 
     places = [Place(name) for name in "AB"[:num_hosts]]
     hosts = {"d0": places[0], "d1": places[0], "d2": places[-1]}
-    folders = _state_folders.StateFolders(carry)
+    folders = _run.StateFolders(carry)
     event = Copied(at_seconds=0, generation=3, device="d1", step=8, digest="x", part=1, num_parts=3)
     return folders.wrote(event, 1, hosts), folders, places, ways
 

@@ -11,7 +11,7 @@ import pytest
 import hxla
 from support.executor_jobs import NUM, ended, job
 from support.inside.choose import with_executors
-from support.inside.session import _fastest_executors, with_fastest_executors
+from support.inside.session import _opening, with_fastest_executors
 from support.tiers import rows
 
 LIMIT_SECONDS = 300  # of a wait that ends at once, however slow the machine is
@@ -126,7 +126,7 @@ class Tried:
 
 
 def chosen(monkeypatch, seconds, num_steps=10_000, most=8):
-    monkeypatch.setattr(_fastest_executors, "_most_executors", lambda programs: most)
+    monkeypatch.setattr(_opening, "_most_executors", lambda programs: most)
     plan = job().plan(microbatch_size=2)
     reducer = types.SimpleNamespace(
         replicas=plan.replicas, local=[types.SimpleNamespace(index=0, is_led_here=True)]

@@ -15,7 +15,7 @@ from flax import nnx
 
 import hxla
 from support import models
-from support.inside.session import Balancer, _balancer, _fastest_executors
+from support.inside.session import Balancer, _balancer, _opening
 from support.tiers import rows
 from support.training import train_with
 
@@ -263,7 +263,7 @@ def test_a_move_of_counts_changes_no_bit_and_compiles_nothing(kind, monkeypatch)
         return fit(make(kind), spread, steps=12, **settings)  # a model is trained in place
 
     whole = in_spreads(kind)[8, 0] if kind == "small" else run((8, 0))
-    monkeypatch.setattr(_fastest_executors, "pooled", lambda seconds, plan: (0.1, 0.1))
+    monkeypatch.setattr(_opening, "pooled", lambda seconds, plan: (0.1, 0.1))
     monkeypatch.setattr(_balancer, "Balancer", SlowedBalancer)
     moved = run((8, 0), counts="measured")
     counts = [s.counts for s in moved.history.steps]

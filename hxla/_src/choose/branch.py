@@ -37,7 +37,6 @@ class BranchPart:
     """Plans whose largest stages are of similar size.
 
     Attributes:
-        tail: Their least tail.
         priced: Their pipelines by period.
         grid: The same for every period, for nodes with fixed kinds.
     """
@@ -197,7 +196,6 @@ def homogeneous_seconds(
     Args:
         cuts: First layer of each stage.
         groups: The kind of each stage.
-        least_copies: The fewest replicas.
     """
     most = min(int(n) // groups.count(k) for k, n in enumerate(t.num_devices) if k in groups)
     fill, period = fill_and_period(t, cuts, groups)

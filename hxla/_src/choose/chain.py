@@ -17,7 +17,6 @@ class Group:
     """Devices of one kind, each "device" possibly a whole tensor-parallel group.
 
     Attributes:
-        memory_bytes: The limit of each.
         forward_seconds: Of one microbatch, per layer of the chain.
         backward_seconds: The same for backward.
         update_seconds: Optimizer update per layer, once a step.

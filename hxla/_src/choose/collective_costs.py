@@ -56,7 +56,6 @@ def all_gather_seconds(num_bytes: float, num_devices: int, link: LinkSeconds) ->
     """All-gather over a ring, or a reduce-scatter: `n - 1` steps of one n-th of the bytes.
 
     Args:
-        num_bytes: Of the whole array.
         link: Of the ring's slowest pair.
     """
     if num_devices <= 1 or num_bytes == 0:
@@ -92,9 +91,6 @@ class Volume:
 def volume(algorithm: Algorithm, num_workers: int, num_bytes: float) -> Volume:
     """Rounds and bytes of an all-reduce by an algorithm.
 
-    Args:
-        num_workers: Each has an array.
-
     Raises:
         PlanError: If there are no workers, or bytes below zero.
     """
@@ -113,7 +109,6 @@ def favoured(num_workers: int, num_bytes: float, link: Link) -> tuple[Algorithm,
     """The algorithm of least time by a link's figures, and that time; the first among equals.
 
     Args:
-        num_workers: Each has an array.
         link: One per worker.
     """
     times = {a: volume(a, num_workers, num_bytes).seconds(link) for a in _BY_PREFERENCE}

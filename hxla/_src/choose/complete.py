@@ -4,15 +4,14 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec as P
 
-from ..cluster.card_dtypes import slow_cards
 from ..cluster.cluster import Cluster, Device
+from ..cluster.kinds import slow_cards
 from ..cluster.mesh_file import dump_cluster
 from ..core.errors import PlanError
 from ..core.types import STAGE_AXIS
 from ..graph.graph import Graph, params_of
-from ..graph.parts import ChainPart, graph_at, parts_of
-from ..graph.scans import uncut_scans
-from ..plan.layout import Layout, dtype_name, from_spec
+from ..graph.parts import ChainPart, graph_at, parts_of, uncut_scans
+from ..plan.layout import Layout, check_layers_whole, dtype_name, from_spec, storage_specs
 from ..plan.parts import (
     Axis,
     Placement,
@@ -27,7 +26,6 @@ from ..plan.parts import (
 )
 from ..plan.plan import Plan
 from ..plan.precision import Precision
-from ..plan.stage_storage import check_layers_whole, storage_specs
 from ..profile.profile import Profile
 from .counts import even_counts
 from .inner_split import Sizes, inner_split, lines_of, state_factor

@@ -3,6 +3,8 @@
 Shards are even by default: then XLA partitions the program. They are uneven if a ratio is stated,
 if sizes do not divide over the devices, or if the devices of a replica are known to differ in
 speed.
+
+The measured seconds of its devices give better sizes.
 """
 
 import dataclasses
@@ -16,18 +18,18 @@ import jax.numpy as jnp
 from ..cluster.cluster import Cluster, Device
 from ..core.errors import AnnotationError, PlanError
 from ..graph.factors import fits
-from ..graph.graph import Graph
+from ..graph.graph import Graph, Op, leaves
 from ..graph.local_ops import EXTREMES, SUMS, run_custom, run_part
-from ..graph.operations import Op, leaves
 from ..plan.axis_assignment import shard_graph
 from ..plan.layout import from_spec
 from ..plan.linked_dims import LinkedDims, in_shares
 from ..plan.parts import SumsForm
+from ..plan.plan import Plan
 from ..plan.sharding import AxisAssignment, Sharded
 from ..profile.profile import Profile
-from .mesh_axes import resolve_rules
+from .mesh_axes import BATCH_AXES, resolve_rules
 from .split_sizes import SplitDevice, best_sizes
-from .split_times import NUM_GRANULES, Place, are_alike, places_of, split_devices
+from .split_times import NUM_GRANULES, Place, are_alike, granules_of, places_of, split_devices
 from .structures import ReplicaGroups
 
 States = Sequence[int | None]
@@ -452,3 +454,60 @@ def lines_of(split: InnerSplit) -> Iterator[str]:
     """The lines of the plan about a split."""
     yield from split.reasons
     yield from split.sharded.explain()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BetterShares:
+    """Another ratio for the devices of a split.
+
+    Attributes:
+        gain: The slowest device's present seconds over those with the new ratio, minus one.
+    """
+
+    shares: tuple[int, ...]
+    gain: float
+
+
+def better_shares(
+    graph: Graph,
+    sharded: Sharded,
+    plan: Plan,
+    cluster: Cluster,
+    seconds: Sequence[float],
+    state_factor: float,
+) -> BetterShares | None:
+    """The best ratio by measured times; None: the devices are not described, or nothing fits.
+
+    The repeated part of a device's time is estimated, as for a plan; its total is measured.
+
+    Args:
+        seconds: Measured work of each device of a replica in a step.
+        state_factor: The bytes of a device per byte of its parameters.
+    """
+    [axis] = plan.axes
+    if axis.name in BATCH_AXES:
+        return None  # it shards examples, in no ratio
+    places = places_of(graph, [r.devices for r in plan.replicas], cluster)
+    if not places:
+        return None
+    granules = granules_of(plan.parameters, axis.name, axis.size)
+    if not granules:
+        return None
+    devices = []
+    for estimated, num_granules, measured in zip(
+        split_devices(graph, sharded, places, NUM_GRANULES), granules, seconds, strict=True
+    ):
+        present = estimated.fixed_seconds + estimated.unit_seconds * num_granules
+        devices.append(
+            dataclasses.replace(
+                estimated,
+                unit_seconds=estimated.unit_seconds * measured / present,
+                fixed_seconds=estimated.fixed_seconds * measured / present,
+            )
+        )
+    try:
+        best = best_shares(graph, sharded, devices, state_factor)
+    except PlanError:
+        return None
+    then = max(d.seconds(n) for d, n in zip(devices, best, strict=True))
+    return BetterShares(shares=in_lowest_terms(best), gain=max(seconds) / then - 1)

@@ -5,22 +5,19 @@ from collections.abc import Callable
 
 import jax
 
-from ..cluster.card_dtypes import missing_attention, missing_dtypes
 from ..cluster.cluster import Cluster
+from ..cluster.kinds import missing_attention, missing_dtypes
 from ..cluster.mesh_file import load_cluster
 from ..core.errors import ConfigError, LaunchError, PlanError
-from ..graph.attention import largest_head
+from ..graph.trace import largest_head
 from ..jax.devices import process_of
 from ..job.context import JobContext, sums_form
 from ..launch.join import uninitialised_cluster
-from ..profile.profile import Profile
-from ..profile.profile_file import load_profile
+from ..profile.profile import Profile, load_profile
 from ..profile.segment_times import model_name
-from .measure import Measure
-from .microbatch_sizes import default_sizes
+from .counts import default_sizes
 from .planning import PlanRequest, plan_for, size_asked
-from .search_options import PlanResult, SearchOptions
-from .workload import Workload, Workloads
+from .workload import Measure, PlanResult, SearchOptions, Workload, Workloads
 
 MakeMeasure = Callable[[JobContext, tuple[jax.Device, ...]], Measure]
 

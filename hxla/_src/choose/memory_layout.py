@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from ..cluster.cluster import Cluster
-from ..cluster.libraries import are_unlike, in_words
+from ..cluster.kinds import are_unlike, in_words
 from ..core.config import OffloadConfig
 from ..core.errors import PlanError
 from ..launch.member import own_member, pinned

@@ -6,16 +6,12 @@ from collections.abc import Collection, Iterable, Sequence
 
 import jax
 
-from ..cluster.cluster import Cluster
-from ..cluster.transfers import ring_transfers, transfer_seconds
-from ..graph.graph import Graph, params_of
+from ..cluster.cluster import Cluster, ring_transfers, transfer_seconds
+from ..graph.graph import Graph, bytes_of, params_of
 from ..graph.interpreter import AS_THEY_ARE
-from ..graph.low_params import low_params
-from ..graph.operations import bytes_of
 from ..graph.parts import graph_at, graph_of, parts_of
-from ..graph.repeats import layer_points, module_points
 from ..graph.residuals import ResidualEstimator
-from ..graph.segments import Segment, segments_at
+from ..graph.segments import Segment, layer_points, low_params, module_points, segments_at
 from ..jax.jaxpr import is_cheap, is_fused
 from ..lower import actions
 from ..lower.chain_spec import direct_parts, wanted_values

@@ -190,7 +190,6 @@ class ReplicaDevice:
         speed: Operations of the replica per second, in a unit that all share.
         host_memory_bytes: None: not described.
         host_bytes_per_second: None: not described, as if moves took no time.
-        disk_bytes_per_second: The same.
     """
 
     name: str
@@ -216,7 +215,6 @@ class StepMemory:
     """Inputs of the price of a layout.
 
     Attributes:
-        devices: One of each replica.
         shares: The granules of each replica of a group, `even`, or `auto`: by memory and speed.
         waves: Of stages 2 and 3; None: the fewest with which boundaries fit.
         travel: Seconds of collectives, by the number of groups that shard the state.

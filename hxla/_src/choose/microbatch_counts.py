@@ -29,7 +29,6 @@ def share_one_process(replica_size: int, devices: Devices) -> bool:
     They run one after another, so a time shows the place in the queue, not the speed.
 
     Args:
-        replica_size: Devices of a replica.
         devices: By rank.
     """
     local = [device for device in devices if device is not None and is_here(device)]

@@ -17,8 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from ..cluster.cluster import Cluster, NetworkCard
-from ..cluster.transfers import CardWay, Send, cards_passed, ring_transfers, transfer_seconds
+from ..cluster.cluster import (
+    CardWay,
+    Cluster,
+    NetworkCard,
+    Send,
+    cards_passed,
+    ring_transfers,
+    transfer_seconds,
+)
 from .chain import (
     Chain,
     ReplicaSort,

@@ -12,7 +12,7 @@ from ..cluster.cluster import Cluster
 from ..core.config import Config
 from ..core.errors import ConfigError, PlanError
 from ..core.format import num_bytes
-from ..core.whole_numbers import as_whole_number, check_whole_numbers
+from ..core.keywords import as_whole_number, check_whole_numbers
 from ..graph.graph import Graph, rows_touched
 from ..graph.parts import graph_of
 from ..graph.segments import segments
@@ -26,16 +26,13 @@ from ..plan.rules import RuleSet
 from ..profile.profile import Profile, Setting
 from ..profile.segment_times import layer_sizes
 from .complete import complete
-from .counts import best_counts
+from .counts import best_counts, best_size, candidate_sizes, default_sizes
 from .layer_times import Alternative, layer_times
-from .measure import Measure
 from .microbatch_counts import Counts, asked_counts, predicted, share_one_process
-from .microbatch_sizes import best_size, candidate_sizes, default_sizes
-from .pipeline_request import PipelineRequest, asked, check_even, microbatch_size
+from .pipeline_request import PipelineRequest, asked, best_cut, check_even, microbatch_size
 from .reduction import with_sums_and_memory
-from .stage_cut import best_cut
 from .structures import ReplicaGroups, grid_of, pipelined, shares_of, structure_of
-from .workload import Workload, Workloads
+from .workload import Measure, Workload, Workloads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -293,9 +290,6 @@ def _pipeline_size(
     jobs: Workloads, request: PipelineRequest, size: int | None, num: int, *, is_measured: bool
 ) -> tuple[int, list[str]]:
     """The microbatch size of pipelines, and the reason if it was not asked for.
-
-    Args:
-        num: Replicas.
 
     Raises:
         ConfigError: If it is to be measured, or gradients are to be clipped before the reduction.

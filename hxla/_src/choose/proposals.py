@@ -13,7 +13,7 @@ from ..cluster.cluster import Cluster, Link
 from ..core.errors import PlanError
 from ..core.format import num_bytes
 from ..plan.parts import DevicePrediction, Prediction, RunnerUp
-from ..profile.profile import LayerSize, Profile, Setting, measured_sum
+from ..profile.profile import LayerSize, Profile, Setting, are_all_known, measured_sum
 from ..schedule.replay import Timeline, blocking_replay
 from ..schedule.schedules import one_f_one_b
 from .chain import (
@@ -29,7 +29,6 @@ from .chain import (
 )
 from .collective_costs import favoured, volume
 from .counts import best_counts
-from .known_links import are_all_known
 from .layer_times import Alternative, layer_times
 from .placement import (
     Copies,

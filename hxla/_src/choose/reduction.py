@@ -3,17 +3,16 @@
 import math
 
 from ..cluster.cluster import Cluster
-from ..cluster.libraries import are_unlike, in_words
+from ..cluster.kinds import are_unlike, in_words
 from ..core.errors import PlanError
 from ..graph.parts import graph_at, parts_of
 from ..lower.chain_spec import direct_parts
 from ..lower.contribution import num_terms
 from ..lower.exact import Limbs
 from ..plan.plan import Plan
-from .measure import Measure
 from .memory import with_memory
 from .microbatch_counts import with_asked_calls
-from .workload import Workload
+from .workload import Measure, Workload
 
 
 def with_sums_over(work: Workload, plan: Plan) -> Plan:

@@ -236,7 +236,6 @@ def suffixes(
     """The least score of the last stages by their first layer: a dynamic programme.
 
     Args:
-        num_stages: The most stages.
         score: Position from the end to [L+1, L+1], the score of a stage by its layers.
         combine: Joins the scores of stages: `np.add` or `np.maximum`.
 
@@ -488,7 +487,6 @@ class Priced:
         """[W, num] By number of stages, the least fill in periods with the prices of the devices.
 
         Args:
-            num: Most stages.
             prices: [K]
         """
         return np.stack([rest[:, 0] for rest in self.rests(num, prices)[1:]], axis=1)

@@ -15,20 +15,17 @@ from ..plan.axis_assignment import shard_graph
 from ..plan.parts import RunnerUp, SumsForm
 from ..plan.plan import Plan
 from ..plan.sharding import Sharded
-from ..profile.profile import LayerSize, Profile
+from ..profile.profile import LayerSize, Profile, with_measured
 from ..profile.segment_times import kept_bytes, layer_sizes
 from .complete import complete
-from .known_links import with_measured
-from .measure import Measure
+from .counts import candidate_sizes
 from .mesh_axes import split_over
-from .microbatch_sizes import candidate_sizes
 from .pipeline_request import PipelineRequest
 from .proposals import ChainWork, Proposal, propose
 from .reduction import with_sums_and_memory
 from .search import NothingFitsError
-from .search_options import PlanResult, SearchOptions
 from .structures import ReplicaGroups, check_unannotated
-from .workload import Workloads
+from .workload import Measure, PlanResult, SearchOptions, Workloads
 from .zero_search import ShardedReplicas, least_seconds, sharded_replicas
 
 _MAX_TENSOR = 8  # a node of NVLinked cards

@@ -10,8 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ..cluster.cluster import Cluster, Device
-from ..graph.graph import Graph
-from ..graph.operations import Op, leaves
+from ..graph.graph import Graph, Op, leaves
 from ..plan.layout import Layout
 from ..plan.plan import Plan
 from ..plan.sharding import Sharded

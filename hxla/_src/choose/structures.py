@@ -15,8 +15,8 @@ import numpy as np
 from ..cluster.cluster import Cluster
 from ..core.config import ClusterConfig
 from ..core.errors import ConfigError, PlanError
+from ..core.keywords import check_whole_numbers
 from ..core.types import DATA_AXIS, STAGE_AXIS
-from ..core.whole_numbers import check_whole_numbers
 from ..graph.graph import Graph
 from ..plan.axis_assignment import Axes
 from ..plan.parts import Role

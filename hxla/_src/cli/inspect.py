@@ -6,8 +6,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..core.errors import InspectError
-from .arguments import AXES, INPUT_FILE, OUTPUT_FILE, mesh_option
-from .help import SETTINGS, CommandWithExamples, option
+from .arguments import (
+    AXES,
+    INPUT_FILE,
+    OUTPUT_FILE,
+    SETTINGS,
+    CommandWithExamples,
+    mesh_option,
+    option,
+)
 
 if TYPE_CHECKING:
     from ..inspect.inspection import Inspection

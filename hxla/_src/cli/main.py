@@ -1,4 +1,7 @@
-"""The command line. A command imports what it needs when it runs: a launcher needs no jax."""
+"""The command line. A command imports what it needs when it runs: a launcher needs no jax.
+
+The commands `completion` and `devices` are here.
+"""
 
 import os
 import signal
@@ -11,12 +14,50 @@ from click.shell_completion import get_completion_class, shell_complete
 
 from ..core.errors import HxlaError
 from ..core.version import __version__
-from .devices import devices
-from .help import SETTINGS, CommandWithExamples, GroupWithExamples, refusal, show_help_alone
+from .arguments import (
+    OUTPUT_FILE,
+    SETTINGS,
+    CommandWithExamples,
+    GroupWithExamples,
+    option,
+    refusal,
+    show_help_alone,
+)
 from .inspect import inspect
 from .plan import plan, profile
 from .run import run
 from .schedule import schedule
+
+
+@click.command(
+    cls=CommandWithExamples,
+    context_settings=SETTINGS,
+    short_help="Show the devices of this machine, measure them, and describe them in a mesh file.",
+    examples=(
+        ("devices", "Show devices, memory and links, and cards that this jax does not support."),
+        ("devices --measure --write mine.toml", "Measure speeds, and write them to a mesh file."),
+    ),
+)
+@option(
+    "Devices",
+    "--measure",
+    is_flag=True,
+    help="Time matrix products, copies and links. Nothing else should run meanwhile.",
+)
+@option(
+    "Devices",
+    "--write",
+    type=OUTPUT_FILE,
+    metavar="MESH.TOML",
+    help="Write a mesh file that describes this machine. The file must not exist.",
+)
+def devices(measure: bool, write: str | None) -> int:
+    """Show the devices of this machine: memory, links, and speeds if measured."""
+    from ..cluster import detect
+
+    detect.command(measured=measure, write=write)
+    return 0
+
 
 _COMPLETE = "_HXLA_COMPLETE"  # set by the shell's script when a word is to be completed
 _SHELLS = ("bash", "zsh", "fish")

@@ -13,14 +13,17 @@ from .arguments import (
     OUTPUT_FILE,
     SCRIPT_SETTINGS,
     SECONDS,
+    SETTINGS,
     SIZES,
+    CommandWithExamples,
+    Decorated,
     mesh_option,
     misplaced,
     note_misplaced,
+    option,
     script_arguments,
     script_command,
 )
-from .help import SETTINGS, CommandWithExamples, Decorated, option
 
 _MEASURED, _INPUT, _OUTPUT, _SEARCH = "What is measured", "Input", "Output", "Search"
 
@@ -97,8 +100,8 @@ def profile(
             flags += ["--microbatch-sizes", ",".join(map(str, microbatch_sizes))]
         return launcher.run(command, mesh=mesh, program=("hxla", "profile", *flags))
     from ..launch.join import run_joined
-    from ..session.capture import job_of
-    from ..session.profiling import profile
+    from ..session.commands import profile
+    from ..session.job import job_of
 
     def work() -> None:
         try:
@@ -245,7 +248,7 @@ def _plan(
 ) -> int:
     import jax
 
-    from ..choose.search_options import SearchOptions
+    from ..choose.workload import SearchOptions
     from ..session.commands import plan_script
 
     jax.config.update("jax_platforms", "cpu")  # planning needs no accelerator

@@ -11,12 +11,14 @@ from .arguments import (
     OUTPUT_FILE,
     SCRIPT_SETTINGS,
     SECONDS,
+    SETTINGS,
+    CommandWithExamples,
     mesh_option,
     note_misplaced,
+    option,
     script_arguments,
     script_command,
 )
-from .help import SETTINGS, CommandWithExamples, option
 
 _WHERE, _WHAT, _ELASTIC = "Devices", "What runs", "Elastic training"
 _RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
@@ -152,7 +154,7 @@ def _run(
     **elastic_options: Any,
 ) -> int:
     from ..launch import launcher
-    from ..launch.batch_tasks import cluster_in_sight
+    from ..launch.environment import cluster_in_sight
 
     tasks = cluster_in_sight()
     if elastic and tasks:

@@ -5,12 +5,16 @@ from typing import Any
 
 import click
 
-from .arguments import DEVICES, NAMES, OUTPUT_FILE, SECONDS, mesh_option
-from .help import (
+from .arguments import (
+    DEVICES,
+    NAMES,
+    OUTPUT_FILE,
+    SECONDS,
     SETTINGS,
     CommandWithExamples,
     Decorated,
     GroupWithExamples,
+    mesh_option,
     option,
     show_help_alone,
 )

@@ -18,8 +18,8 @@ from ..core.errors import MeshError
 from ..jax.devices import multiprocessors
 from . import hardware
 from . import nvml as _nvml
-from .card_support import extra_for, installed_cuda, unsupported
 from .cluster import Cluster, Device, Link, Node, Rate
+from .kinds import extra_for, installed_cuda, unsupported
 from .mesh_file import dump_cluster
 
 _MAX_COPY_BYTES = 2**28  # beyond any cache

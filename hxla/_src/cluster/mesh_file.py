@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import pydantic
 
-from ..core import catalogue as _catalog
+from ..core import files as _files
 from ..core.errors import MeshError
 from ..core.files import fault, listed, named, nearest, read_toml
 from .cluster import Cluster, Device, Link, NetworkCard, Node, Rate, Speed
@@ -135,7 +135,7 @@ def load_cluster(name_or_path: str) -> Cluster:
         >>> len(cluster.devices), cluster.link(0, 8).bytes_per_second
         (16, 6250000000.0)
     """
-    path = _catalog.find("meshes", name_or_path)
+    path = _files.find("meshes", name_or_path)
     table = read_toml(path, named("mesh file", path, MeshError))
     faults = list(_faults_between_tables(table))
     try:
@@ -144,7 +144,7 @@ def load_cluster(name_or_path: str) -> Cluster:
         faults = [_fault(failure) for failure in error.errors()] + faults
     if faults:
         raise MeshError(f"{path} has faults:" + listed(faults))
-    file = "" if _catalog.is_built_in("meshes", path) else str(path)
+    file = "" if _files.is_built_in("meshes", path) else str(path)
     return _cluster(parsed).model_copy(update={"file": file})
 
 

@@ -1,4 +1,8 @@
-"""The reader of files from outside, and messages for faults in tables that a person wrote."""
+"""The reader of files from outside, and messages for faults in tables that a person wrote.
+
+Mesh files, rule sets and maps of names are built in, or the user's.
+
+"""
 
 import difflib
 import itertools
@@ -12,10 +16,13 @@ import typing
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from importlib.resources import files
+from typing import Any, Literal
 from urllib.request import url2pathname
 
 import pydantic
+
+from .errors import ConfigError, MeshError
 
 MOST_JSON_BYTES = 1 << 24
 MOST_TOML_BYTES = 1 << 19
@@ -227,11 +234,7 @@ def fault(failure: Mapping[str, Any], model: type[pydantic.BaseModel], source: s
 
 
 def set_aside(path: pathlib.Path) -> pathlib.Path:
-    """Rename a file or folder to the first free name with a number, `a.1.csv` or `best.1`.
-
-    Returns:
-        The new path.
-    """
+    """Rename a file or folder to the first free name with a number, `a.1.csv` or `best.1`."""
     stem, suffix = (path.name, "") if path.is_dir() else (path.stem, path.suffix)
     names = (path.with_name(f"{stem}.{i}{suffix}") for i in itertools.count(1))
     return path.rename(next(name for name in names if not name.exists()))
@@ -293,3 +296,50 @@ def _model_in(annotation: Any) -> Any:
     if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
         return annotation
     return next(filter(None, map(_model_in, typing.get_args(annotation))), None)
+
+
+Kind = Literal["meshes", "rules", "names"]
+
+
+def _folder(kind: Kind) -> pathlib.Path:
+    # A wheel carries the folder inside the package; a checkout has it beside the package.
+    package = pathlib.Path(str(files("hxla")))
+    inside = package / kind
+    return inside if inside.is_dir() else package.parent / kind
+
+
+def names(kind: Kind) -> tuple[str, ...]:
+    """Names of the built-in files of one kind, sorted."""
+    return tuple(sorted(path.stem for path in _folder(kind).glob("*.toml")))
+
+
+def is_built_in(kind: Kind, path: pathlib.Path) -> bool:
+    """Whether a result of `find` is a built-in file."""
+    return path.parent == _folder(kind).resolve()
+
+
+def find(kind: Kind, name_or_path: str) -> pathlib.Path:
+    """The path of a built-in name, or of the user's file.
+
+    Args:
+        name_or_path: A name from `names(kind)`, or a path to a TOML file.
+
+    Raises:
+        MeshError: If there is neither, with the nearest name; for other kinds ConfigError.
+    """
+    error = MeshError if kind == "meshes" else ConfigError
+    try:
+        path = pathlib.Path(name_or_path).expanduser()
+        if path.is_file():
+            return path.resolve()
+        built_in = _folder(kind) / f"{name_or_path}.toml"
+        if built_in.is_file():
+            return built_in.resolve()
+    except (OSError, RuntimeError) as fault:  # a name too long, a home of an unknown user
+        raise error(f"{shown(name_or_path)} cannot be looked up: {fault}") from None
+    known = names(kind)
+    hint = did_you_mean(name_or_path, known)
+    raise error(
+        f"{shown(name_or_path)} is neither a file nor a built-in name of {kind}{hint}\n"
+        f"built in: {', '.join(known) or 'none'}"
+    )

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import DataError
-from .host_link import Answer, answer_all, receive
-from .shared_arrays import place_arrays
+from .host_link import Answer, answer_all, place_arrays, receive
 
 _MOST_CHARACTERS = 2000  # of a traceback
 

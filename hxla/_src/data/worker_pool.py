@@ -23,8 +23,7 @@ import numpy as np
 
 from ..core.errors import DataError
 from ..core.types import PyTree
-from .host_link import Answer, Asker, link, receive, send
-from .shared_arrays import arrays_at
+from .host_link import Answer, Asker, arrays_at, link, receive, send
 
 _END_SECONDS = 5.0
 

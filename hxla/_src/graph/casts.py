@@ -32,11 +32,10 @@ from ..jax.jaxpr import (
     run_as,
     run_with,
     scan_counts,
+    sources,
 )
-from ..jax.result_sources import sources
 from ..model.functional import Functional, leaf_names
-from .float8 import float8_product
-from .precision import class_of, wanted_in_float32
+from .precision import class_of, float8_product, wanted_in_float32
 
 
 class CastLike(Protocol):

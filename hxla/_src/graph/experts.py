@@ -23,8 +23,7 @@ from jax.extend import core
 
 from ..jax.jaxpr import with_source_of
 from .factors import PATTERNS
-from .graph import Graph
-from .operations import Op, Value, leaves
+from .graph import Graph, Op, Value, leaves
 
 PRODUCT = "ragged_dot_general"
 
@@ -180,7 +179,6 @@ class _Layer:
 
     Args:
         ends: Values that must be there after the operations.
-        seed: Index of the product.
     """
 
     def __init__(self, ops: Sequence[Op], values: Sequence[Value], ends: Sequence[Any], seed: int):

@@ -1,17 +1,424 @@
-"""A traced loss: its program, its operations and their TaskGraphs."""
+"""A traced loss: its program, its operations and their TaskGraphs.
+
+Values are numbered. `jit` is inlined; `checkpoint` and `scan` keep their bodies as nested
+operations, so that the program can be run again as traced.
+"""
 
 import dataclasses
+import functools
+import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import pathlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from ..core.errors import ConfigError
+from ..core.files import local_path
+from ..core.format import si
+from ..jax.fused_attention import PRIMITIVES as ATTENTION
+from ..jax.fused_attention import attention_shape
 from ..jax.jaxpr import ClosedJaxpr
+from ..model.annotations import Scope, written
 from ..model.loss import MetricColumns
-from .operations import Op, Value, leaves
-from .task_graphs import TaskGraph, table
+from .factors import UNITS, Factor
+
+
+def equation_flops(eqn: Any) -> int:
+    """Floating-point operations of one equation, as XLA's cost analysis counts them.
+
+    A multiply-add counts two; transcendental functions, which XLA counts separately, count zero.
+    """
+    name = eqn.primitive.name
+    shapes = [tuple(getattr(v.aval, "shape", ())) for v in eqn.invars]
+    out = tuple(eqn.outvars[0].aval.shape) if eqn.outvars else ()
+    size = math.prod(out)
+    if name == "dot_general":
+        (contract, _), _ = eqn.params["dimension_numbers"]
+        return 2 * size * math.prod(shapes[0][d] for d in contract)
+    if name == "ragged_dot_general":
+        (contract, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        return 2 * size * math.prod(shapes[0][d] for d in contract)
+    if name == "conv_general_dilated":
+        numbers = eqn.params["dimension_numbers"]
+        kernel = shapes[1]
+        window = math.prod(kernel[d] for d in numbers.rhs_spec[2:])
+        return 2 * size * window * kernel[numbers.rhs_spec[1]]
+    if name in ATTENTION:
+        return attention_shape(shapes, eqn.params).flops
+    if name in ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"):
+        return math.prod(shapes[0]) - size
+    if name in _ARITHMETIC and eqn.outvars[0].aval.dtype != np.bool_:
+        return size
+    return 0
+
+
+_ARITHMETIC = frozenset(
+    {
+        *("add", "sub", "mul", "div", "max", "min", "neg", "abs", "add_any", "clamp"),
+        *("integer_pow", "square", "select_n", "sign", "floor"),
+    }
+)
+
+
+Input = int | Any  # the number of a value, or a literal (jax.extend.core.Literal)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Value:
+    """An array of a traced loss.
+
+    Attributes:
+        shape: The shape of the whole array.
+        dtype: The dtype.
+        param: The index of its parameter, if it is one or a view of one (a cast, a reshape), or
+            None.
+        batch_dim: The dimension that runs over examples, or None.
+        differentiable: Whether a gradient flows back through it.
+        rows: For a row range of a stacked parameter the dimension, the first row and the row after
+            the last; None: it is whole.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    param: int | None
+    batch_dim: int | None
+    differentiable: bool
+    rows: tuple[int, int, int] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the whole array."""
+        return bytes_of(self.shape, self.dtype)
+
+    def __str__(self) -> str:
+        name = str(self.dtype).replace("key<fry>", "key")
+        return f"{name}[{','.join(map(str, self.shape))}]"
+
+
+def bytes_of(shape: tuple[int, ...], dtype: Any) -> int:
+    """The bytes of an array, random keys included."""
+    return math.prod(shape) * _itemsize(dtype)
+
+
+@functools.cache
+def _itemsize(dtype: Any) -> int:
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return 8
+    return np.dtype(dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Op:
+    """An equation of a traced loss.
+
+    Attributes:
+        eqn: The equation of the jaxpr.
+        kind: The way it is run again: `leaf`; `custom` (it has custom gradient rules and runs as a
+            whole; its body is for analysis only); `remat`; or `scan`.
+        inputs: The operands, indices of `Graph.values` or literals.
+        outputs: The indices of the results.
+        body: The operations inside a `custom`, `remat` or `scan`.
+        body_inputs: The values of the operands inside the body.
+        body_outputs: The values or literals that the body returns.
+        body_consts: The arrays that the body closes over, each with its index.
+        task: The index of its TaskGraph.
+        stack: The name stack: modules and scopes.
+        times: The number of runs in a step.
+        flops: The floating-point operations of one run of a leaf.
+        factors: The ways to cut a leaf.
+        iterations: The first iteration that a range of a cut scan runs, and the one after the
+            last; None: all.
+        caller: The call in the user's code that it was inlined from, such as `jnp.var`; None: it
+            was not inlined.
+    """
+
+    eqn: Any
+    kind: str
+    inputs: tuple[int | Any, ...]
+    outputs: tuple[int, ...]
+    body: tuple["Op", ...] = ()
+    body_inputs: tuple[int, ...] = ()
+    body_outputs: tuple[int | Any, ...] = ()
+    body_consts: tuple[tuple[int, Any], ...] = ()
+    task: int
+    stack: str
+    times: int
+    flops: int = 0
+    factors: tuple[Factor, ...] = ()
+    iterations: tuple[int, int] | None = None
+    caller: Any = None
+
+    @property
+    def name(self) -> str:
+        """The name of the primitive."""
+        return self.eqn.primitive.name
+
+    @property
+    def source(self) -> str:
+        """The file and line of the user's code, or an empty string."""
+        location = source_of(self.eqn)
+        return location if location or self.caller is None else source_of(self.caller)
+
+
+def source_of(eqn: Any) -> str:
+    """The file and line of the user's code of an equation, or an empty string."""
+    traceback = eqn.source_info.traceback
+    if traceback is None:
+        return ""
+    for frame in traceback.frames:
+        name = frame.file_name
+        if "/site-packages/" not in name and "/hxla/_" not in name and "<" not in name:
+            return f"{name}:{frame.line_num}"
+    return ""
+
+
+def leaves(ops: tuple[Op, ...]) -> Iterator[Op]:
+    """All equations without a body, in order, those inside bodies included."""
+    for op in ops:
+        if op.body:
+            yield from leaves(op.body)
+        else:
+            yield op
+
+
+def origins(ops: tuple[Op, ...]) -> Callable[[int], int]:
+    """Map a value to the value that it renames outside or inside bodies, or to itself."""
+    renamed = _renamed_values(ops)
+
+    def origin(v: int) -> int:
+        while v in renamed:
+            v = renamed[v]
+        return v
+
+    return origin
+
+
+def _renamed_values(ops: tuple[Op, ...]) -> dict[int, int]:
+    """Values that only rename another: operands inside bodies, results outside bodies."""
+    out: dict[int, int] = {}
+    for op in ops:
+        for inner, outer in zip(op.body_inputs, op.inputs, strict=False):
+            if isinstance(outer, int):
+                out[inner] = outer
+        for outer_value, inner_value in zip(op.outputs, op.body_outputs, strict=False):
+            if isinstance(inner_value, int):
+                out[outer_value] = inner_value
+        out |= _renamed_values(op.body)
+    return out
+
+
+def is_unit(op: Op, values: tuple[Value, ...]) -> bool:
+    """Whether the equation applies parameters that a `split` must cut."""
+    return op.name in UNITS and any(
+        isinstance(v, int) and values[v].param is not None for v in op.inputs
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskGraph:
+    """Consecutive operations of one strategy, the unit that Whale places and splits.
+
+    Attributes:
+        index: The place in the order of execution, from 0.
+        strategy: The annotation's kind, `replicate` or `split`.
+        device_count: The number of devices that the annotation asks for; None means all.
+        scope: The annotation's name in equations and HLO, `(default)` where there is none.
+        source: The file and line of the first operation.
+        num_equations: The number of equations.
+        params: The paths of the parameters it reads.
+        shared_params: The paths of its parameters that other TaskGraphs read too.
+        inputs: The values from other TaskGraphs or the batch, as `float32[8,128]`.
+        outputs: The values that other TaskGraphs read, or the loss.
+        flops: The floating-point operations of a forward pass over the traced batch.
+        param_bytes: The bytes of its parameters.
+        input_bytes: The bytes of `inputs`.
+        output_bytes: The bytes of `outputs`.
+        activation_bytes: The bytes of all differentiable results of its equations.
+
+    References:
+        Jia et al., "Whale", USENIX ATC 2022, section 3.1.2 (TaskGraphs).
+    """
+
+    index: int
+    strategy: Literal["replicate", "split"]
+    device_count: int | None
+    scope: str
+    source: str
+    num_equations: int
+    params: tuple[str, ...]
+    shared_params: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    flops: int
+    param_bytes: int
+    input_bytes: int
+    output_bytes: int
+    activation_bytes: int
+
+    @property
+    def label(self) -> str:
+        """The annotation as a person would write it: `split(4)`."""
+        return written(self.strategy, self.device_count)
+
+
+def make_task_graphs(
+    scopes: Sequence[Scope],
+    ops: tuple[Op, ...],
+    values: tuple[Value, ...],
+    params: Sequence[int],
+    results: tuple[Input, ...],
+    names: tuple[str, ...],
+) -> tuple[TaskGraph, ...]:
+    """Group operations by TaskGraph.
+
+    Args:
+        params: Value numbers of the parameters.
+        results: Values that the program returns.
+    """
+    num = len(scopes)
+    read: list[set[int]] = [set() for _ in range(num)]
+    made: list[set[int]] = [set() for _ in range(num)]
+    task_params: list[set[int]] = [set() for _ in range(num)]
+    maker: dict[int, int] = {}
+    all_ops = [list[Op]() for _ in range(num)]
+    for op in leaves(ops):
+        all_ops[op.task].append(op)
+        for v in op.outputs:
+            maker[v] = op.task
+    origin = origins(ops)
+    for op in leaves(ops):
+        made[op.task].update(op.outputs)
+        for v in op.inputs:
+            if not isinstance(v, int):
+                continue
+            source = origin(v)
+            param = values[source].param
+            if param is not None and source in params:
+                task_params[op.task].add(param)
+            elif maker.get(source) != op.task:
+                read[op.task].add(source)
+    wanted = {origin(v) for v in results if isinstance(v, int)}
+    for task in range(num):
+        wanted |= read[task]
+    shared = {
+        p for p in range(len(params)) if sum(p in task_params[task] for task in range(num)) > 1
+    }
+    out = []
+    for task, scope in enumerate(scopes):
+        outputs = sorted(made[task] & wanted)
+        inputs = sorted(read[task])
+        group = all_ops[task]
+        out.append(
+            TaskGraph(
+                index=task,
+                strategy=scope.kind,
+                device_count=scope.device_count,
+                scope="(default)" if scope.entry < 0 else scope.name,
+                source=next((op.source for op in group if op.source), ""),
+                num_equations=len(group),
+                params=tuple(names[p] for p in sorted(task_params[task])),
+                shared_params=tuple(names[p] for p in sorted(task_params[task] & shared)),
+                inputs=tuple(str(values[v]) for v in inputs),
+                outputs=tuple(str(values[v]) for v in outputs),
+                flops=sum(op.flops for op in group),
+                param_bytes=sum(values[params[p]].num_bytes for p in task_params[task]),
+                input_bytes=sum(values[v].num_bytes for v in inputs),
+                output_bytes=sum(values[v].num_bytes for v in outputs),
+                activation_bytes=sum(
+                    values[v].num_bytes * op.times
+                    for op in group
+                    for v in op.outputs
+                    if values[v].differentiable and values[v].param is None
+                ),
+            )
+        )
+    return tuple(out)
+
+
+def table(task_graphs: Sequence[TaskGraph]) -> str:
+    """The TaskGraphs as a table of text, one line each."""
+    head = ("", "TaskGraph", "equations", "params", "shared", "param bytes", "FLOPs", "activations")
+    rows = [
+        (
+            str(t.index),
+            t.label,
+            str(t.num_equations),
+            str(len(t.params)),
+            str(len(t.shared_params)),
+            si(t.param_bytes),
+            si(t.flops),
+            si(t.activation_bytes),
+        )
+        for t in task_graphs
+    ]
+    widths = [max(len(r[c]) for r in (head, *rows)) for c in range(len(head))]
+
+    def line(row: tuple[str, ...]) -> str:
+        first = f"{row[0]:>{widths[0]}}  {row[1]:<{widths[1]}}"
+        return "  ".join([first, *(f"{x:>{w}}" for x, w in zip(row[2:], widths[2:], strict=True))])
+
+    return "\n".join(line(r) for r in (head, *rows))
+
+
+_COLOURS = {"replicate": "#dbe9f6", "split": "#fbe3d0"}
+_MAX_SHOWN = 24
+
+
+def draw_task_graphs(task_graphs: Sequence[TaskGraph], path: str | os.PathLike[str]) -> None:
+    """Write the TaskGraphs as a picture; see `Graph.draw`."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import FancyBboxPatch
+
+    shown = task_graphs[:_MAX_SHOWN]
+    height = 1.15 * len(shown) + 0.4
+    figure = Figure(figsize=(8.5, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_axis_off()
+    axes.set_xlim(0, 10)
+    axes.set_ylim(-len(shown) - 0.1, 0.3)
+    largest = max((t.flops for t in shown), default=1) or 1
+    for i, task in enumerate(shown):
+        top = -i
+        box = FancyBboxPatch(
+            (0.2, top - 0.72),
+            6.6,
+            0.64,
+            boxstyle="round,pad=0.04",
+            facecolor=_COLOURS[task.strategy],
+            edgecolor="#555555",
+            linewidth=0.8,
+        )
+        axes.add_patch(box)
+        axes.text(0.35, top - 0.27, f"{task.index}  {task.label}", fontsize=10, weight="bold")
+        axes.text(0.35, top - 0.58, _facts(task), fontsize=8, color="#333333")
+        axes.barh(top - 0.4, 2.6 * task.flops / largest, left=7.1, height=0.22, color="#5b87b5")
+        axes.text(7.1, top - 0.19, f"{si(task.flops)} FLOPs", fontsize=8, va="bottom")
+        if i + 1 < len(shown):
+            arrow = dict(arrowstyle="->", color="#555555")
+            axes.annotate("", (3.5, top - 1.05), (3.5, top - 0.78), arrowprops=arrow)
+            axes.text(3.65, top - 0.97, f"{si(task.output_bytes)}B", fontsize=8)
+    rest = len(task_graphs) - len(shown)
+    flops = si(sum(t.flops for t in task_graphs))
+    title = f"{len(task_graphs)} TaskGraphs, {flops} FLOPs forward"
+    axes.set_title(title + (f" (the first {_MAX_SHOWN})" if rest else ""), fontsize=10)
+    file = local_path(path, "path", ConfigError)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120)
+
+
+def _facts(task: TaskGraph) -> str:
+    where = pathlib.Path(task.source).name if task.source else ""
+    parts = [
+        f"{task.num_equations} equations",
+        f"{len(task.params)} parameters, {si(task.param_bytes)}B",
+        f"activations {si(task.activation_bytes)}B",
+        where,
+    ]
+    return "   ".join(p for p in parts if p)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +502,6 @@ class Graph:
         Args:
             path: A `.png`, `.svg` or `.pdf` file; its folder is made.
         """
-        from .task_graphs import draw_task_graphs
 
         draw_task_graphs(self.task_graphs, path)
 

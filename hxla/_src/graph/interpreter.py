@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from ..core.types import PyTree
 from ..jax.jaxpr import checkpoint_like, run_equation, scan_counts
 from .experts import experts_of
-from .graph import Graph
-from .operations import Input, Op
+from .graph import Graph, Input, Op
 
 Env = dict[int, Any]
 

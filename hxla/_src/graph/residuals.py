@@ -14,9 +14,8 @@ import jax.numpy as jnp
 
 from ..jax.jaxpr import Literal, is_cheap, renamed, variables
 from ..jax.min_cut import kept_between
-from .graph import Graph, shapes_of
+from .graph import Graph, Op, shapes_of
 from .interpreter import AS_THEY_ARE, evaluate
-from .operations import Op
 from .segments import op_kind
 
 

@@ -1,11 +1,13 @@
 """From a loss to a `Graph`: one trace, every equation with its TaskGraph.
 
+Heads too wide for cuDNN's fused attention are refused.
+
 References:
     Whale, USENIX ATC 2022, section 3.1.2 (TaskGraphs) and 3.3 (the default strategy).
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +16,8 @@ from flax import nnx
 
 from ..core.errors import AnnotationError, LossError
 from ..core.types import PyTree
-from ..jax.absent_sharding import brief_absence
 from ..jax.digest import digests, joined
+from ..jax.fused_attention import PRIMITIVES, attention_shape
 from ..jax.jaxpr import (
     ClosedJaxpr,
     Literal,
@@ -23,11 +25,11 @@ from ..jax.jaxpr import (
     kind_of,
     naming_axes,
     scan_counts,
+    sources,
     with_axes,
     with_results,
 )
-from ..jax.placement_calls import placement_calls
-from ..jax.result_sources import sources
+from ..jax.tracing import brief_absence, placement_calls
 from ..model.annotations import Scope, Strategy, scopes_of, written
 from ..model.functional import Functional, functional, leaf_names
 from ..model.loss import MetricColumns, as_sums
@@ -35,14 +37,45 @@ from ..model.loss_call import Loss, closed_over_key_message, placement_message
 from ..model.loss_scale import scaled_loss
 from ..model.plain_arrays import root_key
 from ..model.writes import CallWrites, refuse_writes
-from .attention import refuse_wide_attention
 from .experts import with_experts
 from .factors import PATTERNS, UNITS, Patterns
-from .graph import Graph
-from .mixing import mixing
-from .operations import Input, Op, Value, equation_flops, source_of
-from .state_rules import by_dtype
-from .task_graphs import make_task_graphs
+from .graph import Graph, Input, Op, Value, equation_flops, make_task_graphs, source_of
+from .mixing import by_dtype, mixing
+
+
+def _attentions(ops: Sequence[Op], where: str = "") -> Iterator[tuple[Op, str]]:
+    """The operations in cuDNN's attention, each with its source line or that of its caller."""
+    for op in ops:
+        here = source_of(op.eqn) or where
+        if op.name in PRIMITIVES:
+            yield op, here
+        yield from _attentions(op.body, here)
+
+
+def _head_dim(op: Op) -> int:
+    of = attention_shape([v.aval.shape for v in op.eqn.invars], op.eqn.params)
+    return max(of.head_dim, of.value_dim)
+
+
+def largest_head(graph: Graph) -> int | None:
+    """The size of the largest head of cuDNN's attention in a loss; None: it calls none."""
+    return max((_head_dim(op) for op, _ in _attentions(graph.ops)), default=None)
+
+
+def refuse_wide_attention(graph: Graph) -> None:
+    """Refuse cuDNN's attention in float32.
+
+    Raises:
+        LossError: If it would compute in float32, with the source line and the remedy.
+    """
+    for op, where in _attentions(graph.ops):
+        if op.eqn.invars[0].aval.dtype == jnp.float32:
+            raise LossError(
+                f"the loss calls cuDNN's attention in float32 ({where}), which has bfloat16 and "
+                "float16 only: pass precision='bf16' or 'fp16', cast query, key and value in the "
+                "model, or leave out implementation='cudnn'"
+            )
+
 
 _DEFAULT = Scope("replicate", None, -1)
 _VIEWS = ("convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "copy")

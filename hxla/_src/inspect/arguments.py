@@ -7,8 +7,8 @@ from collections.abc import Mapping, Set
 
 from ..core.errors import InspectError
 from . import replica_groups as _groups
+from .annotated_module import op_name
 from .hlo_text import Computation, Instruction, Module, arrays, first
-from .origin import op_name
 from .program import OWNERS, ProgramArray
 from .replica_groups import Mesh
 

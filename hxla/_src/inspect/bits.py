@@ -16,7 +16,7 @@ import pydantic
 
 from ..core.errors import InspectError
 from ..core.files import listed, local_path, named, parse_json, read_bytes
-from ..plan.file import faults_of
+from ..plan.check import faults_of
 from ..plan.layout import PlanValue
 from ..plan.parts import Versions
 

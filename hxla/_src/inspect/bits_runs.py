@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.fingerprint import fingerprint
-from ..graph.operations import source_of
+from ..graph.graph import source_of
+from ..jax.digest import fingerprint
 from ..jax.jaxpr import (
     ClosedJaxpr,
     Literal,

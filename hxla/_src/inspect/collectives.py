@@ -5,8 +5,7 @@ import itertools
 import math
 
 from ..choose.collective_costs import LinkSeconds, all_gather_seconds, ring_all_reduce_seconds
-from ..cluster.cluster import Cluster
-from ..cluster.transfers import Send, ring_transfers, transfer_seconds
+from ..cluster.cluster import Cluster, Send, ring_transfers, transfer_seconds
 from . import hlo_text
 from . import replica_groups as _groups
 from .annotated_module import AnnotatedModule, CallContext

@@ -298,7 +298,6 @@ class Module:
 
     Attributes:
         name: `jit_step`.
-        header: The first line.
         num_partitions: Devices that one replica of the program is sharded over.
         computations: By name.
         entry: Name of the entry computation; empty if the text has none.

@@ -10,10 +10,10 @@ from ..core.format import plural, si
 from ..report.lanes import COLLECTIVE, Lanes
 from ..report.page import fold, items, legend, page, section, stack, table, tiles
 from . import tables as tables
-from .alike_names import group
 from .diff import diff, pairs
 from .pictures import mesh_and_shards, step_section
 from .program import OWNERS, Collective, Memory, Program, Warned
+from .tables import group
 
 _MAX_WARNINGS = 8  # shown unfolded
 _CSS = """

@@ -22,10 +22,10 @@ from ..report.lanes import (
     step_picture,
 )
 from ..report.page import box, figure, fold, section, table
-from ..schedule.timeline import from_perfetto
-from .alike_names import alike, group, ranges
+from ..schedule.replay import from_perfetto
 from .program import Program, ProgramArray
 from .replica_groups import Mesh
+from .tables import alike, group, ranges
 
 _WIDTH, _HEIGHT = 210.0, 210.0  # pixels, of a square array
 _LEAST_CELL = (24.0, 17.0)

@@ -4,11 +4,17 @@ JAX makes one client of an accelerator for all processes of a job, and waits unt
 such devices. If some have none, or others, every client but the CPU's is made as if there were no
 job. The devices of such a local client join no collective and report process 0, so use `process_of`
 instead of `process_index`. The CPU backend counts processes, for it is named first.
+
+The growth of glibc's heap, for processes that compute in host memory. A CPU's arrays share the heap
+with small blocks of the compiler and the file system. The heap keeps the gaps that freed blocks
+leave, and large arrays are then allocated in them.
 """
 
+import ctypes
 import dataclasses
 import functools
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -88,3 +94,29 @@ def share_cores(devices: Any) -> bool:
     """Whether a process has several CPU devices, whose times then depend on each other."""
     local = [d for d in devices if is_here(d)]
     return len(local) > 1 and local[0].platform == "cpu"
+
+
+_M_MMAP_THRESHOLD = -3
+_LARGE_BYTES = 1 << 18
+
+
+def trim_heap() -> None:
+    """Return unused pages to the operating system: hundreds of MiB after compiling.
+
+    With a C library other than glibc this does nothing.
+    """
+    _call("malloc_trim", 0)
+
+
+def keep_heap_small() -> None:
+    """Allocate blocks above 256 KiB in separate pages, returned once they are freed.
+
+    New pages take time, so this is for processes with little memory.
+    """
+    _call("mallopt", _M_MMAP_THRESHOLD, _LARGE_BYTES)
+
+
+def _call(name: str, *arguments: int) -> None:
+    function: Any = getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+    if function is not None:
+        function(*arguments)

@@ -91,7 +91,6 @@ class AttentionShape:
     """The sizes of a fused attention.
 
     Attributes:
-        batch: The number of examples.
         heads: The number of heads of the queries.
         queries: The number of positions of the queries.
         keys: The number of positions of keys and values.
@@ -126,7 +125,6 @@ def attention_shape(shapes: Sequence[Sequence[int]], params: dict[str, Any]) -> 
 
     Args:
         shapes: The shapes of its operands.
-        params: Its params.
     """
     heads = 1 if params["layout"] == cudnn.AttentionLayout.BNTH.value else 2
     positions = 3 - heads

@@ -30,7 +30,6 @@ class Halves:
         late: Program from `consts`, its arguments and the residuals to the other results.
         consts: Constants of the whole program.
         num_first: The number of results of the early half.
-        kept: Shapes of the residuals.
         places: Indices of the residuals among arguments and equation results of the whole program.
     """
 

@@ -5,6 +5,8 @@ equal devices in a thirtieth of the time: jax's persistent cache does so for GPU
 processes. `jax.experimental.serialize_executable` insists on the devices of the compilation, so the
 device assignment and the shardings are replaced here. An executable that cannot be serialized, such
 as a CPU's from jax's persistent cache, is compiled from the same text, which names no devices.
+
+XLA's compilations are counted through jax's monitoring events.
 """
 
 import copy
@@ -13,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.monitoring
 import numpy as np
 from jax._src.compilation_cache import is_persistent_cache_enabled
 from jax._src.compiler import get_compile_options
@@ -27,11 +30,7 @@ _BINDING = ("host_callbacks", "keepalive", "ordered_effects", "mut")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Portable:
-    """A compiled program that can be loaded for other devices.
-
-    Attributes:
-        serialized: XLA's executable.
-    """
+    """A compiled program that can be loaded for other devices."""
 
     compiled: Any
     serialized: bytes
@@ -159,3 +158,21 @@ def _with_devices(
             meshes[mesh] = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
         out.append(NamedSharding(meshes[mesh], sharding.spec, memory_kind=sharding.memory_kind))
     return tuple(out)
+
+
+_EVENT = "/jax/core/compile/backend_compile_duration"
+_seconds: list[float] = []
+
+
+def _listen(event: str, duration_secs: float, **_kwargs: str | int) -> None:
+    if event == _EVENT:
+        _seconds.append(duration_secs)
+
+
+# jax has no public way to remove a listener, so it stays for the life of the process.
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+def num_compilations() -> int:
+    """Compilations of this process since hxla was imported."""
+    return len(_seconds)

@@ -8,6 +8,8 @@ to the compiler, so the product is rounded.
 Likewise XLA replaces some divisions of an array by a scalar with products by the reciprocal,
 depending on the surrounding program.
 
+Multiplication by powers of two is exact.
+
 References:
     IEEE 754-2019, section 10.4 (a language's licence to synthesise fused operations).
 """
@@ -74,3 +76,13 @@ def divided(x: jax.Array, number: jax.Array, zero: jax.Array) -> jax.Array:
     nothing = jax.lax.bitcast_convert_type(x, kind) & zero.astype(kind)
     bits = jax.lax.bitcast_convert_type(number, kind) ^ nothing
     return x / jax.lax.bitcast_convert_type(bits, x.dtype)
+
+
+def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
+    """`x * 2**exponent` without rounding, for float32 and exponents in [-250, 250]."""
+    half = exponent >> 1  # the floor; a division would take nine more operations
+
+    def power(e: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type((e + 127) << 23, jnp.float32)
+
+    return x * power(half) * power(exponent - half)

@@ -1,14 +1,18 @@
-"""The settings of JAX and XLA that may move a bit of a program's results.
+"""What may move a bit of a program's results: settings of JAX and XLA, versions, the CPU.
 
 Settings that are known to move none are excluded by name. All others count, also those of a later
 jax, unless they have the usual value: that of the oldest supported jax, or of the first with that
-name.
+name. Versions and the CPU's instruction set also decide bits.
+
 """
 
 import fnmatch
 import functools
+import importlib.metadata
 import os
 import pathlib
+import platform
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -218,3 +222,36 @@ def _flags(environ: Mapping[str, str]) -> dict[str, str]:
             name, _, value = flag.lstrip("-").partition("=")
             flags[name] = value or "true"
     return flags
+
+
+# From the newest to the oldest, with the names of XLA's `--xla_cpu_max_isa`.
+_INSTRUCTIONS = ("amx", "avx512f", "avx2", "avx", "sse4_2")
+
+
+def jax_versions() -> tuple[str, str]:
+    """The versions of jax and jaxlib."""
+    return jax.__version__, importlib.metadata.version("jaxlib")
+
+
+@functools.cache
+def processor() -> str:
+    """The instruction set for which XLA compiles on this machine's CPU, `x86_64 avx2`."""
+    machine = platform.machine()
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return machine
+    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
+    most = _largest_allowed()
+    for name in _INSTRUCTIONS:
+        known = any(flag.startswith(name) for flag in flags)
+        if known and (most is None or _INSTRUCTIONS.index(name) >= most):
+            return f"{machine} {name}"
+    return machine
+
+
+def _largest_allowed() -> int | None:
+    """The index in `_INSTRUCTIONS` of the value of `--xla_cpu_max_isa`, or None."""
+    match = re.search(r"--xla_cpu_max_isa=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    asked = match[1].lower().replace("avx512", "avx512f") if match else ""
+    return next((i for i, name in enumerate(_INSTRUCTIONS) if asked.startswith(name)), None)

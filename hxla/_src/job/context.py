@@ -1,14 +1,18 @@
-"""A job's data, its model as functions, and its loss traced once for each microbatch size."""
+"""A job's checked arguments, its data, its model as functions, and its traced losses.
+
+The loss is traced once for each microbatch size.
+"""
 
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
+import optax
 from flax import linen as nn
 
 from ..cluster import job_devices
@@ -17,19 +21,23 @@ from ..cluster.job_devices import Devices
 from ..cluster.mesh_file import load_cluster
 from ..core.config import Config, as_config
 from ..core.errors import ConfigError, LossError
+from ..core.keywords import as_whole_number, check_whole_numbers
 from ..core.types import PyTree
 from ..data.data import Source, as_source
 from ..graph.casts import PrecisionCalls
+from ..graph.factors import PATTERNS, Patterns
 from ..graph.graph import Graph
-from ..graph.state_rules import with_rules
+from ..graph.mixing import with_rules
 from ..graph.trace import trace_functional
 from ..jax import coordination
 from ..jax.digest import program_digest
 from ..launch.join import check_is_there
 from ..lower.inputs import Training
 from ..lower.lower import Programs, lower
-from ..model.arguments import given_bytes
-from ..model.functional import Functional, functional, leaf_names, tree_bytes
+from ..model.annotations import Strategy
+from ..model.arguments import check_model, check_optimizer, given_bytes
+from ..model.functional import RNGS, Functional, functional, leaf_names, tree_bytes
+from ..model.loss_call import Loss, called, refuse_model_outside
 from ..model.loss_scale import own_variables, with_loss_scale
 from ..model.optimizer import Optimizer
 from ..model.over_batch import OverBatch, ToEmbed, TracedOverBatch, WithGradients, trace_over_batch
@@ -37,9 +45,54 @@ from ..plan.ownership import TracedUpdate, traced_update
 from ..plan.parts import SumsForm
 from ..plan.plan import Plan
 from ..plan.precision import Precision, as_precision
-from ..weights.weights import Read, Wanted, as_weights, open_weights
+from ..weights.weights import Read, Wanted, Weights, as_weights, open_weights
 from .agreement import Facts, agree, flat
-from .arguments import JobArguments
+
+
+@dataclasses.dataclass(frozen=True)
+class JobArguments:
+    """The user's arguments of a job: see `hxla.Job`."""
+
+    model: Any
+    data: Any
+    loss: Loss
+    optimizer: optax.GradientTransformation | optax.MultiSteps
+    _: dataclasses.KW_ONLY
+    batch_size: int
+    seed: int = 0
+    shuffle: bool = True
+    num_examples: int | None = None
+    variables: PyTree | None = None
+    rngs: Sequence[str] = RNGS
+    weights: str | os.PathLike[str] | Weights | None = None
+    trainable: str | Sequence[Any] | Callable[..., Any] | None = None
+    merge: Mapping[Any, str] | None = None
+    eval_loss: Loss | None = None
+    precision: Precision | str | Mapping[str, Any] | os.PathLike[str] | None = None
+    nonfinite: Literal["stop", "skip", "scale"] | None = None
+    mixes_examples: bool = False
+    default: Strategy | None = None
+    patterns: Patterns = PATTERNS
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        check_model(self.model)
+        check_optimizer(self.optimizer)
+        called(self.loss)
+        called(self.eval_loss or self.loss, "eval_loss")
+        for loss in (self.loss, self.eval_loss):
+            refuse_model_outside(loss, self.model)
+        if self.nonfinite not in (None, "stop", "skip", "scale"):
+            raise ConfigError(f"nonfinite={self.nonfinite!r}: use 'stop', 'skip' or 'scale'")
+        check_whole_numbers(1, batch_size=self.batch_size, num_examples=self.num_examples)
+        check_whole_numbers(seed=self.seed)
+        for name in ("batch_size", "num_examples", "seed"):
+            object.__setattr__(self, name, as_whole_number(getattr(self, name)))
+        missing = [name for name in ("batch_size", "seed") if getattr(self, name) is None]
+        if missing:
+            raise ConfigError(f"{', '.join(missing)} is None, no whole number")
+        if isinstance(self.rngs, str):
+            raise ConfigError(f"rngs={self.rngs!r} is one name: pass rngs=({self.rngs!r},)")
 
 
 class JobContext:

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .kept_state import added, differing, newest, pruned, whole
 from .membership import (
     AskedBack,
     Completed,
@@ -41,6 +40,11 @@ from .membership import (
     Tell,
     ToDo,
     Vanished,
+    added,
+    differing,
+    newest,
+    pruned,
+    whole,
 )
 
 _Done = tuple[Membership, tuple[ToDo, ...]]

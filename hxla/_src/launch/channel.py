@@ -87,10 +87,8 @@ class Report:
     """The progress of a member of a generation.
 
     Attributes:
-        count: Heartbeat counter.
         is_prepared: Whether it is ready and waits for its generation to be formed.
         is_joined: Whether it has the state of the first step.
-        step: Number of steps done.
         saved_step: The step of the newest complete checkpoint.
         part: Index of the part of a state that it writes.
         num_parts: Number of parts of a whole state.

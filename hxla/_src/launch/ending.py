@@ -154,7 +154,6 @@ class RunEnding:
 
     Attributes:
         asked: The user's signal; None without one.
-        num_interrupts: Number of Ctrl-C.
         is_unread: Whether the output has no reader any more.
         verdict: The rank that failed first; None without one.
         codes: Exit codes of ranks, which show whether all have saved their state.

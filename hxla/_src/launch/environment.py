@@ -1,4 +1,4 @@
-"""The environment variables of processes for this machine's devices."""
+"""The environment variables of processes: for this machine's devices, and of batch systems."""
 
 import os
 import pathlib
@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 from ..cluster import nvml as _nvml
 from ..cluster.cluster import Device
-from ..cluster.libraries import LOCAL_CLIENTS_VARIABLE, are_unlike, in_words, library_of
+from ..cluster.kinds import LOCAL_CLIENTS_VARIABLE, are_unlike, in_words, library_of
 from ..cluster.mesh_file import load_cluster
-from ..core.catalogue import find
 from ..core.errors import LaunchError
+from ..core.files import find
 from .channel import WAITS_VARIABLE
 from .output import LIVE_VARIABLE, terminal_columns
 
@@ -194,3 +194,19 @@ def _cpu_digest() -> str:
     lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     known = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
     return f"{zlib.crc32(chr(10).join(sorted(known)).encode()):08x}"
+
+
+_TASK_COUNTS = {
+    "Slurm": "SLURM_NTASKS",
+    "Open MPI": "OMPI_COMM_WORLD_SIZE",
+}
+
+
+def cluster_in_sight() -> str | None:
+    """The batch job of several processes with this one, in words; None without one."""
+    if "SLURM_PROCID" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
+        for name, variable in _TASK_COUNTS.items():
+            number = os.environ.get(variable, "1")
+            if number.isdigit() and int(number) > 1:
+                return f"{name} with {number} tasks"
+    return None

@@ -12,8 +12,8 @@ from typing import Protocol
 from ..cluster.cluster import Device
 from .cleanup import start_janitor
 from .environment import Environment
-from .kept_state import left_folder
 from .member import PINNED
+from .membership import left_folder
 from .output import Streams
 from .ranks import LocalRanks, Ranks, RanksStart, StartProcess
 from .throttle import own_cores, pack

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from ..cluster.libraries import LOCAL_CLIENTS_VARIABLE
+from ..cluster.kinds import LOCAL_CLIENTS_VARIABLE
 from ..core.errors import LaunchError
-from ..core.tracebacks import keep_whole
+from ..core.keywords import keep_whole
 from ..core.types import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from ..jax.coordination import (
     client,
@@ -28,7 +28,6 @@ from ..jax.coordination import (
     put,
 )
 from ..jax.devices import keep_local
-from .batch_tasks import cluster_in_sight
 from .channel import (
     ENDED,
     GENERATION_VARIABLE,
@@ -39,6 +38,7 @@ from .channel import (
     own_channel,
     text_of,
 )
+from .environment import cluster_in_sight
 from .output import last_words, show
 
 _SIGNAL_CODES = (128 + signal.SIGTERM, 128 + signal.SIGINT)  # exit codes without a saved state

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..cluster.cluster import Device
-from ..cluster.libraries import are_unlike, in_words
+from ..cluster.kinds import are_unlike, in_words
 from ..core.errors import LaunchError
 from .environment import describe, elastic_environment, place_of, process_environment
 from .host import Hosts, LocalHost

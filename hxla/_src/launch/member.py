@@ -25,7 +25,7 @@ from .channel import (
     Report,
     own_channel,
 )
-from .kept_state import left_folder
+from .membership import left_folder
 
 _POLL_SECONDS = 0.1
 _POLLS_OF_A_BEAT = 2

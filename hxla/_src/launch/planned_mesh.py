@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from ..cluster.cluster import Device
 from ..cluster.mesh_file import dump_cluster, load_cluster
-from ..core.catalogue import names
 from ..core.errors import LaunchError, MeshError
+from ..core.files import names
 from ..plan.plan import Plan
 
 

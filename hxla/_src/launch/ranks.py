@@ -28,8 +28,8 @@ from .channel import (
 )
 from .cleanup import end_group
 from .environment import Environment
-from .kept_state import folders_of
 from .member import PINNED
+from .membership import folders_of
 from .output import Forwarder, Streams
 from .throttle import Throttle, make_throttle
 

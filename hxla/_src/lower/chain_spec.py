@@ -20,9 +20,9 @@ from ..graph.graph import Graph, params_of, shapes_of
 from ..graph.parts import ChainPart, graph_at, values_by_shape
 from ..graph.segments import Segment, segments_at
 from ..model.loss import num_columns
+from ..plan.layout import check_layers_whole
 from ..plan.plan import Plan
 from ..plan.sharding import Sharded
-from ..plan.stage_storage import check_layers_whole
 from ..schedule.segment_sequence import sequence_from_texts
 from .bitcast_packing import BitcastPacking
 from .contribution import (

@@ -168,7 +168,6 @@ def for_others(
 
     Args:
         lowered: Programs of the first replica of each kind before compilation, by replica.
-        compiled: The same programs, compiled.
         lower: From the number of a replica to its programs before compilation; for programs that
             are bound to devices and must be traced for each replica.
         over: Like `map`, perhaps on several threads.

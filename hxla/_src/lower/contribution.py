@@ -25,9 +25,9 @@ from ..jax.cpu_dots import uncrossed
 from ..jax.jaxpr import as_function
 from ..jax.lookups import Lookups, Rows
 from ..model.plain_arrays import root_key
+from ..plan.layout import piece_shape
 from ..plan.parts import SumsForm
 from ..plan.sharding import place_in
-from ..plan.stage_storage import piece_shape
 from . import exact
 from .state_sums import as_real, change, is_decided, is_summed, joined, own_words, words_like
 

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..graph.graph import Graph, shapes_of
-from ..graph.operations import leaves, source_of
+from ..graph.graph import Graph, leaves, shapes_of, source_of
 from ..graph.precision import members
 from ..jax.jaxpr import ClosedJaxpr, as_function, inner_jaxpr, inner_programs, kind_of
 from ..jax.jaxpr import Literal as Constant

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.powers_of_two import times_power_of_two
+from ..jax.rounded import times_power_of_two
 
 _HEADROOM_BITS = {1: 3, 2: 6}  # a maximum may grow 8x, 64x in a step without a redo
 _SLACK_BITS = {1: 8, 2: 20}  # and shrink by 2**5, 2**14 below the headroom

@@ -23,8 +23,7 @@ from ..plan.parts import SumsForm
 from ..plan.plan import Plan
 from .compile import adds_in_order, compiler_options, extra_bytes
 from .contribution import microbatch_key
-from .evaluation import evaluation_key
-from .forward import Forward
+from .forward import Forward, evaluation_key
 from .global_arrays import HostSums
 from .inputs import Training
 from .replica import Replica
@@ -40,7 +39,6 @@ class OverBatchPass:
 
     Args:
         traced: The loss, with the shapes of a microbatch.
-        replica: The first local one.
     """
 
     def __init__(
@@ -189,7 +187,6 @@ class OverBatchPasses:
     """The first passes of a job: for the training loss and for the evaluation loss.
 
     Args:
-        replica: The first local one.
         forward: Makes a `Forward` for the local replicas from its first three arguments.
 
     Raises:
@@ -225,11 +222,7 @@ class OverBatchPasses:
             self.first = self._make(training.over_batch, embed)
 
     def of_evaluation(self, batch: PyTree) -> OverBatchPass | None:
-        """The first pass of an evaluation; None: the evaluation loss needs none.
-
-        Args:
-            batch: The first microbatch.
-        """
+        """The first pass of an evaluation; None: the evaluation loss needs none."""
         loss, model = self._training.eval_over_batch, self._training.model
         if loss is None:
             return None

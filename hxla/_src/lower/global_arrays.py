@@ -28,7 +28,6 @@ class GlobalArrays:
     """Joins arrays of the local replicas to global arrays, and splits them again.
 
     Attributes:
-        replicas: Replicas of all processes.
         axes: Names and sizes of the mesh axes inside a replica.
         places: For each place the numbers of the replicas whose arrays are there.
         num_members: Places of a shard group, along `data`.
@@ -193,11 +192,7 @@ class GlobalArrays:
         return self._global_array([widened(on_host[0], longest)], P(DATA_AXIS))
 
     def over_all(self, per_replica: Sequence[jax.Array], spec: P) -> jax.Array:
-        """A replicated array as one global array; moves data only to a host.
-
-        Args:
-            spec: PartitionSpec over the axes.
-        """
+        """A replicated array as one global array; moves data only to a host."""
         arrays = [self._on_host(per_replica[0])] if self.over_hosts else per_replica
         if self.is_single:
             return arrays[0]

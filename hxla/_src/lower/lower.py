@@ -11,9 +11,9 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ..cluster.job_devices import Devices
-from ..cluster.libraries import are_unlike
+from ..cluster.kinds import are_unlike
 from ..graph.graph import Graph, rows_read
-from ..jax.heap import trim_heap
+from ..jax.devices import trim_heap
 from ..model.functional import leaf_names
 from ..model.loss import num_columns
 from ..plan.layout import to_spec
@@ -34,27 +34,24 @@ from .contribution import pack_sizes, packs_of, tensors_of
 from .decisions import DecisionSpec
 from .determinism import calls_host
 from .disk import buffer_maker
-from .evaluation import Evaluation
 from .first_pass import OverBatchPasses
-from .forward import Forward
+from .forward import Evaluation, Forward
 from .gather import Gather
+from .initial_state import opt_state_values
 from .inputs import Training, ownership_of, sharded_of, uneven_of, whole_ownership_of
-from .layerwise import LayerwiseStep, sum_groups
-from .padding import Padding, StatePadding
+from .layerwise import LayerwiseStep, ZeroPipeline, stage_groups, sum_groups
+from .padding import Cut, Padding, StatePadding
 from .pipeline import Pipeline
 from .replica import Replica, StateSpecs, device_bytes
 from .runners import Runner, chains, param_groups, pipeline_spec
 from .sharded_params import ShardedParams
-from .state import opt_state_values
 from .state_layout import StateLayout
 from .store import Store
 from .sum import Reducer
 from .sum_layout import SumLayout
 from .uneven import Uneven
-from .uneven_collectives import Cut
 from .update import UpdateInputs, UpdateSpec, num_rows, traced_program
 from .updates import Updates, WrittenUpdate, updates_of
-from .zero_pipeline import ZeroPipeline, stage_groups
 
 
 class Programs:

@@ -18,9 +18,8 @@ from ..jax.lookups import Lookups, lookups_of
 from .bitcast_packing import BitcastPacking
 from .chain_spec import ChainSpec
 from .contribution import DeviceSums, gradient_of, largest, peak_bits, row_gradient_of
-from .padding import Granules
+from .padding import Cut, Granules, narrow, replaced
 from .uneven import Uneven
-from .uneven_collectives import Cut, narrow, replaced
 
 _LEAST_ROWS_PER_LOOKUP = 4  # of a table; of fewer its whole gradient is as cheap
 

@@ -323,7 +323,6 @@ class Stash:
 
         Args:
             values: Numbers of the arrays in the graph; None: not a value of the graph.
-            arrays: Arrays of one microbatch.
             known: Arrays of values that are in host memory already.
         """
         return self._copied(values, arrays, known, to_host=True)

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 from ..core.timing import middle_seconds
 from ..core.types import STAGE_AXIS, PyTree
 from ..graph.graph import params_of, shapes_of
-from ..graph.low_params import low_params
+from ..graph.segments import low_params
 from ..schedule.schedules import BACKWARD, FORWARD, WEIGHT, Schedule
 from . import actions
 from . import actions as _actions

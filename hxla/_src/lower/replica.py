@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSh
 from jax.sharding import PartitionSpec as P
 
 from ..core.types import PyTree
-from ..graph.operations import bytes_of
+from ..graph.graph import bytes_of
 from ..jax.devices import is_here, process_of
 from .padding import StatePadding
 

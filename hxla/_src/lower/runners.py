@@ -9,11 +9,10 @@ from ..graph.graph import Graph, params_of
 from ..graph.parts import ChainPart, graph_at, parts_of
 from ..model.loss import num_columns
 from ..plan.check import schedule_of
-from ..plan.layout import to_spec
+from ..plan.layout import check_layers_whole, to_spec
 from ..plan.parts import ONE_PROGRAM
 from ..plan.plan import Plan
 from ..plan.sharding import Sharded
-from ..plan.stage_storage import check_layers_whole
 from ..schedule.segment_sequence import sequence_from_texts
 from .chain_runner import ChainRunner
 from .chain_spec import ChainSpec

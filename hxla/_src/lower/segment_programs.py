@@ -17,14 +17,13 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ..core.types import PyTree
-from ..graph.graph import shapes_of
-from ..graph.operations import bytes_of
+from ..graph.graph import bytes_of, shapes_of
 from ..graph.parts import ChainPart, values_by_shape
 from ..graph.residuals import Composed, Variable
 from ..jax.jaxpr import is_cheap, is_fused, variables
 from ..model.plain_arrays import in_bytes
+from ..plan.layout import piece_shape
 from ..plan.sharding import Sharded
-from ..plan.stage_storage import piece_shape
 from ..schedule.segment_sequence import CUT, INPUT, Residuals, SegmentCost
 from .chain_spec import ChainSpec, first_packs, wanted_values
 from .compile import (
@@ -195,7 +194,6 @@ class SegmentPrograms:
         shared: Packs to which several parts add, whose sums begin with a step.
         first_packs: For each part the packs whose sums begin with its backward; empty if not
             `by_part`.
-        zeros: Makes empty sums.
     """
 
     def __init__(self, spec: ChainSpec, parts: ChainParts, replica: Replica, by_part: bool):

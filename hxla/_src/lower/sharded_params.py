@@ -23,8 +23,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..core.types import DATA_AXIS
+from ..plan.layout import piece_shape
 from ..plan.ownership import Ownership
-from ..plan.stage_storage import piece_shape
 from .chunks import Chunks, all_gather
 from .compile import extra_bytes, firsts_alike, for_each
 from .gather import gathered_dtype, unflat

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ..core.types import STAGE_AXIS
-from ..plan.stage_storage import piece_shape, without_stages
+from ..plan.layout import piece_shape, without_stages
 from .bitcast_packing import BitcastPacking
 from .contribution import buckets
 
@@ -257,7 +257,6 @@ class Slots:
     Attributes:
         of: For each stage its parameters and ranges of parameters, and their slots.
         specs: PartitionSpec of each parameter between steps.
-        trained: Parameters that are trained.
     """
 
     num_stages: int

@@ -44,7 +44,6 @@ class Crossing:
 
     Attributes:
         floats: Places of the values whose gradient comes back.
-        float_words: Packing of these gradients.
     """
 
     values: tuple[int, ...]

@@ -14,12 +14,12 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ..core.types import PyTree
-from ..jax.heap import trim_heap
+from ..jax.devices import trim_heap
 from ..model import loss_scale
 from ..weights.weights import Gather, Read
 from .bitcast_packing import array_bytes, leaf_checksums
 from .compile import first_of_kind, for_each
-from .initial_state import initial_state
+from .initial_state import State, initial_state
 from .offload import (
     DEVICE,
     HOST,
@@ -32,7 +32,6 @@ from .offload import (
 )
 from .padding import changing
 from .replica import ReplicaArrays
-from .state import State
 from .state_layout import StateLayout
 
 

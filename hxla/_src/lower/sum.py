@@ -23,24 +23,24 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ..jax.devices import process_of
-from .chunks import sum_of_rows
-from .compile import extra_bytes
-from .contribution import DeviceSums
-from .decisions import Decisions, DecisionSpec, Told, decide
-from .global_arrays import GlobalArrays, HostSums
-from .reduce_scatter import (
+from .chunks import (
     GroupBytes,
     ReduceScatter,
     as_bits,
     concatenated,
     cut,
     flatly,
+    sum_of_rows,
     zeros_like,
 )
+from .compile import extra_bytes
+from .contribution import DeviceSums
+from .decisions import Decisions, DecisionSpec, Told, decide
+from .global_arrays import GlobalArrays, HostSums
+from .padding import Cut
 from .replica import Replica
 from .state_sums import joined_over
 from .sum_layout import NUM_STATS, SumLayout
-from .uneven_collectives import Cut
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
+from ..plan.layout import piece_shape
 from ..plan.ownership import Shares
-from ..plan.stage_storage import piece_shape
 from .chunks import Chunks
 from .compile import firsts_alike
 from .contribution import Contribution, Tensors, buckets, pack_shapes, pack_sizes, pack_specs
@@ -30,8 +30,6 @@ class SumLayout:
 
     Attributes:
         specs: PartitionSpec of each tensor over the axes inside a replica.
-        axes: Sizes of these axes.
-        num_replicas: Replicas of all processes.
         row_shape: Shape of the sums per microbatch, of all microbatches of a step.
         is_scaled: Whether the loss is scaled.
         packs: Tensors whose sums are the rows of one array.

@@ -26,10 +26,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from ..core.errors import PlanError
-from ..graph.graph import Graph
+from ..graph.graph import Graph, Op
 from ..graph.interpreter import Env, run_ops
 from ..graph.local_ops import EXTREMES, SUMS, run_custom, run_part, take
-from ..graph.operations import Op
 from ..graph.segments import Segment
 from ..jax.cpu_dots import row_major
 from ..jax.jaxpr import ClosedJaxpr, checkpoint_like, scan_counts
@@ -37,9 +36,8 @@ from ..jax.min_cut import Halves, halve
 from ..plan.linked_dims import Parts
 from ..plan.sharding import Sharded
 from .contribution import gradient_of
-from .padding import Padding
+from .padding import Cut, Padding, added, entered, extreme, gathered, local_shard, narrow, widen
 from .replica import Replica
-from .uneven_collectives import Cut, added, entered, extreme, gathered, local_shard, narrow, widen
 
 #: A dimension and for each size class the size of its shard; None for a whole array.
 Width = tuple[int, tuple[int, ...]] | None

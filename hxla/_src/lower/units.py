@@ -20,13 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 from ..jax.program_parts import balanced
 from ..jax.separable_update import MISSING, Part
-from ..plan.layout import names_of
+from ..plan.layout import names_of, piece_shape
 from ..plan.ownership import LEAST_GRANULE, Ownership
-from ..plan.stage_storage import piece_shape
 from .chunks import moved
-from .padding import Padding
+from .padding import Padding, replaced
 from .replica import Replica
-from .uneven_collectives import replaced
 
 _NUM_GROUPS = 24  # three of them are on a device: an eighth of the state
 _LEAST_BYTES = 1 << 20  # of a group
@@ -67,7 +65,6 @@ class UpdateGroups:
     """The update of a replica, in the order in which it runs.
 
     Attributes:
-        groups: All but the last.
         last: The group whose program also changes the other variables.
         spec: PartitionSpec of offloaded arrays over the devices of the replica.
         is_offloaded: Whether the state of all groups but the last is offloaded.

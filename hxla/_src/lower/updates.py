@@ -25,9 +25,8 @@ from ..plan.ownership import Ownership
 from ..plan.parts import Tier
 from .compile import extra_bytes, update_options
 from .decisions import guarded
-from .exact_norms import sum_programs, summed
+from .exact_norms import norm_of, squares_of_gradient, sum_programs, summed
 from .gather import gathered_dtype
-from .gradient_norm import norm_of, squares_of_gradient
 from .group_arithmetic import GroupArithmetic, GroupArrays
 from .offload import (
     DEVICE,
@@ -54,7 +53,6 @@ class ReplicaUpdate:
         tier: The memory of the optimizer's state between updates.
         sharded: The update over the replica's devices; None: there is one device.
         aux: PartitionSpec of each other variable.
-        totals: PartitionSpecs of the totals.
     """
 
     def __init__(
@@ -230,7 +228,6 @@ class ReplicaUpdate:
 
         Args:
             params: Shapes and shardings of the trained parameters.
-            inputs: Shapes of the inputs.
         """
         leaves = jax.tree.leaves(opt_state)
         shapes = [((2,), np.int32), ((len(self._ownership.update.sums),), np.float32)]

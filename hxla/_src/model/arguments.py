@@ -12,7 +12,7 @@ from flax import nnx
 
 from ..core.errors import ConfigError
 from ..core.types import PyTree
-from ..jax.absent_sharding import brief_absence
+from ..jax.tracing import brief_absence
 
 _TAKES = "pass an nnx.Module instance, a function that makes one, or an unbound flax.linen.Module"
 

@@ -213,9 +213,6 @@ def as_sums(
             same size, else its number of examples.
         padded_size: Length that a `concat` is padded to with NaN; None: `num_examples`.
 
-    Returns:
-        Sums over the microbatch.
-
     Raises:
         LossError: If `out` is none of the accepted forms.
     """

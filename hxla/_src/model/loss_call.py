@@ -20,7 +20,7 @@ from flax import nnx
 from ..core.errors import ConfigError, HxlaError, LossError
 from ..jax.fused_attention import traced_anywhere
 from ..jax.jaxpr import unbound_axis
-from ..jax.placement_calls import is_placement_error
+from ..jax.tracing import is_placement_error
 from .over_batch import OverBatch
 from .writes import NEEDED
 

@@ -17,8 +17,7 @@ import numpy as np
 
 from ..core.errors import ConfigError, LossError
 from ..core.types import PyTree
-from ..jax.jaxpr import naming_axes, with_axes
-from ..jax.result_sources import read_arguments
+from ..jax.jaxpr import naming_axes, read_arguments, with_axes
 from .loss import KnownGradient, Metric, as_sums
 from .plain_arrays import root_key
 from .writes import CallWrites

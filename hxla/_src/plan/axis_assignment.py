@@ -5,8 +5,7 @@ from typing import Any
 
 from ..core.errors import AnnotationError, PlanError
 from ..graph.factors import Factor, fits
-from ..graph.graph import Graph
-from ..graph.operations import Op, Value, is_unit, leaves
+from ..graph.graph import Graph, Op, Value, is_unit, leaves
 from ..jax.jaxpr import scan_counts
 from .assignment_problem import ChoiceNode, Edge, Problem, State, all_reduce_bytes, cost, solve
 from .parts import Role

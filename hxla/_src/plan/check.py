@@ -1,12 +1,19 @@
-"""What must hold between the fields of a plan."""
+"""What must hold between the fields of a plan.
+
+People edit plans as JSON, so every fault is listed with its key and reason.
+"""
 
 import itertools
+import json
 import math
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import pydantic
 
 from ..core.errors import PlanError
+from ..core.files import listed, parse_json, shown
 from ..core.types import DATA_AXIS, STAGE_AXIS
 from ..schedule.schedules import Schedule, make_schedule, schedule_from_table
 from ..schedule.segment_sequence import (
@@ -25,7 +32,6 @@ def schedule_of(schedule: Any, num_stages: int, num_microbatches: int, num_chunk
     Args:
         schedule: A name or a table of texts.
         num_microbatches: In one step of the replica.
-        num_chunks: On each stage.
 
     Raises:
         PlanError: If a table is for other numbers of stages, microbatches or chunks.
@@ -451,3 +457,84 @@ def _prediction_faults(plan: Any) -> Iterator[str]:
 
 def _brief(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers[:12])) + (", ..." if len(numbers) > 12 else "")
+
+
+Value = TypeVar("Value", bound=pydantic.BaseModel)
+
+
+def from_json(cls: type[Value], text: str | bytes) -> Value:
+    """Parse a value and validate it.
+
+    Raises:
+        PlanError: With every fault.
+    """
+    table, faults = parse_json(text, lambda words: refusal([f"the file {words}"]))
+    reported: set[tuple[int | str, ...]] = set()
+    while True:
+        try:
+            value = cls.model_validate_json(json.dumps(table))
+        except pydantic.ValidationError as error:
+            faults += faults_of(error, reported)
+            new = {failure["loc"] for failure in error.errors()} - reported
+        else:
+            new = set()
+        if not new:
+            break
+        reported |= new
+        # Contradictions between fields are only checked once each field is valid or gone.
+        for path in new:
+            _drop(table, path)
+    if faults:
+        raise refusal(faults)
+    return value
+
+
+def refusal(faults: Iterable[str]) -> PlanError:
+    """The error that lists all faults."""
+    return PlanError("this is no plan that can be run:" + listed(list(faults)))
+
+
+def faults_of(
+    error: pydantic.ValidationError, reported: Iterable[tuple[int | str, ...]] = ()
+) -> list[str]:
+    """Each fault as `key: what`.
+
+    Args:
+        reported: Keys whose faults are left out.
+    """
+    failures = error.errors()
+    paths = [failure["loc"] for failure in failures]
+    return [
+        line
+        for failure in failures
+        if failure["loc"] not in reported and not _follows_from_items(failure, paths)
+        for line in _lines(failure)
+    ]
+
+
+def _follows_from_items(failure: Mapping[str, Any], paths: Sequence[tuple[int | str, ...]]) -> bool:
+    """Whether a tuple is too short only because its faulty items were dropped."""
+    key = failure["loc"]
+    return failure["type"] == "too_short" and any(
+        len(path) > len(key) and path[: len(key)] == key for path in paths
+    )
+
+
+def _lines(failure: Mapping[str, Any]) -> list[str]:
+    if failure["type"] == "value_error":  # of a model validator, a line for each fault
+        return str(failure["ctx"]["error"]).splitlines()
+    key = ".".join(str(part)[:80] for part in failure["loc"]) or "the file"
+    if failure["type"] == "extra_forbidden":
+        return [f"{key}: there is no such key"]
+    value = "" if failure["type"] == "missing" else f", not {shown(failure['input'])}"
+    return [f"{key}: {failure['msg']}{value}"]
+
+
+def _drop(tree: Any, path: Sequence[int | str]) -> None:
+    try:
+        for key in path[:-1]:
+            tree = tree[key]
+    except (KeyError, IndexError, TypeError):
+        return  # a parent was dropped already, or has another type
+    if path and isinstance(tree, dict):
+        tree.pop(path[-1], None)

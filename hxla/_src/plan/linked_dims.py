@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ..core.errors import PlanError
-from ..graph.graph import Graph
-from ..graph.operations import Op
+from ..graph.graph import Graph, Op
 from ..jax.jaxpr import scan_counts
 from .layout import Layout
 from .sharding import AxisAssignment

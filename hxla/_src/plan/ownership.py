@@ -27,8 +27,7 @@ from ..core.types import PyTree
 from ..jax.jaxpr import as_function
 from ..jax.separable_update import SeparableUpdate, independent
 from ..model.optimizer import Optimizer
-from .layout import padded_shape, to_spec
-from .stage_storage import piece_shape
+from .layout import padded_shape, piece_shape, to_spec
 
 #: In elements, since XLA compiles arithmetic on one number differently than on several.
 LEAST_GRANULE = 8

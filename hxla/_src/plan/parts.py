@@ -7,8 +7,7 @@ import pydantic
 
 from ..core.files import shown
 from ..core.version import __version__
-from ..core.versions import jax_versions, processor
-from ..jax.settings import bit_settings
+from ..jax.settings import bit_settings, jax_versions, processor
 from ..schedule.schedules import needs_even_counts
 from .layout import PlanValue
 

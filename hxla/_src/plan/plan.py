@@ -20,8 +20,17 @@ from ..core.errors import PlanError
 from ..core.files import MOST_JSON_BYTES, named, read_bytes
 from ..core.format import plural, si, span
 from ..core.types import STAGE_AXIS
-from .check import faults
-from .file import faults_of, from_json, refusal
+from .check import faults, faults_of, from_json, refusal
+from .description import (
+    DeviceRow,
+    chain_in_words,
+    differences,
+    draw_devices,
+    held_in_words,
+    parts_in_words,
+    pipeline_in_words,
+    runners_up_in_words,
+)
 from .layout import Layout, PlanValue, whole
 from .parts import (
     Axis,
@@ -35,16 +44,7 @@ from .parts import (
     SumsForm,
     Versions,
 )
-from .picture import DeviceRow, draw_devices
 from .precision import Precision
-from .text import (
-    chain_in_words,
-    differences,
-    held_in_words,
-    parts_in_words,
-    pipeline_in_words,
-    runners_up_in_words,
-)
 
 
 def deciding(plan: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pydantic
 
-from ..core import catalogue as _catalog
+from ..core import files as _files
 from ..core.errors import AnnotationError, ConfigError
 from ..core.files import did_you_mean, fault, listed, named, read_toml
 
@@ -359,7 +359,7 @@ def load_rules(name_or_path: str) -> RuleSet:
         >>> hxla.load_rules("decoder").rules[0].axes
         (('fsdp',), ('tensor',), ())
     """
-    path = _catalog.find("rules", name_or_path)
+    path = _files.find("rules", name_or_path)
     refuse = named("rule set", path, ConfigError)
     try:
         return RuleSet.model_validate(read_toml(path, refuse))

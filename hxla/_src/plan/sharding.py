@@ -19,14 +19,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..graph.expert_shards import run_some_experts
 from ..graph.experts import experts_of
 from ..graph.factors import UNITS
-from ..graph.graph import Graph
+from ..graph.graph import Graph, Op, bytes_of, leaves, origins
 from ..graph.interpreter import ArrayPlacement, run_experts, run_graph
-from ..graph.operations import Op, bytes_of, leaves, origins
-from .layout import to_spec
-from .stage_storage import piece_shape
+from ..graph.local_ops import run_some_experts
+from .layout import piece_shape, to_spec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

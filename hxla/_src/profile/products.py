@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import jax
 
-from ..graph.graph import Graph
-from ..graph.operations import Op, leaves
+from ..graph.graph import Graph, Op, leaves
 from ..jax.fused_attention import PRIMITIVES as ATTENTION
 from ..jax.fused_attention import attention_shape
 from ..plan.sharding import Sharded

@@ -12,9 +12,8 @@ import numpy as np
 
 from ..core.timing import steady_seconds
 from ..core.types import PyTree
-from ..graph.graph import Graph, params_of
+from ..graph.graph import Graph, bytes_of, params_of
 from ..graph.interpreter import Env
-from ..graph.operations import bytes_of
 from ..graph.residuals import ResidualEstimator
 from ..graph.segments import Segment, run_segment, segment_kind, trained_params
 from ..jax.cpu_dots import uncrossed

@@ -25,7 +25,6 @@ class Bar:
         program: Name of the HLO module, if it was measured.
         chunk: The chunk of the stage.
         start_seconds: From the start of the step.
-        end_seconds: The same.
     """
 
     lane: int

@@ -5,21 +5,264 @@ The file is strict JSON, which has no NaN: a number that is not finite is null, 
 the last line. A resumed run removes such a torn line and the lines of steps that it runs again. A
 new run begins a new file, and the file of the earlier run gets another name. A start or resume is a
 line too.
+
+Other files have a training's numbers by name: CSV, JSON lines, TensorBoard. A run appends to a text
+file, and a resumed run continues it.
 """
 
+import csv
 import dataclasses
+import io
 import json
 import math
 import os
 import pathlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from ..core.errors import ConfigError
-from .append_file import AppendFile
-from .history import EvalRecord, History, Rebalance, StepRecord
-from .run_start import RunStart
-from .scalar_files import TensorBoard, named_scalars
+from ..core.files import set_aside
+from .history import EvalRecord, History, Rebalance, RunStart, StepRecord, scalars
+
+#: From a line to whether it is kept; None: it does not tell.
+IsKept = Callable[[bytes], bool | None]
+
+_BLOCK_BYTES = 1 << 16
+
+
+class AppendFile:
+    """Appends lines, each in one `write`, so that a kill costs at most the last one.
+
+    Args:
+        path: Its folder is made if it is not there.
+        goes_on: Whether the run continues the file's; otherwise an earlier file is renamed.
+        is_kept: Whether a line of an earlier run, and all before it, are still true; None: this
+            line does not tell. A torn last line and all from the first that is not true on are cut.
+
+    Attributes:
+        earlier: The new path of an earlier run's file; None if there was none.
+
+    Raises:
+        ConfigError: If the file cannot be written.
+    """
+
+    def __init__(self, path: pathlib.Path, *, goes_on: bool, is_kept: IsKept):
+        self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.earlier: pathlib.Path | None = None
+            if path.exists():
+                if goes_on:
+                    _cut(path, is_kept)
+                else:
+                    self.earlier = set_aside(path)
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise ConfigError(
+                f"metrics cannot be written to {path.parent}: {error.strerror or error} "
+                f"({error.filename or path}). Give a folder that this user may write to"
+            ) from error
+
+    def append(self, text: str) -> None:
+        """Append text that ends with a line.
+
+        Raises:
+            ConfigError: If the file can no longer be written (a full disk).
+        """
+        rest = memoryview(text.encode())
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise ConfigError(
+                f"{self._path} can no longer be written: {error.strerror or error}. "
+                "Make room and resume from the last checkpoint"
+            ) from error
+
+    def replace(self, text: str) -> None:
+        """Replace everything, by one rename."""
+        self._file.close()
+        new = self._path.with_name(self._path.name + ".part")
+        self._file = new.open("wb", buffering=0)
+        self.append(text)
+        new.rename(self._path)
+
+    def close(self) -> None:
+        """Close the file. More calls do nothing."""
+        self._file.close()
+
+
+def _cut(path: pathlib.Path, is_kept: IsKept) -> None:
+    """Cut the end of a file off."""
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        for begin, line in _from_the_end(file):
+            is_true = line.endswith(b"\n") and _is_true(is_kept, line)
+            if is_true:
+                break
+            if is_true is False:
+                end = begin
+        file.truncate(end)
+
+
+def _is_true(is_kept: IsKept, line: bytes) -> bool | None:
+    """Whether a line is kept; one that is no record, such as a header, is."""
+    try:
+        return is_kept(line)
+    except (ValueError, KeyError, TypeError):
+        return True
+
+
+def _from_the_end(file: Any) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file with their places, the last one first."""
+    place, rest = file.seek(0, os.SEEK_END), b""
+    while place:
+        begin = max(0, place - _BLOCK_BYTES)
+        file.seek(begin)
+        first, *lines = (file.read(place - begin) + rest).splitlines(keepends=True)
+        end = begin + len(first) + sum(map(len, lines))
+        for line in reversed(lines):
+            end -= len(line)
+            yield end, line
+        place, rest = begin, first
+    if rest:
+        yield 0, rest
+
+
+_STEP = "step"  # the first column: updates done
+
+
+def named_scalars(record: StepRecord | EvalRecord) -> dict[str, float]:
+    """The numbers of a record by their names in TensorBoard."""
+    which = "train" if isinstance(record, StepRecord) else "eval"
+    out = {f"{which}/{key}": value for key, value in scalars(record.metrics).items()}
+    out[f"{which}/loss"] = record.loss
+    if isinstance(record, EvalRecord):
+        return out
+    for name in ("epoch", "learning_rate", "gradient_norm"):
+        if (value := getattr(record, name)) is not None:
+            out[f"train/{name}"] = value
+    out["speed/step_seconds"] = record.seconds
+    if record.seconds:
+        out["speed/examples_per_second"] = record.num_examples / record.seconds
+        if record.num_tokens:
+            out["speed/tokens_per_second"] = record.num_tokens / record.seconds
+    for d, (count, idle) in enumerate(zip(record.counts, record.idle_seconds, strict=True)):
+        out[f"microbatches/device{d}"] = float(count)
+        out[f"idle_seconds/device{d}"] = idle
+    return out
+
+
+class JsonLinesFile:
+    """A JSON object for each step; numbers that are not finite are null.
+
+    Args:
+        first_step: Updates before this run; above 0 the file goes on, without later rows.
+
+    Raises:
+        ConfigError: If the file cannot be written.
+    """
+
+    def __init__(self, path: pathlib.Path, *, first_step: int):
+        self._file = AppendFile(
+            path,
+            goes_on=first_step > 0,
+            is_kept=lambda line: json.loads(line)[_STEP] <= first_step,
+        )
+        self.earlier = self._file.earlier
+
+    def write(self, numbers: dict[str, float], step: int) -> None:
+        """Append a row."""
+        finite = {name: x if math.isfinite(x) else None for name, x in numbers.items()}
+        row = json.dumps({_STEP: step, **finite}, allow_nan=False, separators=(",", ":"))
+        self._file.append(row + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class CsvFile:
+    """A row for each step; a new name adds a column to the whole file.
+
+    Args:
+        first_step: Updates before this run; above 0 the file goes on, without later rows.
+
+    Raises:
+        ConfigError: If the file cannot be written.
+    """
+
+    def __init__(self, path: pathlib.Path, *, first_step: int):
+        self._path = path
+        self._file = AppendFile(
+            path,
+            goes_on=first_step > 0,
+            is_kept=lambda line: int(line.split(b",", 1)[0]) <= first_step,
+        )
+        self.earlier = self._file.earlier
+        with path.open(newline="") as file:
+            self._columns = next(csv.reader(file), [])
+
+    def write(self, numbers: dict[str, float], step: int) -> None:
+        """Append a row, after a new header if it has new names."""
+        row = {_STEP: step, **numbers}
+        new = [name for name in row if name not in self._columns]
+        if new:
+            with self._path.open(newline="") as file:
+                rows = list(csv.DictReader(file))
+            self._columns += new
+            self._file.replace(
+                _rows(self._columns, [{name: name for name in self._columns}, *rows])
+            )
+        self._file.append(_rows(self._columns, [row]))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _rows(columns: list[str], rows: Iterable[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+class TensorBoard:
+    """Events for TensorBoard in a folder.
+
+    Args:
+        first_step: Updates before this run: TensorBoard hides later events of earlier runs.
+
+    Raises:
+        ConfigError: If the package `tensorboardX` is missing, or the folder cannot be written.
+    """
+
+    earlier = None  # events of earlier runs are hidden, not renamed
+
+    def __init__(self, folder: str | os.PathLike[str], *, first_step: int):
+        try:
+            import tensorboardX
+        except ImportError as error:
+            raise ConfigError(
+                "TensorBoard events need the package tensorboardX: pip install 'hxla[tensorboard]'"
+            ) from error
+        try:
+            self._events = tensorboardX.SummaryWriter(str(folder), purge_step=first_step + 1)
+        except OSError as error:
+            raise ConfigError(
+                f"TensorBoard events cannot be written to {folder}: {error.strerror or error}"
+            ) from error
+
+    def write(self, numbers: dict[str, float], step: int) -> None:
+        """Write numbers by their tags."""
+        for tag, value in numbers.items():
+            self._events.add_scalar(tag, value, global_step=step)
+
+    def close(self) -> None:
+        """Write everything and close the file. More calls do nothing."""
+        self._events.close()
+
 
 FILE_NAME = "metrics.jsonl"
 Record: TypeAlias = RunStart | StepRecord | EvalRecord | Rebalance
@@ -36,7 +279,6 @@ class MetricsWriter:
         first_step: Updates before this run; above 0 it continues the earlier one of this folder.
 
     Attributes:
-        path: The file.
         earlier: The new path of another run's file; None if there was none.
 
     Raises:

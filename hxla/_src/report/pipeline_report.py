@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from ..core.format import span
 from ..lower.pipeline import PieceTimes, Pipeline
-from ..schedule.replay import Timeline, measured_timeline, replay_ticks
+from ..schedule.replay import Timeline, measured_timeline, perfetto, replay_ticks
 from ..schedule.schedules import BACKWARD, FORWARD, WEIGHT, Schedule
-from ..schedule.timeline import perfetto
 from .lanes import Lanes, lanes_of_timeline
 
 _KINDS = (FORWARD, BACKWARD, WEIGHT)

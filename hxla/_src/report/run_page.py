@@ -11,10 +11,9 @@ from ..core.format import clock, gain, number, plural, shares, si, span
 from ..lower.determinism import Determinism
 from ..plan.plan import Plan
 from .charts import CSS, Curve, band_chart, curve_chart
-from .history import History, scalars
+from .history import History, RunStart, RunState, scalars
 from .lanes import Lanes, step_legend, step_picture
-from .page import Markup, facts, figure, fold, items, page, section, stack, table, tiles
-from .run_start import RunStart, RunState
+from .page import Markup, Table, facts, figure, fold, items, page, section, stack, table, tiles
 from .run_tables import (
     Summary,
     change_table,
@@ -26,7 +25,6 @@ from .run_tables import (
     split_table,
     summarise,
 )
-from .tables import Table
 
 _MAX_CHARTS = 24  # of metrics
 _MAX_MARKS = 15  # changes of counts

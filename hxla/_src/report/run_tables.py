@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from ..core.format import clock, gain, number, percent, plural, shares, si, span
 from .history import History, SplitWork, StepRecord, scalars
-from .tables import Table
+from .page import Table
 
 _PHASE_STEPS = 20
 
@@ -19,7 +19,6 @@ class Phase:
     """Means over steps with the same counts.
 
     Attributes:
-        counts: Microbatches of each device.
         steps: The first and the last step.
         num_steps: The number of averaged steps.
         step_seconds: Wall time of a step.

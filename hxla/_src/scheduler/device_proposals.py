@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..core.timing import middle_mean
-from .elastic_jobs import ActiveJob, ElasticJob, plus
-from .waste import MOST_WASTE, Capability, Configuration, Nums
+from .elastic_jobs import MOST_WASTE, ActiveJob, Capability, Configuration, ElasticJob, Nums, plus
 
 #: Proposals that a job makes at a time (EasyScale, section 3.4: the top K).
 MOST_PROPOSALS = 3
@@ -88,7 +87,6 @@ class Trials:
     """The devices that a job has tried in its run, with the outcome.
 
     Attributes:
-        nums: The job's devices.
         before: The devices before its last growth, to which it falls back; None at the start.
         before_seconds: The measured seconds of a step on these.
         refused: Devices on which its steps were no faster than before.

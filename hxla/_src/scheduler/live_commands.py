@@ -15,9 +15,9 @@ from ..core.format import clock
 from ..core.types import EXIT_PREEMPTED
 from ..launch.cleanup import start_janitor
 from .allocation_picture import write_picture
-from .elastic_jobs import Holdings
+from .elastic_jobs import Holdings, Nums
+from .job_files import LiveJob, read_live_jobs
 from .live_hosts import JobFleet, JobProcess, MeshFleet
-from .live_jobs import LiveJob, read_live_jobs
 from .live_record import (
     Began,
     Decided,
@@ -31,7 +31,6 @@ from .live_record import (
 )
 from .live_run import LiveSchedule, Places
 from .schedule_commands import GANGS, POLICIES
-from .waste import Nums
 
 #: Policies for jobs with changing devices.
 LIVE_POLICIES = tuple(name for name in POLICIES if name not in GANGS)
@@ -45,7 +44,6 @@ class LiveOptions:
     Attributes:
         mesh: Name or path of a mesh file of this machine's CPU devices, read again when it changes.
         ray: Address of a Ray cluster, instead of a mesh file.
-        policies: One name.
         move_seconds: The assumed pause of a job when its devices change.
         interval_seconds: The time between decisions without events.
         learns_speeds: Whether measured speeds replace the expected ones.

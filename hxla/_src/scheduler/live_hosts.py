@@ -21,10 +21,9 @@ from ..cluster.cluster import Cluster, Device
 from ..cluster.mesh_file import dump_cluster
 from ..core.errors import HxlaError, ScheduleError
 from ..launch.environment import describe
-from ..launch.ray_cluster import connect
-from ..launch.ray_host import devices_of, draining, label_of, name_of
+from ..launch.ray_cluster import connect, devices_of, draining, label_of, name_of
 from .device_proposals import ExecutorTime
-from .live_jobs import LiveJob
+from .job_files import LiveJob
 from .live_run import Fleet, Places
 
 _END_SECONDS = 30.0

@@ -10,9 +10,8 @@ import pydantic
 
 from ..core.errors import ScheduleError
 from ..core.files import MOST_JSON_BYTES, named, parse_json, read_text
-from .elastic_jobs import ActiveJob, ElasticJob, Holdings, Situation
+from .elastic_jobs import ActiveJob, ElasticJob, Holdings, Nums, Situation
 from .simulator import Hold, Policy, Simulation
-from .waste import Nums
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

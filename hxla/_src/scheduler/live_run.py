@@ -8,11 +8,10 @@ from typing import Protocol
 
 from ..core.types import EXIT_PREEMPTED
 from .device_proposals import ExecutorTime, learned
-from .elastic_jobs import ActiveJob, Situation, free_devices
-from .live_jobs import LiveJob
+from .elastic_jobs import ActiveJob, Nums, Situation, free_devices
+from .job_files import LiveJob
 from .live_record import Arrived, Began, Decided, Ended, Entry, Holds
 from .simulator import Policy
-from .waste import Nums
 
 #: The number of devices by the fleet's names for them; devices of one name are alike.
 Places = collections.Counter[str]

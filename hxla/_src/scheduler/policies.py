@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from .device_proposals import DeviceProposal, proposals
-from .elastic_jobs import ActiveJob, Holdings, Situation, fits, free_devices, minus, plus
-from .waste import Nums
+from .elastic_jobs import ActiveJob, Holdings, Nums, Situation, fits, free_devices, minus, plus
 
 
 def returned(jobs: Sequence[ActiveJob], capacity: Nums, holdings: Holdings) -> dict[str, Nums]:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..core.errors import ScheduleError
 from ..core.format import clock, percent
-from ..report.tables import Table, as_text
+from ..report.page import Table, as_text
 from .allocation_picture import write_picture
 from .device_proposals import proposals
-from .elastic_jobs import ActiveJob, ElasticJob, Holdings, Situation, free_devices
-from .job_traces import read_jobs
+from .elastic_jobs import ActiveJob, ElasticJob, Holdings, Nums, Situation, free_devices
+from .job_files import read_jobs
 from .policies import (
     backfill,
     easyscale,
@@ -21,7 +21,6 @@ from .policies import (
     weighing,
 )
 from .simulator import Policy, Simulation, simulate
-from .waste import Nums
 
 #: Policies by their names on the command line, in the order of the tables.
 POLICIES: Mapping[str, Policy] = {
@@ -67,9 +66,6 @@ def simulate_command(
 
     Args:
         draw: File for the picture, `.png` or `.svg`.
-
-    Returns:
-        The table.
 
     Raises:
         ScheduleError: If the trace or the options are wrong.

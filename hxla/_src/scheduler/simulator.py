@@ -5,8 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from ..core.errors import ScheduleError
-from .elastic_jobs import ActiveJob, ElasticJob, Holdings, Situation, free_devices
-from .waste import Nums
+from .elastic_jobs import ActiveJob, ElasticJob, Holdings, Nums, Situation, free_devices
 
 #: Decides on the devices of each job; a pure function.
 Policy = Callable[[Situation], Holdings]

@@ -27,8 +27,7 @@ from ..lower.compile import adds_in_order, compiler_options
 from ..lower.contribution import gradient_of, microbatch_key
 from ..model.functional import leaf_names
 from ..plan.parts import SumsForm, versions_here
-from .capture import job_of
-from .job import Job
+from .job import Job, job_of
 
 _DEVICE = re.compile(r"[a-z]+:\d+")
 
@@ -250,7 +249,6 @@ def record_script(script: str, path: str, *, device: str | None, size: int | Non
 
     Args:
         script: A Python script and its arguments, as in a shell.
-        size: Examples of a microbatch.
     """
     chosen = None if device is None else device_of(device)
     job, request = job_of(_command(script))

@@ -1,4 +1,7 @@
-"""The end of a session, by a signal or an error: save the state and write the report."""
+"""The end of a session, by a signal or an error: save the state and write the report.
+
+In each step a process may ask all others to save, to end the run, or to leave it.
+"""
 
 import contextlib
 import os
@@ -13,12 +16,43 @@ from ..core.errors import CheckpointError, LaunchError
 from ..core.types import EXIT_PREEMPTED
 from ..jax.coordination import gather, is_lost_peer
 from ..plan.plan import Plan
-from ..report.history import History
-from ..report.run_start import RunState
+from ..report.history import History, RunState
 from .recorder import Recorder
-from .requests import LEAVE
 from .values import SessionOptions
 from .watch import PipelineWatch
+
+#: Requests of a process to all, of which the largest counts: save; end the run; leave it after a
+#: checkpoint; leave it with the state in memory. All but the first keep the state anyway.
+SAVE, STOP, LEAVE, MOVE = 0.5, 1.0, 2.0, 3.0
+
+
+class Requests:
+    """The requests of this process, and the one that all processes obey.
+
+    Attributes:
+        agreed: The last request that ended the run, on every process; 0 if there was none.
+
+    Args:
+        sources: Functions that return a present request of this process, or 0.
+    """
+
+    def __init__(self, *sources: Callable[[], float]):
+        self._sources, self._stop, self.agreed = sources, 0.0, 0.0
+
+    def stop(self) -> None:
+        """Ask to end the run; does nothing once it ends."""
+        self._stop = STOP * (not self.agreed)
+
+    @property
+    def present(self) -> float:
+        """The request that this process sends with a step's sums."""
+        return max(self._stop, *(source() for source in self._sources))
+
+    def agree(self, request: float) -> None:
+        """Obey the largest request of all processes in a step."""
+        if request > SAVE:
+            self._stop, self.agreed = 0.0, request
+
 
 _INTERRUPT_NOTE = b"\nhxla: Ctrl-C: training ends after this step; once more ends it at once\n"
 

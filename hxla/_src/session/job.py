@@ -1,5 +1,9 @@
-"""`hxla.Job`: a training task without devices, which makes plans and opens sessions."""
+"""`hxla.Job`: a training task without devices, which makes plans and opens sessions.
 
+`hxla plan` and `hxla profile` run a script up to its first job.
+"""
+
+import contextvars
 import dataclasses
 import datetime
 import functools
@@ -17,23 +21,62 @@ from ..choose.planning import PlanRequest
 from ..cluster.cluster import Cluster
 from ..core.errors import ConfigError
 from ..core.files import local_path
-from ..core.keywords import suggests_arguments, suggests_keywords
-from ..core.whole_numbers import as_whole_number, check_whole_numbers
-from ..data.data import num_steps
-from ..data.epochs import epochs_of
+from ..core.keywords import (
+    as_whole_number,
+    check_whole_numbers,
+    suggests_arguments,
+    suggests_keywords,
+)
+from ..data.data import epochs_of, num_steps
 from ..graph.graph import Graph
-from ..job.arguments import JobArguments
-from ..job.context import JobContext
+from ..jax.tracing import brief_absence
+from ..job.context import JobArguments, JobContext
+from ..launch.join import run_as_main
 from ..plan.plan import Plan
 from ..plan.rules import RuleSet, as_rules
 from ..profile.profile import Profile
-from . import capture
 from .measure import SessionMeasure
-from .periods import as_every, check_period
-from .restore import chosen_before
+from .saved_state import chosen_before
 from .session import Session
 from .validate_plan import check_settings
-from .values import SessionOptions
+from .values import SessionOptions, as_every, check_period
+
+_is_wanted = contextvars.ContextVar("hxla_capture", default=False)
+
+
+class Captured(BaseException):
+    """Carries a job out of its script, past any `except Exception` of the script."""
+
+    def __init__(self, job: JobContext, request: PlanRequest):
+        super().__init__("a job was captured")
+        self.job, self.request = job, request
+
+
+def offer(job: JobContext, request: PlanRequest) -> None:
+    """End the script here if it runs for its job only."""
+    if _is_wanted.get():
+        raise Captured(job, request)
+
+
+def job_of(command: Sequence[str]) -> tuple[JobContext, PlanRequest]:
+    """The first job that a script plans, opens or trains, and its plan request.
+
+    Args:
+        command: A Python script and its arguments.
+
+    Raises:
+        ConfigError: If the script ends without a job.
+    """
+    token = _is_wanted.set(True)
+    try:
+        with brief_absence():  # scripts often make shapes only
+            run_as_main(command)
+    except Captured as captured:
+        return captured.job, captured.request
+    finally:
+        _is_wanted.reset(token)
+    raise ConfigError(f"{command[0]} ended without a call of hxla.train, Job.plan or Job.open")
+
 
 PLAN_VARIABLE = "HXLA_PLAN"  # of hxla run --plan
 
@@ -231,7 +274,7 @@ class Job(JobArguments):
             reduction=reduction,
             kept=chosen_before(job, checkpoint_dir),
         )
-        capture.offer(job, request)
+        offer(job, request)
         made = make_plan(job, cluster, request, SessionMeasure, auto=auto, profile=profile)
         return made.plan
 
@@ -303,7 +346,7 @@ class Job(JobArguments):
         if checkpoint_every is not None and checkpoint_dir is None:
             raise ConfigError(f"checkpoint_every={checkpoint_every} needs a checkpoint_dir")
         job = self._context
-        capture.offer(job, PlanRequest())
+        offer(job, PlanRequest())
         check_joined()
         if tensorboard and run_dir is None:
             raise ConfigError("tensorboard=True needs a run_dir to write to")

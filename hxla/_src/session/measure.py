@@ -1,31 +1,168 @@
-"""Measures plans on the present devices, by compiling them and training some trial steps."""
+"""Measures plans on the present devices, by compiling them and training some trial steps.
 
+Some steps of training give the times of a plan.
+"""
+
+import collections
 import dataclasses
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 
+from ..choose.counts import default_sizes, finish_seconds
 from ..choose.make_plan import workloads
-from ..choose.measure import TriedSizes
 from ..choose.memory_model import tightest
-from ..choose.microbatch_sizes import default_sizes
 from ..choose.planning import PlanRequest, plan_for
 from ..choose.short_profile import everywhere, segment_profile, short_profile
+from ..choose.workload import TriedSizes
 from ..cluster.cluster import Cluster
+from ..core.config import BalanceConfig
 from ..core.errors import PlanError
+from ..core.timing import middle_mean
+from ..core.types import PyTree
 from ..jax.devices import is_here, process_of
 from ..job.agreement import facts_of_plan
 from ..job.context import JobContext
 from ..plan.parts import SumsForm
 from ..plan.plan import Plan
 from ..profile.profile import Profile, Setting, together_key
+from ..report.history import StepRecord
 from .session import Session
-from .trial import ObservedSteps, run_trial
 from .values import SessionOptions
 from .watch import FIRST_MEASURED, has_clocks
+
+MOST_STEPS = 200
+_WARM_STEPS = 2
+_FEWEST_TIMED_STEPS = 10
+_FEWEST_SECONDS = 4.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ObservedSteps:
+    """Times of some training steps.
+
+    Attributes:
+        micro_seconds: Seconds of a microbatch's forward and backward, by device.
+        counts: Microbatch counts of most of the steps.
+        peak_bytes: See `Profile.peaks`.
+        end_step: First step whose data was not read.
+        form: The memory layout, as `Plan.memory_form` names it.
+    """
+
+    micro_seconds: tuple[float, ...]
+    update_seconds: tuple[float, ...]
+    counts: tuple[int, ...]
+    step_seconds: float
+    peak_bytes: int
+    end_step: int
+    form: str = ""
+
+    def by_kind(self, labels: Sequence[str]) -> "ObservedSteps":
+        """Average times over the devices of each kind."""
+
+        def mean(values: Sequence[float]) -> tuple[float, ...]:
+            by_label = collections.defaultdict(list)
+            for label, value in zip(labels, values, strict=True):
+                by_label[label].append(value)
+            return tuple(statistics.mean(by_label[label]) for label in labels)
+
+        return dataclasses.replace(
+            self,
+            micro_seconds=mean(self.micro_seconds),
+            update_seconds=mean(self.update_seconds),
+        )
+
+    @property
+    def rest_seconds(self) -> float:
+        """Seconds of a step beyond the slowest device's work: the all-reduce and the loop."""
+        busy = finish_seconds(self.counts, self.micro_seconds, self.update_seconds)
+        return max(0.0, self.step_seconds - max(busy))
+
+
+class Observer:
+    """Collects steps until enough of them have the same counts."""
+
+    def __init__(self, fewest_seconds: float = _FEWEST_SECONDS) -> None:
+        self._fewest_seconds = fewest_seconds
+        self._num_warm = 0
+        self._seconds: dict[tuple[int, ...], list[float]] = collections.defaultdict(list)
+
+    def has_enough_steps(self, record: StepRecord) -> bool:
+        """Add a step; returns whether its counts have enough steps now."""
+        if self._num_warm < _WARM_STEPS:
+            self._num_warm += 1
+            return False
+        seconds = self._seconds[record.counts]
+        seconds.append(record.seconds)
+        return len(seconds) >= _FEWEST_TIMED_STEPS and sum(seconds) >= self._fewest_seconds
+
+    @property
+    def most(self) -> tuple[tuple[int, ...], float]:
+        """The most frequent counts, and the mean of the middle half of their seconds."""
+        counts, seconds = max(self._seconds.items(), key=lambda item: len(item[1]))
+        return counts, middle_mean(seconds)
+
+
+def run_trial(
+    job: JobContext,
+    plan: Plan,
+    devices: tuple[jax.Device, ...],
+    *,
+    start: int = 0,
+    batch: PyTree | None = None,
+    fewest_seconds: float = _FEWEST_SECONDS,
+) -> ObservedSteps:
+    """Train a plan from a step on until enough steps are timed; every process takes part.
+
+    Args:
+        batch: The batch of every step; None: those of the data.
+    """
+    # Counts that follow small changes would leave too few steps of each.
+    moves = job.settings.balance
+    calm = BalanceConfig(
+        min_gain=max(0.1, moves.min_gain),
+        patience_steps=moves.patience_steps,
+        window_steps=MOST_STEPS,
+        retry_steps=moves.retry_steps,
+    )
+    observer = Observer(fewest_seconds)
+    options = SessionOptions(
+        steps=start + MOST_STEPS, balance=calm, first_step=start, is_trial=True
+    )
+    with Session(job, plan, devices, options) as session:
+        if batch is None:
+            for record in session:
+                if observer.has_enough_steps(record):
+                    session.stop()
+        else:
+            for _ in range(_num_steps(job, session, observer, batch, fewest_seconds)):
+                observer.has_enough_steps(session.step(batch))
+        counts, seconds = observer.most
+        return ObservedSteps(
+            micro_seconds=session.running_plan.balancer.seconds,
+            update_seconds=session.running_plan.balancer.fixed,
+            counts=counts,
+            step_seconds=seconds,
+            peak_bytes=session.running_plan.memory_bytes,
+            end_step=session.step_number + job.settings.data.prefetch_steps,
+            form=plan.memory_form,
+        )
+
+
+def _num_steps(
+    job: JobContext, session: Session, observer: Observer, batch: PyTree, fewest_seconds: float
+) -> int:
+    """How many steps take so many seconds, the same on every process, by some first steps."""
+    for _ in range(_WARM_STEPS + 1):
+        record = session.step(batch)
+        observer.has_enough_steps(record)
+    slowest = max(map(float, job.gather("step of a trial", str(record.seconds))))
+    return min(max(math.ceil(fewest_seconds / slowest), _FEWEST_TIMED_STEPS), MOST_STEPS)
+
 
 _TRIAL_SECONDS = 1.0  # of steps as replicas
 _SECONDS = 3.0  # of measured steps, within these numbers

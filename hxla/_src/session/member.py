@@ -16,14 +16,13 @@ from ..core.format import num_bytes
 from ..core.types import PyTree
 from ..jax.coordination import is_lost_peer
 from ..job.context import JobContext
-from ..launch.kept_state import copy_folder
 from ..launch.member import Member, pin
+from ..launch.membership import copy_folder
 from ..lower.store import Store
 from ..model.functional import tree_bytes
 from ..plan.plan import Plan
-from .ending import Termination
-from .requests import LEAVE, MOVE
-from .restore import RestoreSource, chosen
+from .ending import LEAVE, MOVE, Termination
+from .saved_state import RestoreSource, chosen
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoints import Checkpoints

@@ -11,7 +11,7 @@ import jax
 
 from ..core.errors import ConfigError, WeightsError
 from ..core.files import did_you_mean, local_path, set_aside
-from ..core.whole_numbers import check_whole_numbers
+from ..core.keywords import check_whole_numbers
 from ..jax.coordination import gather
 from ..report.history import EvalRecord, scalars
 from ..weights.name_map import SAME

@@ -12,26 +12,22 @@ from ..choose.microbatch_counts import own_ids
 from ..cluster.job_devices import Devices
 from ..core.errors import ConfigError
 from ..core.types import PyTree
-from ..data.data import num_tokens
-from ..data.epochs import epochs_of
-from ..jax.compilation_events import num_compilations
+from ..data.data import epochs_of, num_tokens
+from ..jax.portable import num_compilations
 from ..job.context import JobContext
 from ..lower.determinism import determinism
-from ..lower.state import State
+from ..lower.initial_state import State
 from ..plan.plan import Plan
 from ..report.history import EvalRecord, History, StepRecord
 from ..weights.save_weights import weights_of
-from .ending import Ending, Termination
+from .balancer import RunningPlan
+from .ending import LEAVE, MOVE, Ending, Requests, Termination
 from .forward_passes import evaluated
-from .learning_rate import LearningRate
 from .member import ran
 from .opening import opened_session
-from .recorder import recorder_of, step_record
-from .replica_checksum import ReplicaChecksum
-from .requests import LEAVE, MOVE, Requests
-from .running_plan import RunningPlan
-from .saver import Saver
-from .state_access import StateAccess, agreed_arrays
+from .recorder import LearningRate, recorder_of, step_record
+from .saved_state import Saver
+from .state_access import ReplicaChecksum, StateAccess, agreed_arrays
 from .step import Feed, Outcome, left_out
 from .values import Result, SessionOptions, result_of
 from .watchdog import Watchdog

@@ -2,9 +2,12 @@
 
 Its dictionaries refuse writes at once. Other containers (an `nnx.State`, a variable, a
 list) cannot, so they are checked before the next step.
+
+A check says whether the replicas of the state are still equal, bit for bit.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -12,17 +15,84 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, LaunchError
 from ..core.files import listed
 from ..core.types import PyTree
-from ..job.agreement import facts_of_data
+from ..job.agreement import facts_of_data, ranks_text
 from ..job.context import JobContext
-from ..lower.state import State
+from ..lower.initial_state import State
 from ..lower.store import Store
 from ..model.functional import leaf_names
 from ..model.loss_scale import own_variables
 from ..model.plain_arrays import is_key
 from ..weights.save_weights import note_other_variables
+
+_MOST_NAMES = 5
+
+
+class ReplicaChecksum:
+    """Compares the checksums of the replicas of the state at regular steps.
+
+    Args:
+        ranks: The processes of each replica; a single replica is not compared.
+    """
+
+    def __init__(self, store: Store, ranks: tuple[tuple[int, ...], ...], every: int):
+        self._store, self._ranks, self._every = store, ranks, every
+        self._compared: int | None = None
+
+    def stepped(self, step: int) -> None:
+        """Compare if it is due.
+
+        Raises:
+            LaunchError: As `compare`.
+        """
+        if self.is_due(step):
+            self.compare(step)
+
+    def is_due(self, step: int) -> bool:
+        """Whether to compare at this step."""
+        return step % self._every == 0
+
+    def compare(self, step: int) -> None:
+        """Compare unless this step was compared already; every process must call this.
+
+        Raises:
+            LaunchError: On every process, with the differing replicas and arrays.
+        """
+        if len(self._ranks) == 1 or step == self._compared:
+            return
+        before, self._compared = self._compared, step
+        rows = self._store.checksums()
+        usual, _ = Counter(map(bytes, rows)).most_common(1)[0]
+        first = next(i for i, row in enumerate(rows) if bytes(row) == usual)
+        odd = {i: rows[i] != rows[first] for i in range(len(rows)) if bytes(rows[i]) != usual}
+        if not odd:
+            return
+        since = (
+            f"after step {before} they were still equal"
+            if before is not None
+            else ("they were not compared before")
+        )
+        raise LaunchError(
+            f"after {step} steps the replicas of the state are no longer equal ({since}):\n  "
+            + "\n  ".join(self._lines(first, odd))
+            + "\nthe processes got different inputs, their devices compute differently, or memory "
+            "was damaged: resume from an earlier checkpoint"
+        )
+
+    def _lines(self, first: int, odd: Mapping[int, np.ndarray]) -> list[str]:
+        names = self._store.layout.names()
+        lines = []
+        for i, differs in odd.items():
+            arrays = [names[k] for k in np.flatnonzero(differs)]
+            more = f" and {len(arrays) - _MOST_NAMES} more" if len(arrays) > _MOST_NAMES else ""
+            lines.append(
+                f"{ranks_text(self._ranks[i])} has another {', '.join(arrays[:_MOST_NAMES])}{more} "
+                f"than {ranks_text(self._ranks[first])}"
+            )
+        return lines
+
 
 _REMEDY = (
     "hand in what is to be trained on, session.replace(params=..., aux=..., opt_state=...); what "

@@ -15,21 +15,19 @@ import numpy as np
 from ..core.errors import NonFiniteError
 from ..core.format import plural
 from ..core.types import PyTree
-from ..data.data import Loader, cut_batch
-from ..data.epochs import Epochs
+from ..data.data import Epochs, Loader, cut_batch
 from ..job.agreement import facts_of_data
 from ..job.context import JobContext
 from ..lower.chain_runner import ChainRunner
 from ..lower.contribution import DeviceSums
 from ..lower.decisions import Decisions, Told
 from ..lower.global_arrays import stat_rows
-from ..lower.layerwise import Spans
+from ..lower.layerwise import Spans, ZeroPipeline
 from ..lower.lower import Programs
 from ..lower.pipeline import PieceTimes, Pipeline, piece_times
 from ..lower.store import Store
 from ..lower.sum import Reduced
 from ..lower.update import UpdateInputs
-from ..lower.zero_pipeline import ZeroPipeline
 from ..model.loss import means
 from ..plan.parts import ReplicaWork
 from ..plan.plan import Plan

@@ -11,8 +11,7 @@ import jax
 
 from ..choose.microbatch_counts import Counts
 from ..core.errors import ConfigError, DataError
-from ..core.keywords import suggests_keywords
-from ..core.whole_numbers import check_whole_numbers
+from ..core.keywords import check_whole_numbers, suggests_keywords
 from ..data.data import is_iterator
 from ..plan.plan import Plan
 from ..plan.rules import RuleSet
@@ -20,9 +19,8 @@ from ..report.history import StepRecord
 from ..report.terminal import quietly
 from .callbacks import Callback, Callbacks
 from .job import PLAN_VARIABLE, Job
-from .periods import as_every, check_period
 from .session import Session
-from .values import Result
+from .values import Result, as_every, check_period
 
 
 def _arguments_of_job() -> dict[str, str]:

@@ -6,15 +6,14 @@ from collections.abc import Iterator
 import jax
 
 from ..choose.complete import versions_for
-from ..cluster.card_dtypes import missing_attention, missing_dtypes
 from ..cluster.cluster import Cluster
 from ..cluster.job_devices import Devices
-from ..cluster.libraries import are_unlike, in_words
+from ..cluster.kinds import are_unlike, in_words, missing_attention, missing_dtypes
 from ..core.errors import ConfigError, PlanError
-from ..graph.attention import largest_head
 from ..graph.graph import Graph, rows_touched
 from ..graph.parts import graph_of
 from ..graph.segments import segments_at
+from ..graph.trace import largest_head
 from ..jax.devices import process_of
 from ..jax.settings import unlike_settings
 from ..job.agreement import facts_of_plan, facts_of_versions

@@ -13,8 +13,7 @@ from typing import Any
 
 import jax
 
-from ..choose.inner_split import state_factor
-from ..choose.split_advice import BetterShares, better_shares
+from ..choose.inner_split import BetterShares, better_shares, state_factor
 from ..cluster.cluster import Cluster
 from ..jax.devices import is_here, process_of, share_cores
 from ..job.context import JobContext

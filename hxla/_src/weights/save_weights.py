@@ -18,9 +18,8 @@ from ..core.errors import WeightsError
 from ..core.files import local_path
 from ..core.types import PyTree
 from ..jax.coordination import gather
-from ..model.trainable import entries_of
-from .name_map import NameMap, as_names
-from .pieces import Pieced, pieced
+from ..model.variables import entries_of
+from .name_map import NameMap, Pieced, as_names, pieced
 from .safetensors import Stored, make_file, read_header, unsupported_dtypes
 from .weights import Read, Wanted, Weights, as_weights, filled, open_weights
 

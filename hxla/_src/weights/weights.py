@@ -14,8 +14,7 @@ from ..core.errors import ConfigError, WeightsError
 from ..core.files import meant, nearest
 from ..core.types import PyTree
 from ..model.functional import leaf_names
-from .name_map import FILE_SEPARATOR, MODEL_SEPARATOR, NameMap, as_names, pattern
-from .pieces import Pieced, pieced
+from .name_map import FILE_SEPARATOR, MODEL_SEPARATOR, NameMap, Pieced, as_names, pattern, pieced
 from .safetensors import Stored, files_of
 
 #: From the slices of a block of an array to the block.

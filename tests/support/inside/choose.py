@@ -32,11 +32,17 @@ from hxla._src.choose.collective_costs import (
     volume,
 )
 from hxla._src.choose.complete import complete
-from hxla._src.choose.counts import best_counts, bound_seconds, even_counts, finish_seconds
+from hxla._src.choose.counts import (
+    best_counts,
+    best_size,
+    bound_seconds,
+    candidate_sizes,
+    even_counts,
+    finish_seconds,
+)
 from hxla._src.choose.homogeneous_replicas import best_order
-from hxla._src.choose.known_links import with_measured
+from hxla._src.choose.inner_split import better_shares
 from hxla._src.choose.layer_times import Alternative, layer_times, product_flops
-from hxla._src.choose.link_times import measured_links
 from hxla._src.choose.lower_bound import Bound
 from hxla._src.choose.make_plan import workloads
 from hxla._src.choose.memory import with_memory
@@ -52,9 +58,8 @@ from hxla._src.choose.memory_price import (
     price,
     upper_bound,
 )
-from hxla._src.choose.mesh_axes import roles_of_mesh, split_over
+from hxla._src.choose.mesh_axes import Request, assign_devices, roles_of_mesh, split_over
 from hxla._src.choose.microbatch_counts import pooled, with_executors
-from hxla._src.choose.microbatch_sizes import best_size, candidate_sizes
 from hxla._src.choose.pipeline_request import PipelineRequest
 from hxla._src.choose.placement import (
     NEXT,
@@ -76,8 +81,9 @@ from hxla._src.choose.recompute import (
     least_memory,
 )
 from hxla._src.choose.search import search
-from hxla._src.choose.split_advice import better_shares
+from hxla._src.choose.short_profile import measured_links
 from hxla._src.choose.split_sizes import SplitDevice, best_sizes
 from hxla._src.choose.split_times import places_of, split_devices, split_time
 from hxla._src.choose.structures import pipelined, replicated
 from hxla._src.choose.zero_search import least_seconds
+from hxla._src.profile.profile import with_measured

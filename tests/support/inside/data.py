@@ -2,5 +2,4 @@
 
 from hxla._src.data import data as _data
 from hxla._src.data import host_link as _host_link
-from hxla._src.data import sample_order as _sample_order
-from hxla._src.data.position import from_text, to_text
+from hxla._src.data.batches import from_text, to_text

@@ -3,7 +3,7 @@
 from hxla._src.launch import authority as _authority
 from hxla._src.launch import launcher as _launcher
 from hxla._src.launch import membership as _membership
-from hxla._src.launch import state_folders as _state_folders
+from hxla._src.launch import run as _run
 from hxla._src.launch import throttle as _throttle
 from hxla._src.launch.authority import advance, begin, chosen
 from hxla._src.launch.channel import (
@@ -26,7 +26,6 @@ from hxla._src.launch.environment import (
 )
 from hxla._src.launch.host import LocalHost
 from hxla._src.launch.join import ServiceStatuses
-from hxla._src.launch.kept_state import KeptState, added, differing, newest, pruned
 from hxla._src.launch.member import Pinned, pin
 from hxla._src.launch.membership import (
     AskedBack,
@@ -36,6 +35,7 @@ from hxla._src.launch.membership import (
     Exited,
     Form,
     Joined,
+    KeptState,
     Kill,
     Leave,
     Ledger,
@@ -52,10 +52,13 @@ from hxla._src.launch.membership import (
     Stop,
     Tell,
     Vanished,
+    added,
+    differing,
+    newest,
+    pruned,
 )
 from hxla._src.launch.output import SAID, Forwarder, Logs, Output, Streams
 from hxla._src.launch.planned_mesh import planned_mesh
 from hxla._src.launch.ranks import RanksStart, Seat
-from hxla._src.launch.ray_cluster import connect
-from hxla._src.launch.ray_host import RayHost
+from hxla._src.launch.ray_cluster import RayHost, connect
 from hxla._src.launch.warm import WarmProcess

@@ -25,7 +25,7 @@ from hxla._src.lower.exact_norms import digits_of, exponents_for, row_sums, valu
 from hxla._src.lower.inputs import Training, sharded_of, uneven_of
 from hxla._src.lower.lower import Programs, lower
 from hxla._src.lower.offload import OffloadedLeaf
-from hxla._src.lower.padding import NOT_PADDED, Granules, Padding, padded, unpadded
+from hxla._src.lower.padding import NOT_PADDED, Cut, Granules, Padding, padded, unpadded
 from hxla._src.lower.pipeline import PieceTimes, Pipeline
 from hxla._src.lower.replica import Replica
 from hxla._src.lower.segment_programs import segment_costs
@@ -35,6 +35,5 @@ from hxla._src.lower.stage import StagePart, check_permutes
 from hxla._src.lower.store import Store
 from hxla._src.lower.sum import Reducer
 from hxla._src.lower.sum_layout import SumLayout
-from hxla._src.lower.uneven_collectives import Cut
 from hxla._src.lower.units import Unit, UpdateGroups
 from hxla._src.lower.update import UpdateInputs

@@ -2,8 +2,9 @@
 
 from hxla._src.report import lanes as _lanes
 from hxla._src.report import lanes as _lanes_picture
-from hxla._src.report import progress as _waiting
+from hxla._src.report import terminal as _waiting
 from hxla._src.report.charts import Curve, curve_chart
+from hxla._src.report.history import run_start
 from hxla._src.report.lanes import (
     COLLECTIVE,
     COMPUTATION,
@@ -14,5 +15,4 @@ from hxla._src.report.lanes import (
     write_picture,
 )
 from hxla._src.report.metrics_file import FILE_NAME, MetricsWriter, read_metrics
-from hxla._src.report.progress import Progress, Waiting, line
-from hxla._src.report.run_start import run_start
+from hxla._src.report.terminal import Progress, Waiting, line

@@ -4,8 +4,10 @@ from hxla._src.schedule.replay import (
     SEND,
     Timeline,
     blocking_replay,
+    from_perfetto,
     make_event,
     measured_timeline,
+    perfetto,
     replay_ticks,
 )
 from hxla._src.schedule.schedules import (
@@ -25,4 +27,3 @@ from hxla._src.schedule.segment_sequence import (
     sequence_from_texts,
     while_running,
 )
-from hxla._src.schedule.timeline import from_perfetto, perfetto

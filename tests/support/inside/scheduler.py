@@ -2,17 +2,20 @@
 
 from hxla._src.scheduler.device_proposals import ExecutorTime, Trials, learned, proposals
 from hxla._src.scheduler.elastic_jobs import (
+    MOST_WASTE,
     ActiveJob,
+    Capability,
     ElasticJob,
     Situation,
+    best_configuration,
+    configuration,
     fits,
     free_devices,
     plus,
 )
-from hxla._src.scheduler.job_traces import read_jobs
+from hxla._src.scheduler.job_files import LiveJob, read_jobs, read_live_jobs
 from hxla._src.scheduler.live_commands import LIVE_POLICIES
 from hxla._src.scheduler.live_hosts import RayFleet
-from hxla._src.scheduler.live_jobs import LiveJob, read_live_jobs
 from hxla._src.scheduler.live_record import (
     Decided,
     Holds,
@@ -25,4 +28,3 @@ from hxla._src.scheduler.live_run import LiveSchedule, Places
 from hxla._src.scheduler.policies import backfill, one_at_a_time, returned, shortest_remaining
 from hxla._src.scheduler.schedule_commands import GANGS, POLICIES
 from hxla._src.scheduler.simulator import simulate
-from hxla._src.scheduler.waste import MOST_WASTE, Capability, best_configuration, configuration

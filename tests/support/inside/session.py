@@ -1,16 +1,15 @@
 """What tests know of the insides of `hxla._src.session`."""
 
 from hxla._src.session import balancer as _balancer
-from hxla._src.session import fastest_executors as _fastest_executors
 from hxla._src.session import member as _session_member
+from hxla._src.session import opening as _opening
 from hxla._src.session import step as _step
 from hxla._src.session import watch as _pipeline_watch
 from hxla._src.session.balancer import Balancer
-from hxla._src.session.fastest_executors import with_fastest_executors
-from hxla._src.session.measure import in_training
+from hxla._src.session.ending import LEAVE, SAVE, STOP, Requests
+from hxla._src.session.measure import ObservedSteps, Observer, in_training
 from hxla._src.session.member import rehearse
-from hxla._src.session.requests import LEAVE, SAVE, STOP, Requests
+from hxla._src.session.opening import with_fastest_executors
 from hxla._src.session.step import Stepper
-from hxla._src.session.trial import ObservedSteps, Observer
 from hxla._src.session.validate_plan import check_runnable
 from hxla._src.session.values import plans_from_table

@@ -3,7 +3,7 @@
 import pytest
 
 import hxla
-from support.inside.plan import Request, assign_devices
+from support.inside.choose import Request, assign_devices
 
 
 def ask(*counts, kind="replicate"):
