@@ -2,8 +2,9 @@
 
 A stage needs its parameters and its sums from its first forward to its last backward. So shards
 travel once in a step, one group of slots after another: parameters are gathered before the first
-tick, whole in the slots only, and sums are reduced after the last. The programs are those of a
-pipeline, so no bit differs.
+tick, whole in the slots only, and sums are reduced after the last. Shards that are stored on the
+host are fetched for the gather of their group. The programs are those of a pipeline, so no bit
+differs.
 
 References:
     Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models",
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 
 from ..core.types import PyTree
+from ..plan.parts import Placement
 from .compile import extra_bytes
 from .contribution import DeviceSums
 from .layerwise import Spans
@@ -32,6 +34,7 @@ class ZeroPipeline:
         reducer: The sums over all replicas, with these groups.
         groups: See `stage_groups`.
         sharded: Gathers the parameters of each group of slots; None: all replicas have them.
+        placement: Where shards of the parameters are stored between steps.
     """
 
     def __init__(
@@ -41,9 +44,10 @@ class ZeroPipeline:
         groups: Sequence[Sequence[int]],
         trained: Sequence[int],
         sharded: ShardedParams | None,
+        placement: Placement,
     ):
         self._runners, self._reducer, self._groups = list(runners), reducer, groups
-        self._sharded = sharded
+        self._sharded, self._is_away = sharded, placement.parameters == "host"
         self._collectives = GroupCollectives(reducer, sharded, trained)
         self.wait, self.whole = self._collectives.wait, self._collectives.whole
 
@@ -96,6 +100,8 @@ class ZeroPipeline:
             stored = [dict(enumerate(arrays.params)) for arrays in replicas]
             if self._sharded is not None:
                 gathered = self._collectives.gather(g, pieces)
+                if g + 1 < len(self._runners[0].groups):
+                    self._sharded.fetch(g + 1, pieces)
                 stored = [params | whole for params, whole in zip(stored, gathered, strict=True)]
                 del gathered
             self.wait()
@@ -126,6 +132,9 @@ class ZeroPipeline:
             filling = extra_bytes(runner.programs.fills[g])
             if self._sharded is not None:
                 filling = max(self._sharded.gather_bytes(g), self._sharded.num_bytes(g) + filling)
+                # Of parameters on the host, pieces of this group and the next are on the device.
+                coming = each[g : g + 2] if self._is_away else []
+                filling += sum(map(self._sharded.piece_bytes, coming))
             most = max(most, slots + filling)
             slots += runner.slots_bytes(g)
         sums = sum(map(runner.sums_bytes, each))
