@@ -20,7 +20,7 @@ from ..core.types import PyTree
 from ..graph.low_params import low_params
 from ..model.functional import tree_bytes
 from ..plan.parts import ONE_PROGRAM
-from ..schedule.schedules import FORWARD
+from ..schedule.schedules import BACKWARD, FORWARD
 from ..schedule.segment_sequence import (
     FETCH,
     OFFLOAD,
@@ -31,7 +31,7 @@ from ..schedule.segment_sequence import (
 )
 from .chain_spec import ChainSpec
 from .contribution import DeviceSums
-from .executors import Calls, Executors
+from .executors import Calls, Executors, PartExecutors, fair_share
 from .offload import Known, Stash, nothing_known
 from .replica import Replica
 from .segment_programs import (
@@ -122,6 +122,31 @@ class Running:
     microbatches: list[_Microbatch] = dataclasses.field(default_factory=list)
 
 
+class _SumsOfPart(NamedTuple):
+    """Where a step has the sums to which a part adds: see `PartExecutors`."""
+
+    part: int
+    packs: tuple[int, ...]
+
+    def take(self, running: Running) -> DeviceSums:
+        """The sums."""
+        values = [running.values[k] for k in self.packs]
+        return DeviceSums(running.small_MS, running.peaks[self.part], values, running.words)
+
+    def put(self, running: Running, sums: DeviceSums) -> None:
+        """Replace the sums."""
+        running.small_MS, running.peaks[self.part], values, running.words = sums
+        for k, x in zip(self.packs, values, strict=True):
+            running.values[k] = x
+
+    def with_sums(self, running: Running, sums: DeviceSums) -> Running:
+        """The same step with other sums."""
+        values, peaks = list(running.values), list(running.peaks)
+        other = dataclasses.replace(running, values=values, peaks=peaks)
+        self.put(other, sums)
+        return other
+
+
 class StepInputs(NamedTuple):
     """Inputs of a step's programs beside its microbatches; `exponents` are int32[T]."""
 
@@ -156,7 +181,10 @@ class ChainRunner:
         self._batch_specs = spec.batch_specs()
         self._programs = programs = SegmentPrograms(spec, parts, replica, by_part)
         self.names, self.lower, self.adopt = programs.names, programs.lower, programs.adopt
+        self._by_part = by_part
+        #: If several microbatches run at once; the second `by_part`.
         self._executors: Executors | None = None
+        self._part_executors: PartExecutors | None = None
 
     @property
     def text(self) -> str:
@@ -211,8 +239,8 @@ class ChainRunner:
     def _calls(self, ids: Sequence[int], batches: Sequence[PyTree]) -> list[Any]:
         """The microbatches of each call."""
         work, num = list(zip(ids, batches, strict=True)), self._spec.per_call
-        if self._executors is not None:
-            num = min(num, self._executors.fair_share(len(work)))
+        if self.num_executors > 1:
+            num = max(min(num, fair_share(self.num_executors, len(work))), 1)
         return [work[k : k + num] for k in range(0, len(work), num)]
 
     def _in_turn(
@@ -378,6 +406,17 @@ class ChainRunner:
 
         The leading fetches of a microbatch overlap with the microbatch before.
         """
+        if self._part_executors is not None and len(microbatches) > 1:
+            i, is_backward = operations[-1].segment, any(op.kind == BACKWARD for op in operations)
+
+            def run(state: Running, microbatch: _Microbatch) -> Any:
+                for op in operations:
+                    self._operate(state, microbatch, op)
+                return state.peaks[i] if is_backward else (microbatch.inputs, microbatch.saved)
+
+            sums = _SumsOfPart(i, self._parts[i].packs) if is_backward else None
+            self._part_executors.run(i, running, microbatches, run, sums)
+            return
         rest = list(itertools.dropwhile(lambda op: op.kind == FETCH, operations))
         fetches = operations[: len(operations) - len(rest)]
         for op in fetches if microbatches else ():
@@ -507,9 +546,19 @@ class ChainRunner:
             num: Executors; 1: one microbatch after another.
             keeps: Whether each one's sums stay from step to step.
         """
-        like = self._programs.sums_shapes
-        executors = None if num == 1 else Executors(self._spec.tensors, num, like, keeps)
-        self._executors = executors
+        tensors, like = self._spec.tensors, self._programs.sums_shapes
+        self._executors = self._part_executors = None
+        if num > 1 and self._by_part:
+            each = list(map(self._sums_shapes_of, range(self.num_parts)))
+            self._part_executors = PartExecutors(tensors, num, each, self._programs.same)
+        elif num > 1:
+            self._executors = Executors(tensors, num, like, keeps)
+
+    def _sums_shapes_of(self, i: int) -> DeviceSums:
+        """Shapes of the sums to which a part adds."""
+        like, part = self._programs.sums_shapes, self._parts[i]
+        peaks = self._replica.like(jax.ShapeDtypeStruct((len(part.tensors),), np.int32))
+        return like._replace(values=[like.values[k] for k in part.packs], peaks_T=peaks)
 
     @property
     def per_call(self) -> int:
@@ -519,13 +568,16 @@ class ChainRunner:
     @property
     def num_executors(self) -> int:
         """How many microbatches run at once."""
-        return 1 if self._executors is None else self._executors.num
+        executors = self._executors or self._part_executors
+        return 1 if executors is None else executors.num
 
     # -- bytes -----------------------------------------------------------------------------------
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of a device's further executors between steps, beside the sums."""
+        if self._executors is None:
+            return 0
         return (self.num_executors - 1) * tree_bytes(self._programs.sums_shapes)
 
     def memory_bytes(self, sums_bytes: int) -> int:
@@ -547,7 +599,14 @@ class ChainRunner:
             list(map(self._programs.temporary_bytes, places)),
             residuals=list(map(self._programs.residual_bytes, places)),
             keeps_gradients=self._spec.joins_at_end,
+            per_call=self._spec.per_call,
         )
+
+    def executor_bytes(self) -> int:
+        """Bytes of each further executor while a part runs, if `by_part`."""
+        sums = (tree_bytes(self._sums_shapes_of(i)) for i in range(self.num_parts))
+        needs = map(self._programs.temporary_bytes, range(self.num_parts))
+        return max(s + max(temporary) for s, temporary in zip(sums, needs, strict=True))
 
     def sums_bytes(self) -> list[int]:
         """For each part the bytes of the sums that begin with its backward, if `by_part`."""

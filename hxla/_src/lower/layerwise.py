@@ -191,13 +191,16 @@ class LayerwiseStep:
         Args:
             num: Microbatches of its replica in a step.
         """
-        runner, num = self._runners[0], max(-(-num // self._num_waves), 1)
+        runner = self._runners[0]
+        num = max(-(-num // (runner.per_call * self._num_waves)), 1)
         sequence, costs = runner.sequence, runner.costs()
         num_waves = min(self._num_waves, 3)  # waves between the first and the last are alike
         beside = self._bytes_beside(self._order(num_waves))
         num_runs = len(beside) // num_waves
         waves = [beside[i : i + num_runs] for i in range(0, len(beside), num_runs)]
-        return max(layered_peak_bytes(sequence, costs, num, wave) for wave in waves)
+        further = runner.num_executors - 1
+        more = further * runner.executor_bytes() if further else 0
+        return more + max(layered_peak_bytes(sequence, costs, num, wave) for wave in waves)
 
     def _bytes_beside(self, instructions: Sequence[StepInstruction]) -> list[RunBytes]:
         """Bytes beside the values of microbatches, for each run of a segment."""
