@@ -7,8 +7,8 @@ It takes two to four minutes on two quiet cores. With `--long` the model learns 
 Two processes share this machine, one with a whole core and one with a third of a core, and a small
 GPT learns Python from the sources of the standard library. One job is opened four times:
 
-- a few steps with all microbatches on the fast device, then on the slow one: what each of them
-  computes by itself adds up to the attainable speed, that of 1.33 cores;
+- a few steps with all microbatches on the fast device, then on the slow one: their speeds alone
+  add up to the attainable speed, that of 1.33 cores;
 - the same steps with even counts: the fast device waits, and both do the work of 2 x 0.33 cores;
 - the whole training with planned counts, which follow the measured speeds.
 
@@ -16,8 +16,8 @@ After those steps all four have the same parameters, to the last bit.
 
 Its times mean something only where each process gets its share of a core. So it says that the
 machine is busy in two cases: the fast process got less than 0.85 of its share while it worked, or
-the devices alone are not as far apart in speed as their shares (a factor below 0.75 or above 1.5).
-Parameters are the same all the same.
+the ratio of the devices' speeds is not that of their shares (a factor below 0.75 or above 1.5).
+The parameters are the same in any case.
 """
 
 import argparse
@@ -134,7 +134,7 @@ if got < 0.85 * shares[0] or not 0.75 < apart / wanted < 1.5:
         f"(while it worked, the fast process got {got:.2f} of a core; its share is {shares[0]:g}.\n"
         f"Alone, it is {apart:.1f} times as fast as the slow one; by their shares, {wanted:.1f})"
     )
-print(f"\nattainable      {attainable:7,.0f} bytes/s, the sum of both devices' own speeds")
+print(f"\nattainable      {attainable:7,.0f} bytes/s, the sum of both devices' speeds alone")
 for name in ("even", "planned"):
     speed = tokens / median_seconds(name)
     print(f"{name + ' counts':15} {speed:7,.0f} bytes/s, {speed / attainable:.2f} of attainable")

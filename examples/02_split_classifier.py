@@ -2,8 +2,8 @@
 
     python examples/02_split_classifier.py
 
-Trains a small one on scikit-learn's digits over eight devices (fake ones, on the CPU), then lays
-ResNet-50 with 100,000 classes over eight devices without computing anything.
+Trains a small ResNet on scikit-learn's digits over eight devices (fake ones, on the CPU). Then
+plans ResNet-50 with 100,000 classes for eight devices, without computing anything.
 """
 
 import argparse

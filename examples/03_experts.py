@@ -2,8 +2,8 @@
 
     python examples/03_experts.py
 
-Trains a small one on Python's own sources over eight devices (fake ones, on the CPU), then lays the
-hundred-billion-parameter one over 128 devices without computing anything.
+Trains a small model on the sources of Python's library over eight devices (fake ones, on the CPU).
+Then plans the model of 100 billion parameters for 128 devices, without computing anything.
 """
 
 import argparse

@@ -2,8 +2,9 @@
 
     python examples/04_rules.py
 
-Trains small ones on Python's own sources over eight devices (fake ones, on the CPU), four copies of
-two, then lays GPT-3 and BERT-Large over sixteen devices without computing anything.
+Trains small models on the sources of Python's library over eight devices (fake ones, on the CPU):
+four replicas of two devices. Then plans GPT-3 and BERT-Large for sixteen devices, without computing
+anything.
 """
 
 import argparse

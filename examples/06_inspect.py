@@ -1,4 +1,4 @@
-"""See what XLA made of an MLP that is sharded well, and of the same MLP sharded badly.
+"""Inspect the compiled programs of an MLP that is sharded well, and of the same MLP sharded badly.
 
     python examples/06_inspect.py
 

@@ -3,9 +3,9 @@
     hxla run --mesh cpu-1.0-0.5 examples/07_pipeline.py
     hxla run --mesh cpu-1.0-0.5 examples/07_pipeline.py --stages 2 --schedule zb-h1
 
-Two `hxla.stage()` one after the other ask for one device each, so they are the stages of a
-pipeline. With `--stages` nothing is annotated: the model is cut where the measured times of its
-parts suit the devices, here about 2 to 1. `runs/pipeline/report.html` shows the planned and the
+Two consecutive `hxla.stage()` are the stages of a pipeline, with one device each. With `--stages`
+nothing is annotated: the model is cut by the measured times of its parts on the devices, here about
+2 to 1. `runs/pipeline/report.html` shows the planned and the
 measured step, tick by tick.
 """
 

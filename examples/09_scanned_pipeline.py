@@ -1,10 +1,10 @@
-"""Train a decoder whose layers are one scan in a pipeline, which divides the scan's iterations.
+"""Train a decoder with scanned layers in a pipeline, which divides the iterations of the scan.
 
     hxla run --mesh cpu-1.0-0.5 examples/09_scanned_pipeline.py
 
 The layers' parameters are stacked: `blocks/up/kernel` is of shape (8, 256, 1024). Each process
-holds and runs its own range of the eight, here about 5 and 3, and the result has them stacked
-again. Without `stages` the same lines train a copy on each device.
+has and runs some of the eight layers, here about 5 and 3. In the result they are stacked again.
+Without `stages` the same script trains a replica on each device.
 """
 
 import argparse

@@ -3,10 +3,10 @@
     hxla run --mesh cpu-1.0-0.5 examples/10_uneven_split.py
     hxla plan --mesh workstation-3090-4090 examples/10_uneven_split.py
 
-The first line trains on a whole core beside half of one: two thirds of the heads and columns lie on
-the first. The second plans the same for a small card beside a large one, which need not be here.
-What is said of the split are the two lines `mesh=` and `rules=`; `"tensor": (2, 1)` would state the
-ratio, and `"tensor": (1, 1)` even parts.
+The first command trains on a whole core beside half of one: about two thirds of the heads and
+columns are on the first. The second plans the same for a 3090 beside a 4090, without these cards.
+`mesh=` and `rules=` ask for the split; `"tensor": (2, 1)` would set the ratio, and `(1, 1)` would
+make even shards.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Train the deepest GPT that fits in a stated memory; the planner chooses what is recomputed.
+"""Train the deepest GPT that fits in a given memory; the planner chooses what is recomputed.
 
     python examples/11_memory_limit.py --mib 200
 
-Each layer runs as programs of its own, and the fastest sequence of them that fits is taken: none
-runs twice while the memory lasts. What that changes is seconds, never a bit.
+Each layer is a separate program, and the fastest sequence of programs that fits is taken. Forwards
+run again only if memory is short. This changes the time, and no bit.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     hxla run --elastic --mesh devices.toml examples/12_elastic.py
 
-While it runs, add a `[[device]]` to devices.toml, take one out, or change a `core_share`; kill one
-of its processes, or freeze it. It ends with the SHA-256 that a plain `python` run of it prints.
+While it runs, add a `[[device]]` to devices.toml, remove one, or change a `core_share`. Kill one of
+its processes, or freeze it. It ends with the SHA-256 of an undisturbed `hxla run -n 1`.
 """
 
 import argparse

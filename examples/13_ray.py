@@ -3,10 +3,10 @@
     pip install 'hxla[ray]'
     python examples/13_ray.py
 
-It starts a cluster on this machine, each node with a share of a core; where one is there already,
-`hxla run --elastic --ray auto train.py` is all. The job trains the GPT of 12_elastic.py on two
+It starts a cluster on this machine, with a share of a core for each node. On a cluster of yours,
+`hxla run --elastic --ray auto train.py` is enough. The job trains the GPT of 12_elastic.py on two
 nodes, a third joins, and the first is drained as before a preemption. It ends with the SHA-256 of
-the same script on one process that nobody disturbs.
+an undisturbed run on one process.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Let three jobs share four unlike devices as a policy decides, each with the same bits as alone.
+"""Share four unlike devices among three jobs by a policy: each ends with the same bits as alone.
 
     python examples/14_schedule.py
 
 Each job trains the GPT of 12_elastic.py under `hxla schedule run`. The first begins on all four
-devices, shares of this machine's cores. Two that are shorter come later and take from it; when they
-have ended it gets them back. Each ends with the SHA-256 of the same script on one process that
-nobody disturbs, and the recorded decisions are made again.
+devices, shares of this machine's cores. Two shorter jobs arrive later and get some of them. When
+they have ended, the first job gets these devices back. Each job ends with the SHA-256 of an
+undisturbed run on one process. At the end `hxla schedule replay` repeats the decisions.
 """
 
 import argparse
@@ -37,8 +37,8 @@ seconds = {{"cpu@0.5" = 0.05, "cpu@0.4" = 0.06}}
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=300)
-parser.add_argument("--arrival", type=float, default=20, help="of the two that come later")
-parser.add_argument("--draw", help="file for a picture of who held what when")
+parser.add_argument("--arrival", type=float, default=20, help="seconds until the shorter jobs")
+parser.add_argument("--draw", help="file for a picture of the job of each device over time")
 args = parser.parse_args()
 #: Name, microbatches (maxP), fewest devices (minP), steps, arrival.
 jobs = [

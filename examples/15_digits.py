@@ -1,10 +1,11 @@
 """Classify handwritten digits, evaluate after each epoch, keep the best weights, and resume.
 
     python examples/15_digits.py
-    hxla run -n 2 examples/15_digits.py        # another folder, the same SHA-256
+    hxla run -n 2 examples/15_digits.py --folder runs/two        # the same SHA-256
 
 A network with batch normalisation learns scikit-learn's digits. Run it again with more epochs, and
-it goes on from its last checkpoint. `best.safetensors` has the weights of the best evaluation.
+it resumes from its last checkpoint. The weights of the best evaluation are in
+`runs/digits/best/model.safetensors`.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Train LoRA: two small matrices a layer beside a frozen base model from safetensors.
+"""Train LoRA: two small matrices for each layer, and a frozen base model from safetensors.
 
     python examples/16_lora.py
 
 The base learns the digits 0 to 4. Its weights are saved and read back into a model with LoRA, which
-learns the digits 5 to 9. Afterwards the base's arrays are what the file has, to the last bit.
+learns the digits 5 to 9. Afterwards the base's arrays are those of the file, to the last bit.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Train the byte-level GPT on whatever is here.
+"""Train the byte-level GPT on all present devices.
 
 python examples/train_gpt.py                             one device
 hxla run --mesh cpu-1.0-0.33 examples/train_gpt.py       two unequal processes

@@ -8,6 +8,7 @@ import pytest
 
 from hxla import Cluster, Device, Link, Node, Rate, load_cluster
 from support.inside.choose import best_counts, finish_seconds
+from support.inside.cluster import ring_transfers
 
 CURVE = Link(bytes_per_second=1e9, latency_seconds=5e-6, curve=((1e3, 1e8), (1e5, 1e9), (1e7, 5e9)))
 
@@ -51,6 +52,21 @@ def test_links_are_found_by_the_nodes_of_the_two_devices():
     assert cluster.link(0, 3) == cluster.link(3, 2) == far
     assert cluster.link(1, 1) is None
     assert Cluster(name="x", devices=(Device(kind="cpu"),) * 2).link(0, 1) is None
+
+
+def test_a_ring_is_closed_and_leaves_each_node_once():
+    nodes = (0, 1, 0, 1)
+    cluster = Cluster(
+        name="x",
+        devices=tuple(Device(kind="k", node=n) for n in nodes),
+        nodes=(Node(name="a"), Node(name="b")),
+    )
+    sends = ring_transfers(cluster, range(4), 8.0)
+    assert sorted(send.sender for send in sends) == [0, 1, 2, 3]
+    assert sorted(send.receiver for send in sends) == [0, 1, 2, 3]
+    crossings = [(nodes[s.sender], nodes[s.receiver]) for s in sends]
+    assert sorted(c for c in crossings if c[0] != c[1]) == [(0, 1), (1, 0)]
+    assert ring_transfers(cluster, [2], 8.0) == []
 
 
 @pytest.mark.parametrize("bad", [0, -1, math.nan, math.inf])

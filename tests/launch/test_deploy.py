@@ -55,7 +55,7 @@ def test_a_job_that_slurm_stops_is_queued_again_and_ends_as_if_nothing_had_been(
     with printed.open("wb") as out:
         job = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
         try:
-            wait_until(lambda: "] step " in printed.read_text(), printed.read_text)
+            wait_until(lambda: "\nstep " in printed.read_text(), printed.read_text)
             job.send_signal(signal.SIGTERM)
             assert job.wait(PATIENCE_SECONDS) == 75
         finally:
@@ -75,4 +75,4 @@ def test_a_job_that_slurm_stops_is_queued_again_and_ends_as_if_nothing_had_been(
     alone = [sys.executable, "-m", "hxla", "run", "-n", "1", str(JOB), "--steps", str(STEPS)]
     undisturbed = subprocess.run(alone, env=env, capture_output=True, text=True, check=True)
     [line] = [line for line in undisturbed.stdout.splitlines() if "sha256" in line]
-    assert line.split("] ")[-1] in again.stderr
+    assert line.split("] ")[-1] in again.stdout

@@ -82,7 +82,7 @@ def compiled_in_pauses(job):
     for line in job.printed_text().splitlines():
         if line.startswith("hxla: generation"):
             is_pause = "state left by" in line
-        elif "] step " in line:
+        elif line.startswith("step "):
             is_pause = False
         elif is_pause and "Compiling" in line:
             found.append(line)

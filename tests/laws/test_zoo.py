@@ -41,6 +41,7 @@ def train(row, counts=(8,), **options):
         shuffle=False,
         variables=row.variables,
         trainable=row.trainable,
+        mixes_examples=row.by_microbatch,
         **arguments,
     )
 

@@ -221,7 +221,7 @@ def test_a_hybrid_trains_as_one_device_does(case):
     variables, is_linen = None, isinstance(make(), nn.Module)
     if is_linen:
         variables = make().init(jax.random.key(0), data[0]["tokens"][:, :-1])
-    result = trained(make(), data, 32, 8, variables)
+    result = trained(make(), data, 32, 4 if name in MANY else 8, variables)
     np.testing.assert_allclose([s.loss for s in result.history.steps], losses, rtol=1e-5)
     close(result.state["params"] if is_linen else nnx.state(result.model, nnx.Param), params)
     if flavour == "scanned":

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import re
 import tempfile
+import threading
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import hxla
 from support.blocks import Layers, Scanned, job, trained
 from support.inside.lower import _units
+from support.inside.session import _step
 from support.relays import bytes_of_devices, relayed, straight
 from support.shared_state import WIDTH, Few, planned, shared
 from support.tiers import rows
@@ -120,6 +122,21 @@ def told(name):
         patch.setattr(_units, "_LEAST_BYTES", 512)
         patch.setattr(_units, "_NUM_GROUPS", 2)
         return wanted, relayed(forms, folder, HELD_OUT, look)
+
+
+def test_a_wave_waits_for_those_that_measure_the_wave_before(monkeypatch):
+    """A wave donates the arrays that show when the wave before it is done."""
+    watched = _step._watched
+
+    def late(*args):
+        threading.Event().wait(0.5)
+        return watched(*args)
+
+    monkeypatch.setattr(_step, "_watched", late)
+    own, plan = form(2, (4, 4), waves=2)
+    with own.open(plan, steps=2) as session:
+        records = [session.step() for _ in range(2)]
+    assert all(min(record.busy_seconds) > 0 for record in records)
 
 
 @pytest.mark.parametrize("name", rows(RELAYS, "bf16"))

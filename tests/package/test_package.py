@@ -304,7 +304,7 @@ def test_the_demo_notices_work_that_slows_both_processes_alike(tmp_path):
 def test_a_model_too_large_for_a_device_trains_over_two_without_annotations():
     script = str(EXAMPLES / "05_auto.py")
     command = ["-m", "hxla", "run", "--mesh", "cpu-2-small", script, "--steps", "3"]
-    said = _runs(command, ["chosen by search", " copies, loss "])
+    said = _runs(command, ["chosen by search", " replicas, loss "])
     # One copy that both cut, or two that share their state, by what was measured.
     ways = {
         "data x tensor = 1 x 2": "up/kernel: P(None, 'tensor')",

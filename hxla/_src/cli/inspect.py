@@ -18,7 +18,7 @@ _DUMP, _OUTPUT, _BITS = "Reading a dump", "Output", "Bit by bit"
 @click.command(
     cls=CommandWithExamples,
     context_settings=SETTINGS,
-    short_help="Show what XLA made of a program, or where the bits of two runs part.",
+    short_help="Show collectives and memory of a program, or where the bits of two runs differ.",
     examples=(
         ("inspect dump", "Collectives, memory and warnings of the programs of hxla run --dump."),
         ("inspect before --diff after --html change.html", "What changed between two dumps."),
@@ -31,7 +31,7 @@ _DUMP, _OUTPUT, _BITS = "Reading a dump", "Output", "Bit by bit"
     "--axes",
     type=AXES,
     metavar="AXIS=SIZE,...",
-    help="Names and sizes of the mesh axes, where the dump does not have them.",
+    help="Names and sizes of the mesh axes, if the dump lacks them.",
 )
 @mesh_option(_DUMP, "Predict the times of collectives on this mesh: a built-in name or a file.")
 @option(
@@ -40,7 +40,7 @@ _DUMP, _OUTPUT, _BITS = "Reading a dump", "Output", "Bit by bit"
     metavar="NAME_OR_FILE",
     help="Warn of parameters that are not sharded as this rule set says.",
 )
-@option(_DUMP, "--diff", type=click.Path(), metavar="DUMP", help="Show what changed in this one.")
+@option(_DUMP, "--diff", type=click.Path(), metavar="DUMP", help="Show the changes to this dump.")
 @option(
     _DUMP,
     "--profile",
@@ -53,7 +53,7 @@ _DUMP, _OUTPUT, _BITS = "Reading a dump", "Output", "Bit by bit"
     "--plan",
     type=INPUT_FILE,
     metavar="PLAN.JSON",
-    help="The plan that ran. Its uneven shards and their padding are shown.",
+    help="Show the uneven shards and their padding, from the plan that ran.",
 )
 @option(
     _DUMP,
@@ -92,7 +92,7 @@ _DUMP, _OUTPUT, _BITS = "Reading a dump", "Output", "Bit by bit"
     "--bits-record",
     type=OUTPUT_FILE,
     metavar="RECORD.JSON",
-    help="Write what the script DUMP computes, for --bits on another machine.",
+    help="Write the bits that the script DUMP computes, for --bits on another machine.",
 )
 @option(
     _BITS,
@@ -110,10 +110,10 @@ _DUMP, _OUTPUT, _BITS = "Reading a dump", "Output", "Bit by bit"
     help="The microbatch size for --bits and --bits-record.",
 )
 def inspect(dump: str | None, **options: Any) -> int:
-    """Show what XLA made of a program: collectives, memory, warnings, and the lines they come from.
+    """Show collectives, memory and warnings of compiled programs, with the lines of your code.
 
-    DUMP is a folder of hxla run --dump or of XLA, or one file of it. With --bits it is a script.
-    With --bits the exit code is 1 where a bit differs.
+    DUMP is a folder of hxla run --dump or of XLA, or a file in one. With --bits it is a script,
+    and the exit code is 1 if a bit differs.
     """
     if options["bits"] is not None or options["bits_record"] is not None:
         return _bits(

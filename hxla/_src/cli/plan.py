@@ -40,7 +40,7 @@ def _microbatch_sizes(heading: str, help: str, default: str) -> Callable[[Decora
 @click.command(
     cls=CommandWithExamples,
     context_settings=SETTINGS | SCRIPT_SETTINGS,
-    short_help="Measure a script's model on these devices, for hxla plan.",
+    short_help="Measure a script's model and the links between devices, for hxla plan.",
     examples=(
         ("profile --write times.json train.py", "Measure on one process."),
         ("profile --mesh cpu-1.0-0.33 train.py", "Measure each device of a mesh."),
@@ -83,9 +83,9 @@ def profile(
     segments: int,
     write: str,
 ) -> int:
-    """Measure how long the model of a training script takes on these devices.
+    """Measure the model of a training script, and the links between devices, for hxla plan.
 
-    The script runs up to its training, which is left out.
+    The script runs up to its training, and stops there. Measuring takes minutes.
     """
     command = script_command(script, arguments, is_module=is_module)
     if mesh is not None and not joined:
@@ -124,7 +124,7 @@ def profile(
     context_settings=SETTINGS | SCRIPT_SETTINGS,
     short_help="Plan a script's training for any mesh, without its devices.",
     examples=(
-        ("plan --mesh whale-8v100-8p100 train.py", "Plan for a cluster that is not here."),
+        ("plan --mesh whale-8v100-8p100 train.py", "Plan for a built-in cluster."),
         (
             "plan --mesh mine.toml --profile times.json --write plan.json train.py",
             "Plan with measured times, and write the plan for hxla run --plan.",
@@ -143,7 +143,7 @@ def profile(
     type=INPUT_FILE,
     metavar="PROFILE.JSON",
     show_default="estimates",
-    help="Plan with the times that hxla profile measured.",
+    help="Plan with the times that hxla profile measured, of model and links.",
 )
 @option(
     _OUTPUT,
@@ -191,7 +191,7 @@ def profile(
     _SEARCH,
     "--no-recompute",
     is_flag=True,
-    help="Keep all activations, instead of recomputing some where memory is short.",
+    help="Save all activations; recompute none.",
 )
 @option(
     _SEARCH,
@@ -212,9 +212,9 @@ def plan(
     mesh: str | None,
     **options: Any,
 ) -> int:
-    """Plan the training of a script for any mesh, whose devices need not be here.
+    """Plan the training of a script for any mesh, without its devices.
 
-    The script runs up to its training, which is left out.
+    The script runs up to its training, and stops there.
     """
     if mesh is None:
         words = "Missing option '--mesh': name the mesh to plan for."

@@ -48,7 +48,7 @@ _RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
     "--plan",
     type=INPUT_FILE,
     metavar="PLAN.JSON",
-    help="Run this plan of hxla plan --write. Without --mesh it runs on the mesh in the plan.",
+    help="Run this plan, a file of hxla plan --write. It has its mesh: --mesh is not needed.",
 )
 @option(
     _WHAT,
@@ -64,7 +64,7 @@ _RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
     default=5.0,
     show_default=True,
     metavar="SECONDS",
-    help="The time between SIGTERM and SIGKILL for processes that have to end.",
+    help="The time between SIGTERM and SIGKILL.",
 )
 @option(
     _ELASTIC,
@@ -128,8 +128,8 @@ def run(
 ) -> int:
     """Start a training script on all devices, with one process per device.
 
-    All words after SCRIPT are arguments of the script. Under srun and mpirun, whose tasks run
-    already, the script joins those tasks.
+    All words after SCRIPT are arguments of the script. Under srun and mpirun no process is
+    started: the script joins the tasks.
     """
     exclusive = [n for n in ("mesh", "num_processes", "ray") if options[n] is not None]
     if len(exclusive) > 1:

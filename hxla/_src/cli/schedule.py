@@ -25,7 +25,7 @@ _JOBS, _RULES, _OUTPUT = "Jobs and devices", "Rules", "Output"
     short_help="Decide which of several jobs gets which devices.",
     examples=(
         ("schedule simulate jobs.csv --devices V100=4,T4=4", "Compare all policies on a trace."),
-        ("schedule run jobs.toml --mesh mine.toml --policy weighing", "Run jobs for real."),
+        ("schedule run jobs.toml --mesh mine.toml --policy weighing", "Run jobs."),
     ),
 )
 @click.pass_context
@@ -288,7 +288,7 @@ def run(
 def replay(record: str, draw: str | None) -> int:
     """Decide a recorded run again, and say whether each decision is the recorded one.
 
-    RECORD is the record.jsonl of hxla schedule run. The exit code is 1 where a decision differs.
+    RECORD is the record.jsonl of hxla schedule run. The exit code is 1 if a decision differs.
     """
     from ..scheduler.live_commands import replay_command
 

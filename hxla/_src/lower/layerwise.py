@@ -29,8 +29,8 @@ from .sharded_params import GroupCollectives, ShardedParams
 from .sum import Reducer
 
 #: Pairs: the array with which a device begins, or the clock's seconds then; and an array that is
-#: ready when it is done. None at the end.
-Spans = queue.SimpleQueue
+#: ready when it is done. None at the end. A watcher waits for both arrays, and says `task_done`.
+Spans = queue.Queue
 
 
 @dataclasses.dataclass
@@ -42,7 +42,6 @@ class _Step:
         begun: Arrays that are ready when the running segment has begun.
         totals: Totals over all replicas, of the groups reduced so far.
         waiting: The sums of earlier waves, by group.
-        marks: Arrays that are ready when all running programs are done.
     """
 
     replicas: Sequence[ReplicaArrays]
@@ -52,7 +51,6 @@ class _Step:
     begun: list[Any]
     totals: list[list[jax.Array]]
     waiting: dict[int, Any] = dataclasses.field(default_factory=dict)
-    marks: list[jax.Array] = dataclasses.field(default_factory=list)
 
 
 class LayerwiseStep:
@@ -128,8 +126,9 @@ class LayerwiseStep:
 
     def _gather(self, state: _Step, instruction: StepInstruction) -> None:
         # Programs wait in a queue with their arguments: no more than one segment's may be whole.
-        jax.block_until_ready(state.marks)
-        state.marks = []
+        # The watchers wait, not this thread: a later wave donates the arrays they wait for.
+        for spans in state.spans:
+            spans.join()
         for runner in self._runners:
             runner.wait()
         if self._sharded is None:
@@ -160,7 +159,6 @@ class LayerwiseStep:
             mark = runner.mark(run, segment, is_backward, some[-1]) if some else None
             if mark is not None:
                 spans.put((begun, mark))
-                state.marks.append(mark)
             if self._sharded is not None:
                 runner.set_params(run, segment, {})
 

@@ -583,21 +583,29 @@ def _watched(spans: "Spans[Any]", start: float, update: _Seconds | None) -> tupl
     Args:
         start: When the step began.
     """
-    of_update = 0.0
-    if update is not None:
-        begun, done = update.result()
-        of_update, start = done - begun, max(start, done)
-    busy = 0.0
-    while (span := spans.get()) is not None:
-        begins, tick = span
-        if isinstance(begins, float):
-            start = max(start, begins)
-        elif begins is not None:
-            jax.block_until_ready(begins)
-            start = time.perf_counter()
-        jax.block_until_ready(tick)
-        now = time.perf_counter()
-        busy, start = busy + now - start, now
+    of_update = busy = 0.0
+    try:
+        if update is not None:
+            begun, done = update.result()
+            of_update, start = done - begun, max(start, done)
+        while (span := spans.get()) is not None:
+            try:
+                begins, tick = span
+                if isinstance(begins, float):
+                    start = max(start, begins)
+                elif begins is not None:
+                    jax.block_until_ready(begins)
+                    start = time.perf_counter()
+                jax.block_until_ready(tick)
+            finally:
+                spans.task_done()
+            now = time.perf_counter()
+            busy, start = busy + now - start, now
+    except BaseException:
+        # A thread that waits for spans may go on: it meets the error.
+        while spans.get() is not None:
+            spans.task_done()
+        raise
     return busy, of_update
 
 

@@ -3,6 +3,7 @@
 from hxla._src.session import balancer as _balancer
 from hxla._src.session import fastest_executors as _fastest_executors
 from hxla._src.session import member as _session_member
+from hxla._src.session import step as _step
 from hxla._src.session import watch as _pipeline_watch
 from hxla._src.session.balancer import Balancer
 from hxla._src.session.fastest_executors import with_fastest_executors
