@@ -557,7 +557,8 @@ class ChainRunner:
     def _sums_shapes_of(self, i: int) -> DeviceSums:
         """Shapes of the sums to which a part adds."""
         like, part = self._programs.sums_shapes, self._parts[i]
-        peaks = self._replica.like(jax.ShapeDtypeStruct((len(part.tensors),), np.int32))
+        shape = jax.ShapeDtypeStruct((len(part.tensors),), np.int32)
+        peaks: Any = self._replica.like(shape)
         return like._replace(values=[like.values[k] for k in part.packs], peaks_T=peaks)
 
     @property
