@@ -137,11 +137,6 @@ USES = {
         CONFIG,
         "needs reduction='exact'",
     ),
-    "a clip before the sum of a scaled loss": (
-        lambda f: train("fp16", config={"communication": {"clip_norm": 1.0, "clip": "before"}}),
-        CONFIG,
-        "clip='before' would clip gradients of a scaled loss",
-    ),
     "another word for nonfinite": (
         lambda f: plan(nonfinite="halve"),
         CONFIG,

@@ -58,9 +58,13 @@ def collectives(programs):
 def programs_of(session):
     """Collectives in the programs of the devices that train, and in those of the hosts."""
     own = session._programs
-    loss = own.runners[0]._programs.of(0)["loss"]
-    on_devices = [loss, *own._updates.each[0].compiled]
+    of_parts, num = own.runners[0]._programs.of, own.runners[0].num_parts
+    on_devices = [program for i in range(num) for program in of_parts(i).values()]
+    on_devices += own._updates.each[0].compiled
     between = list(own.reducer.programs)
+    if own.sharded_params is not None:
+        between += own.sharded_params._gathers.values()
+        on_devices += [program for [program] in own.sharded_params._unflats.values()]
     if own.gather is not None:
         between += own.gather._programs
         on_devices += [program for [program] in own.gather._unflat]
@@ -124,5 +128,6 @@ if __name__ == "__main__":
             trained(over, 0, folder / over, steps=1)
             told[f"{other} 0"] = trained(other, 0, folder / over)
         told |= {"whole": trained("host", 0), "host 1": trained("host", 1)}
+        told |= {"host 3": trained("host", 3), "device 3": trained("device", 3)}
     told["unlike"] = on_unlike_devices()
     print(f"RESULT {jax.process_index()} {json.dumps(told)}", flush=True)

@@ -126,7 +126,14 @@ def test_numerics_are_as_few_as_the_law_says():
     assert any(t.resumes is not None and drawn_other(t, own) for own in drawn.values() for t in own)
     assert any(t.balance for t in every)
     assert {t.plan.replicas[0].executors for t in every} == {1, 2, 3}
-    assert {t.plan.placement.zero for t in every if t.plan.replicas[0].executors > 1} == {0, 1}
+    assert {t.plan.placement.zero for t in every if t.plan.replicas[0].executors > 1} == {
+        0,
+        1,
+        2,
+        3,
+    }
+    of_chains = [t.plan for t in every if t.plan.num_segments > 1]
+    assert {plan.microbatches_per_call for plan in of_chains} == {1, 2, 3}
     assert {(t.plan.sums.over, t.processes > 1) for t in every} == {
         *itertools.product(("device", "host"), (False, True))
     }

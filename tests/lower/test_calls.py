@@ -121,18 +121,55 @@ def test_copies_that_are_cut_take_several_too():
     np.testing.assert_allclose(of(1, 1)[0], alone[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("config", "more", "said"),
-    [
-        ({"memory": {"recompute": "boundaries"}}, {}, "a chain of segments has several programs"),
-        ({}, {"mesh": {"stage": 2}}, "a pipeline has several programs"),
-    ],
-)
-def test_what_has_no_such_program_is_refused(config, more, said):
-    cluster = {"microbatches_per_call": 4, **config.pop("cluster", {})}
-    devices = tuple(range(math.prod(more.get("mesh", {"data": 1}).values())))
-    with pytest.raises(PlanError, match=said):
-        job(devices, cluster, **config).plan(microbatch_size=2, **more)
+BOUNDARIES = {"recompute": "boundaries", "segments": 3}
+#: Chains of several segments: their memory, and the microbatches of each device.
+CHAINS = {
+    "none": ({**BOUNDARIES, "recompute": "none"}, (7, 5)),
+    "boundaries": (BOUNDARIES, (11, 1)),
+    "stash": ({**BOUNDARIES, "recompute": "none", "offload": {"stash": "host"}}, (12,)),
+    "zero 2": ({**BOUNDARIES, "zero": 2}, (12, 0)),
+    "waves": ({**BOUNDARIES, "zero": 2, "waves": 2}, (5, 7)),
+    "zero 3": ({**BOUNDARIES, "zero": 3, "offload": {"parameters": "host"}}, (7, 5)),
+}
+BEFORE = {"clip_norm": 0.5, "clip": "before"}
+
+
+@functools.cache
+def alone_in_segments(per_call, **communication):
+    own = planned(per_call, memory=BOUNDARIES, communication=communication)
+    return own[0], ended(*own)
+
+
+@pytest.mark.parametrize("name", rows(CHAINS, "none", "waves"))
+def test_no_bit_of_a_chain_depends_on_what_it_keeps_or_on_who_runs_it(name):
+    memory, counts = CHAINS[name]
+    plan, end = alone_in_segments(PER_CALL)
+    other, own = planned(PER_CALL, counts, memory=memory)
+    assert other.num_segments == 3
+    assert other.microbatches_per_call == PER_CALL
+    assert other.numerics == plan.numerics
+    assert ended(other, own) == end
+
+
+@pytest.mark.parametrize("clip", rows([{}, BEFORE], BEFORE, ids=lambda clip: "clip" * bool(clip)))
+def test_a_chain_computes_what_a_call_for_each_does(clip):
+    several, one = (alone_in_segments(num, **clip) for num in (PER_CALL, 1))
+    assert several[0].numerics != one[0].numerics
+    np.testing.assert_allclose(several[1][0], one[1][0], rtol=1e-5)
+
+
+def test_a_call_of_a_pipeline_runs_all_microbatches_anyway():
+    devices, several = (0, 1), {"microbatches_per_call": 4}
+    plans = [
+        job(devices, cluster).plan(microbatch_size=2, mesh={"stage": 2})
+        for cluster in (several, {})
+    ]
+    assert plans[0].microbatches_per_call == 1
+    assert plans[0].numerics == plans[1].numerics
+    said = "microbatches_per_call=4 changes nothing: one call of a pipeline runs all microbatches"
+    assert said in plans[0].explain()
+    with pytest.raises(PlanError, match="one call of a pipeline runs all microbatches"):
+        plans[0].replaced(microbatches_per_call=4)
 
 
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path):

@@ -38,6 +38,27 @@ def test_sums_that_are_let_go_give_the_same_bits():
     assert ended(with_executors(plan, (3,)).replaced(placement=released)) == end
 
 
+#: Memory of chains, with the microbatches of each device.
+CHAINS = {
+    "zero 2": ({"zero": 2}, (7, 5)),
+    "waves": ({"zero": 2, "waves": 2, "recompute": "none"}, (11, 1)),
+    "zero 3": ({"zero": 3, "offload": {"parameters": "host"}}, (12, 0)),
+    "stash": ({"zero": 2, "recompute": "none", "offload": {"stash": "host"}}, (5, 7)),
+    "a chain's stash": ({"recompute": "none", "offload": {"stash": "host"}}, (5, 7)),
+}
+
+
+@pytest.mark.parametrize("name", rows(CHAINS, "waves"))
+def test_executors_of_segments_move_no_bit(name):
+    memory, counts = CHAINS[name]
+    settings = {"memory": {"recompute": "boundaries", "segments": 3} | memory}
+    jobs = [job((0, 1), {"executors": num}, **settings) for num in (1, 3)]
+    plans = [own.plan(microbatch_size=2, counts=list(counts)) for own in jobs]
+    assert plans[0].numerics == plans[1].numerics
+    assert [replica.executors for replica in plans[1].replicas] == [3, 3]
+    assert ended(plans[1], jobs[1]) == ended(plans[0], jobs[0])
+
+
 @contextlib.contextmanager
 def meeting(session, num):
     """Microbatches that go on only when so many of them are under way."""

@@ -78,6 +78,11 @@ RELAYS = {
         (3, (1, 1, 4, 2), {"shard_groups": 2, "waves": 2, "recompute": "none"}),
         (1, (3, 0, 4, 1), {"shard_groups": 2}),
     ],
+    "over the host": [
+        (3, (2, 6), {"over": "host"}),
+        (3, (5, 0, 3), {**on_host(parameters=True), "over": "host", "shares": [1, 3, 2]}),
+        (2, (4, 4), {"over": "host"}),
+    ],
     "fp16": [(3, (3, 5), {"shares": [1, 3]}), (1, (4, 4), {})],
 }
 WORDS = ("bf16", "fp16")

@@ -204,8 +204,20 @@ def test_a_run_has_the_scales_of_grad_scaler_for_its_overflows():
     assert [r.loss_scale for r in records] == grad_scaler(skipped, 2.0**24, 2)
 
 
-def test_the_scale_is_undone_exactly():
+#: Where gradients are clipped, and whether a microbatch is a chain of segments.
+CLIPS = {
+    "after": ("after", {}),
+    "before": ("before", {}),
+    "before, in segments": ("before", {"recompute": "boundaries", "segments": 2}),
+}
+
+
+@pytest.mark.parametrize("clip", rows(CLIPS, "after", "before"))
+def test_the_scale_is_undone_exactly(clip):
     """Of a model in float32 nothing is rounded otherwise, so bits are those without a scale."""
+    where, memory = CLIPS[clip]
+    communication = {"clip_norm": 0.1, "clip": where}
+    cluster = {"visible_devices": [0]}
     x = jax.random.normal(jax.random.key(0), (96, 4))
     tame = {"x": np.asarray(x), "y": np.tanh(np.asarray(x)[:, :2])}
 
@@ -218,7 +230,7 @@ def test_the_scale_is_undone_exactly():
                 optax.sgd(0.1),
                 batch_size=BATCH,
                 nonfinite=nonfinite,
-                config={"communication": {"clip_norm": 0.1}, "cluster": {"visible_devices": [0]}},
+                config={"communication": communication, "cluster": cluster, "memory": memory},
             ),
             microbatch_size=4,
             steps=3,

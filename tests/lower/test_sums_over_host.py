@@ -34,6 +34,7 @@ def test_bits_are_those_of_device_collectives(told):
         assert own["unlike"]["sha256"] == own["device 1"]["sha256"]  # it is over the host
         if tiers.is_all:
             assert own["host 1"]["sha256"] == own["device 1"]["sha256"]
+            assert own["host 3"]["sha256"] == own["device 3"]["sha256"]
             assert [own[name]["first step"] for name in ("whole", "host 0", "device 0")] == [
                 0,
                 1,
@@ -141,10 +142,6 @@ REFUSED = {
     "a split": (
         lambda: planned(("cpu",) * 4, over("host"), mesh={"data": 2, "tensor": 2}, rules="decoder"),
         "the axes tensor need collectives inside a replica: .* set communication.over to 'device'",
-    ),
-    "shared parameters": (
-        lambda: planned(("cpu",) * 2, over("host", zero=3)),
-        "placement.zero: stage 3 gathers parameters in collectives of the devices",
     ),
     "float sums": (
         lambda: planned(("cpu",) * 2, over("host"), reduction="float"),

@@ -26,6 +26,7 @@ SIZES = {"width": 64, "length": 16, "layers": 2}
 SPREADS = {
     "stages of few parameters": [
         ({"zero": 3, "shares": [3, 1], "num_groups": 2}, 2, (5, 3)),
+        ({"zero": 3, "offload": {"parameters": "host", "optimizer": "host"}}, 2, (3, 5)),
         ({"zero": 1, "offload": {"optimizer": "disk"}}, 2, (3, 5)),
     ],
     "tensor": [  # stages 2 and 3 run segment by segment
@@ -130,15 +131,19 @@ def test_sums_over_whole_arrays_and_masks_are_of_all_parts(optimizer):
         ({"zero": 2, "waves": 2}, None, 2, "stage", "run all microbatches of a step in one wave"),
         ({"zero": 1}, None, 1, "tensor", "nobody to share with"),
         (
-            {"zero": 3, "offload": {"parameters": "host"}},
-            *(None, 2, "stage", "it is segments whose parameters wait elsewhere"),
+            {"zero": 3, "offload": {"stash": "host"}},
+            *(None, 2, "stage", "stages run as one program, which offloads nothing"),
+        ),
+        (
+            {"zero": 2, "offload": {"parameters": "host"}},
+            *(None, 2, "stage", "needs memory.zero of 3"),
         ),
         (
             {"zero": 1, "offload": {"optimizer": "host"}},
             *(optax.lamb, 2, "tensor", "sums over whole parameters.* read its state"),
         ),
     ],
-    ids=["waves", "alone", "parameters", "sums of state"],
+    ids=["waves", "alone", "stash", "parameters", "sums of state"],
 )
 def test_what_cannot_be_shared_out_so_is_refused(memory, optimizer, copies, axes, said):
     own = job(optimizer and optimizer(1e-2), **memory)

@@ -536,7 +536,7 @@ BROKEN |= {
     ),
     "several microbatches in a call of a pipeline": (
         at("microbatches_per_call", 2),
-        ["microbatches_per_call: a pipeline has several programs"],
+        ["microbatches_per_call: one call of a pipeline runs all microbatches .*: use 1"],
     ),
     "segments that keep unlike things": (
         at("pipeline.segments.0.keep", "residuals"),

@@ -1,6 +1,7 @@
 """A small job of many microbatches, with statistics and dropout."""
 
 import functools
+import json
 
 import numpy as np
 import optax
@@ -29,20 +30,18 @@ def loss(model, batch):
 
 
 @functools.cache
-def _job(devices, cluster, settings):
+def _job(config):
     rng = np.random.default_rng(5)
     data = {"x": rng.normal(size=(96, 6)).astype("float32"), "y": rng.normal(size=96)}
     data["y"] = data["y"].astype("float32")
-    config = {"cluster": {"visible_devices": list(devices), **dict(cluster)}}
-    config |= {name: dict(own) for name, own in settings}
     make, optimizer = lambda: Net(nnx.Rngs(0)), optax.sgd(0.1, momentum=0.9)
-    return hxla.Job(make, data, loss, optimizer, batch_size=2 * NUM, config=config)
+    return hxla.Job(make, data, loss, optimizer, batch_size=2 * NUM, config=json.loads(config))
 
 
 def job(devices=(0,), cluster=(), **settings):
     """Traced once for all who ask for the same; each session begins with the same parameters."""
-    named = tuple((name, tuple(own.items())) for name, own in settings.items())
-    return _job(tuple(devices), tuple(dict(cluster).items()), named)
+    here = {"visible_devices": list(devices), **dict(cluster)}
+    return _job(json.dumps({"cluster": here, **settings}))
 
 
 def ended(plan, own=None, steps=4, **options):

@@ -278,7 +278,9 @@ class Form:
             )
             sequence = draw_sequence(rng, 0, self.chain - 1)
             chain = PlannedChain(segments=segments, sequence=sequence)
-            per_call = plan.microbatches_per_call if self.chain == 1 else 1
+            per_call = plan.microbatches_per_call
+            if self.chain > 1:
+                per_call = random.Random(f"{self} calls").choice((1, 2, 3))
             plan = plan.replaced(chain=chain, microbatches_per_call=per_call)
         return plan
 
@@ -467,8 +469,6 @@ def _draw_set(form, rng, number, processes):
     if stage:
         shares = [rng.randint(1, 4) for _ in range(copies - 1)]
         shares.insert(rng.randrange(copies), rng.randint(1, 4))
-        if stage == 3:
-            sums["over"] = "device"
         shard_groups = 1
         if copies == 4 and sums["over"] == "device":
             shard_groups = random.Random(f"{form} {number} groups").choice((1, 2))
@@ -480,12 +480,11 @@ def _draw_set(form, rng, number, processes):
         where = random.Random(f"{form} {number} where")
         tiers = ("device", "host") if form.shared else ("device", "host", "disk")
         zero["optimizer"] = where.choice(tiers)
-        may_move = stage == 3 and form.stages == 1
-        zero["parameters"] = where.choice(("device", "host")) if may_move else "device"
+        zero["parameters"] = where.choice(("device", "host")) if stage == 3 else "device"
         placed = placed.model_copy(update=zero)
         sums.pop("sparse", None)
     counts, executors = draw(), 1
-    if width == 1 and not form.chain and not form.counts:
+    if width == 1 and not form.counts:
         executors = random.Random(f"{form} {number} executors").choice((1, 2, 3))
     starts = [0.0] * copies
     if pipeline is not None and stage < 2:

@@ -51,7 +51,7 @@ def planned(own, num, counts=None, **known):
     return plan if counts is None else plan.with_counts(counts)
 
 
-def shared(stage, model=Layers, optimizer=None, clip=None, **memory):
+def shared(stage, model=Layers, optimizer=None, clip=None, over=None, **memory):
     memory = {"zero": stage, "recompute": "boundaries"} | memory
-    config = {"memory": memory, "communication": {"clip_norm": clip}}
+    config = {"memory": memory, "communication": {"clip_norm": clip, "over": over}}
     return job(model, config, optimizer or optax.adamw(1e-2))

@@ -270,19 +270,21 @@ def _program_candidates(
         )
     if memory.segments is not None and plan.pipeline is not None:
         raise PlanError(f"memory.segments: {cut}, and the stages are the segments: leave it out")
-    for name in ("stash", "parameters"):
-        if _if_offloaded(place := getattr(offload, name)):
-            raise PlanError(
-                f"memory.offload.{name}={place!r}: {_cut_in_words(plan)}, and it is segments whose "
-                f"{name} wait elsewhere: leave it out"
-            )
+    if _if_offloaded(offload.stash):
+        one = "stages run as one program" if plan.pipeline is not None else "a microbatch is one"
+        raise PlanError(
+            f"memory.offload.stash={offload.stash!r}: {cut}, and {one}, which offloads nothing: "
+            "leave it out, or keep less with memory.recompute='boundaries'"
+        )
     is_open = plan.pipeline is not None and memory.zero is None and _cut_may_share(plan)
+    choices = ZERO_STAGES[least:] if is_open else (least,)
+    choices = _at_least(choices, 3, "offload.parameters", _if_offloaded(offload.parameters))
     return [
         dataclasses.replace(
             _asked_tiers(offload), zero=zero, recompute=recompute, shard_groups=groups
         )
         for recompute in _kept_in_programs(work, plan)
-        for zero in (ZERO_STAGES[least:] if is_open else (least,))
+        for zero in choices
     ]
 
 
@@ -365,7 +367,8 @@ def _may_share(plan: Plan) -> bool:
 def _stages(work: Workload, plan: Plan) -> tuple[int, ...]:
     """The stages of ZeRO that the settings allow, the one that changes least first.
 
-    Unlike devices need at least the first; reductions over hosts have no third.
+    Unlike devices need at least the first. The third over hosts is by request only: parameters of
+    each segment would go through host memory.
 
     Raises:
         PlanError: If the settings make each of several unlike devices update everything.

@@ -102,7 +102,7 @@ def model_bytes(work: Workload, plan: Plan) -> ModelBytes:
         optimizer=work.device_optimizer_bytes(plan),
         bucket=plan.sums.bucket_mib << 20,
         keeps_sums=plan.placement.sums == "kept",
-        inputs=sum(map(cut.device_bytes, opened.batch_values)),
+        inputs=plan.microbatches_per_call * sum(map(cut.device_bytes, opened.batch_values)),
         values=sum(map(cut.device_bytes, range(len(opened.values)))),
         chain=functools.cache(lambda: chain_bytes(work, plan, sharded)),
         stages=None if plan.pipeline is None else functools.cache(of_stages),
@@ -115,7 +115,12 @@ def chain_bytes(work: Workload, plan: Plan, sharded: Sharded) -> ChainBytes:
     points, segments = segments_of(work)
     clips = work.settings.communication.microbatch_clip_norm is not None
     costs, fused = costs_of(
-        work.graph, points, work.model.trained_places, sharded=sharded, keeps_gradients=clips
+        work.graph,
+        points,
+        work.model.trained_places,
+        sharded=sharded,
+        keeps_gradients=clips,
+        per_call=plan.microbatches_per_call,
     )
     param_of = params_of(graph)
     parameter_bytes, gathered_bytes = [], []
@@ -131,6 +136,7 @@ def chain_bytes(work: Workload, plan: Plan, sharded: Sharded) -> ChainBytes:
         fused=fused,
         parameter_bytes=tuple(parameter_bytes),
         gathered_bytes=tuple(gathered_bytes),
+        per_call=plan.microbatches_per_call,
     )
 
 
@@ -253,6 +259,7 @@ def costs_of(
     *,
     sharded: Sharded | None = None,
     keeps_gradients: bool = False,
+    per_call: int = 1,
 ) -> tuple[tuple[SegmentCost, ...], tuple[SegmentCost, ...]]:
     """Estimated cost of each segment, as separate programs and as a part of one.
 
@@ -260,6 +267,7 @@ def costs_of(
         trained: Places of the trained parameters.
         sharded: The graph inside a replica; None: one device.
         keeps_gradients: Whether separate programs leave them until the end of a microbatch.
+        per_call: The microbatches of a call.
     """
     ordered, segments = graph_at(graph, "work", points)
     wanted = wanted_values(ordered, trained)
@@ -278,6 +286,6 @@ def costs_of(
         for part in direct_parts(ordered, segments)
     ]
     cut = (sharded or Sharded(graph, {})).over(ordered)
-    alone = segment_costs(cut, stages, keeps_gradients=keeps_gradients)
+    alone = segment_costs(cut, stages, keeps_gradients=keeps_gradients, per_call=per_call)
     fused = segment_costs(cut, stages, fused=True)
     return tuple(alone), tuple(fused)

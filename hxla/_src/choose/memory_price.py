@@ -61,12 +61,14 @@ class ChainBytes:
         fused: Per segment, as a part of one program.
         parameter_bytes: Per segment, of the parameters that it reads, as float32.
         gathered_bytes: The same as stage 3 gathers them; empty: as float32.
+        per_call: The microbatches of a call, whose residuals `costs` counts together.
     """
 
     costs: tuple[SegmentCost, ...]
     fused: tuple[SegmentCost, ...]
     parameter_bytes: tuple[int, ...]
     gathered_bytes: tuple[int, ...] = ()
+    per_call: int = 1
 
     @functools.cached_property
     def kept(self) -> SequenceReplay:
@@ -343,11 +345,12 @@ def _layerwise(candidate: Candidate, step: StepMemory, waves: int) -> MemoryLayo
     beside = while_running(replay.sequence, segment_bytes)
     need_of: dict[int, HeldBytes] = {}  # by the microbatches of a device
     for num in {max(device.num_microbatches, 1) for device in step.devices}:
-        peak = layered_peak_bytes(replay.sequence, chain.costs, -(-num // waves), beside)
+        calls = -(-num // chain.per_call)
+        peak = layered_peak_bytes(replay.sequence, chain.costs, -(-calls // waves), beside)
         need_of[num] = HeldBytes(
             parameters=model.parameters + (largest - model.trained) * is_sharded,
             sums=largest * model.num_sums,
-            activations=max(peak - max(segment_bytes), 0) + num * model.inputs,
+            activations=max(peak - max(segment_bytes), 0) + calls * model.inputs,
         )
     needs = [need_of[max(device.num_microbatches, 1)] for device in step.devices]
     gather = chain.part_gathered * is_sharded

@@ -238,6 +238,10 @@ def with_asked_calls(settings: ClusterConfig, plan: Plan) -> Plan:
         PlanError: If its replicas cannot have several executors, or calls several microbatches.
     """
     asked, num = settings.executors, settings.microbatches_per_call
-    if num != "auto":
+    if plan.pipeline is not None and num not in ("auto", 1):
+        why = "one call of a pipeline runs all microbatches of its replica"
+        reason = f"cluster.microbatches_per_call={num} changes nothing: {why}"
+        plan = plan.replaced(reasons=(*plan.reasons, reason))
+    elif num != "auto":
         plan = plan.replaced(microbatches_per_call=num)
     return plan if asked == "auto" else with_executors(plan, (asked,) * len(plan.replicas))

@@ -111,9 +111,10 @@ class ClusterConfig(_Section):
     of a session, if the trials take at most a twentieth of its steps; else one."""
     microbatches_per_call: Literal["auto"] | Annotated[int, pydantic.Field(ge=1, le=4096)] = "auto"
     """The most microbatches that one call of a program runs, in a loop on the device: a call costs
-    as much as many small operations. Bits do not depend on the counts, but on this number. `auto`:
-    as many as have inputs of 16 MiB together, where a replica is one device and a microbatch one
-    program; else 1."""
+    as much as many small operations. Bits do not depend on the counts, but on this number. A chain
+    of segments keeps the residuals of all microbatches of a call. One call of a pipeline runs all
+    of a step, whatever the number. `auto`: as many as have inputs of 16 MiB together, where a
+    replica is one device and a microbatch one program; else 1."""
     layout: Literal["auto", "all", "host"] | list[list[pydantic.NonNegativeInt]] = "auto"
     """Devices of a replica: `auto`, as many as the TaskGraphs ask for; `all`, one replica over all
     devices; `host`, those of one host; or lists of device indices."""

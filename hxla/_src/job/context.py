@@ -419,12 +419,6 @@ class JobContext:
             example = self._init_example(self.first_batch(start, size))
             model = dataclasses.replace(model, init_arguments=(example,))
         communication = self.settings.communication
-        is_clipped = communication.microbatch_clip_norm is not None
-        if is_clipped and self.precision.loss_scale is not None:
-            raise ConfigError(
-                "communication.clip='before' would clip gradients of a scaled loss: use "
-                "clip='after', or pass nonfinite='skip' to scale nothing"
-            )
         num_groups = self.settings.optimizer.num_apply_groups
         num_params = max(len(jax.tree.leaves(model.trained)), 1)
         if num_groups > num_params:

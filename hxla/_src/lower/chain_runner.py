@@ -5,115 +5,59 @@ a microbatch as one program. A list of operations orders them and says which res
 moves no bit, for the programs are the same. Identical parts share their programs.
 
 Legend of shape suffixes: M microbatches of a step, T float tensors.
-
-Several microbatches run at once, on executors with separate sums. Each executor is a thread that
-takes the next call as soon as it has done one. Sums are of integers, so no bit depends on which
-executor ran a microbatch, or on the order.
 """
 
-import concurrent.futures
+import dataclasses
 import functools
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ..core.types import PyTree
 from ..graph.segments import low_params
 from ..model.functional import tree_bytes
 from ..plan.parts import ONE_PROGRAM
-from ..schedule.segment_sequence import SegmentCost, SegmentSequence, replay_sequence
+from ..schedule.schedules import BACKWARD
+from ..schedule.segment_sequence import (
+    SegmentCost,
+    SegmentOperation,
+    SegmentSequence,
+    replay_sequence,
+)
 from .chain_operations import ChainOperations, MicrobatchArrays, Running
 from .chain_spec import ChainSpec
-from .contribution import DeviceSums, Tensors, joined_words
+from .contribution import DeviceSums
+from .executors import Calls, Executors, PartExecutors, fair_share
 from .offload import Stash
 from .replica import Replica
 from .segment_programs import ChainParts, SegmentPrograms, segment_costs, temporary_bytes
 
-#: For each call its microbatches: consecutive numbers, each with its batch.
-Calls = Iterable[Sequence[tuple[int, Any]]]
-#: `(sums, calls) -> (sums, tick)`; no tick where there was no call.
-RunCalls = Callable[[DeviceSums | None, Calls], tuple[DeviceSums, jax.Array | None]]
 
-_CALLS_OF_EACH = 4  # of an executor in a step: a slow one takes fewer
+class _SumsOfPart(NamedTuple):
+    """Where a step has the sums to which a part adds: see `PartExecutors`."""
 
+    part: int
+    packs: tuple[int, ...]
 
-class Executors:
-    """The executors of one device.
+    def take(self, running: Running) -> DeviceSums:
+        """The sums."""
+        values = [running.values[k] for k in self.packs]
+        return DeviceSums(running.small_MS, running.peaks[self.part], values, running.words)
 
-    Args:
-        like: Shapes and shardings of a replica's sums.
-        keeps: Whether the sums of executors stay in memory from step to step.
-    """
+    def put(self, running: Running, sums: DeviceSums) -> None:
+        """Replace the sums."""
+        running.small_MS, running.peaks[self.part], values, running.words = sums
+        for k, x in zip(self.packs, values, strict=True):
+            running.values[k] = x
 
-    def __init__(
-        self,
-        tensors: Tensors,
-        num: int,
-        like: DeviceSums,
-        keeps: bool,
-    ):
-        self.num, self._keeps = num, keeps
-        self._more: list[DeviceSums | None] = [None] * (num - 1)
-        merged = functools.partial(_merged, tensors)
-        self._merge = jax.jit(merged, donate_argnums=0).lower(like, like).compile()
-
-    def fair_share(self, num_microbatches: int) -> int:
-        """The microbatches of a call, so that no executor waits long for the last one."""
-        return -(-num_microbatches // (_CALLS_OF_EACH * self.num))
-
-    def run(
-        self, run_calls: RunCalls, sums: DeviceSums | None, calls: Sequence[Any]
-    ) -> tuple[DeviceSums, jax.Array]:
-        """Run calls on all executors.
-
-        Args:
-            sums: The first executor's sums of the step before, whose memory is reused.
-
-        Returns:
-            The sums of all executors, and a small array to wait on.
-        """
-        items, lock = iter(calls), threading.Lock()
-        kept = [sums, *self._more][: len(calls)]
-
-        def taken() -> Iterator[Any]:
-            while True:
-                with lock:
-                    item = next(items, None)
-                if item is None:
-                    return
-                yield item
-
-        def execute(sums: DeviceSums | None) -> tuple[DeviceSums, jax.Array | None]:
-            return run_calls(sums, taken())
-
-        with concurrent.futures.ThreadPoolExecutor(len(kept)) as pool:
-            ended = list(pool.map(execute, kept))
-        ended.sort(key=lambda pair: pair[1] is None)  # executors without a call come last
-        (total, tick), *others = ended
-        assert tick is not None
-        for more, is_used in others:
-            if is_used is not None:
-                total, tick = self._merge(total, more)
-        if self._keeps:
-            self._more = [more for more, _ in others]
-            self._more += [None] * (self.num - 1 - len(others))
-        return total, tick
-
-
-def _merged(tensors: Tensors, a: DeviceSums, b: DeviceSums) -> tuple[DeviceSums, jax.Array]:
-    """The sum of two executors' sums, by the rules of the all-reduce, and an array to wait on."""
-    small = a.small_MS + b.small_MS
-    total = DeviceSums(
-        small,
-        jnp.maximum(a.peaks_T, b.peaks_T),
-        jax.tree.map(jnp.add, a.values, b.values),
-        joined_words(tensors, a.words, b.words),
-    )
-    return total, small[0, 0]
+    def with_sums(self, running: Running, sums: DeviceSums) -> Running:
+        """The same step with other sums."""
+        values, peaks = list(running.values), list(running.peaks)
+        other = dataclasses.replace(running, values=values, peaks=peaks)
+        self.put(other, sums)
+        return other
 
 
 class StepInputs(NamedTuple):
@@ -149,8 +93,10 @@ class ChainRunner:
         self.names, self.lower, self.adopt = programs.names, programs.lower, programs.adopt
         stash = Stash(replica) if sequence.offloads else None
         self._operations = ChainOperations(spec, self._parts, programs, stash)
-        self.run_each, self.wait = self._operations.run_each, self._operations.wait
+        self.wait = self._operations.wait
+        self._by_part = by_part
         self._executors: Executors | None = None
+        self._part_executors: PartExecutors | None = None
 
     @property
     def text(self) -> str:
@@ -205,8 +151,8 @@ class ChainRunner:
     def _calls(self, ids: Sequence[int], batches: Sequence[PyTree]) -> list[Any]:
         """The microbatches of each call."""
         work, num = list(zip(ids, batches, strict=True)), self._spec.per_call
-        if self._executors is not None:
-            num = min(num, self._executors.fair_share(len(work)))
+        if self.num_executors > 1:
+            num = max(min(num, fair_share(self.num_executors, len(work))), 1)
         return [work[k : k + num] for k in range(0, len(work), num)]
 
     def _in_turn(
@@ -354,6 +300,26 @@ class ChainRunner:
             return running.peaks[i]
         return next(iter(last.inputs.get(i + 1, {}).values()), None)
 
+    def run_each(
+        self,
+        running: Running,
+        microbatches: Sequence[MicrobatchArrays],
+        operations: Sequence[SegmentOperation],
+    ) -> None:
+        """`ChainOperations.run_each`, on executors where there are several."""
+        if self._part_executors is None or len(microbatches) < 2:
+            self._operations.run_each(running, microbatches, operations)
+            return
+        i, is_backward = operations[-1].segment, any(op.kind == BACKWARD for op in operations)
+
+        def run(state: Running, microbatch: MicrobatchArrays) -> Any:
+            for op in operations:
+                self._operations.run(state, microbatch, op)
+            return state.peaks[i] if is_backward else (microbatch.inputs, microbatch.saved)
+
+        sums = _SumsOfPart(i, self._parts[i].packs) if is_backward else None
+        self._part_executors.run(i, running, microbatches, run, sums)
+
     # -- several at once -------------------------------------------------------------------------
 
     def use_executors(self, num: int, *, keeps: bool) -> None:
@@ -363,9 +329,20 @@ class ChainRunner:
             num: Executors; 1: one microbatch after another.
             keeps: Whether each one's sums stay from step to step.
         """
-        like = self._programs.sums_shapes
-        executors = None if num == 1 else Executors(self._spec.tensors, num, like, keeps)
-        self._executors = executors
+        tensors, like = self._spec.tensors, self._programs.sums_shapes
+        self._executors = self._part_executors = None
+        if num > 1 and self._by_part:
+            each = list(map(self._sums_shapes_of, range(self.num_parts)))
+            self._part_executors = PartExecutors(tensors, num, each, self._programs.same)
+        elif num > 1:
+            self._executors = Executors(tensors, num, like, keeps)
+
+    def _sums_shapes_of(self, i: int) -> DeviceSums:
+        """Shapes of the sums to which a part adds."""
+        like, part = self._programs.sums_shapes, self._parts[i]
+        shape = jax.ShapeDtypeStruct((len(part.tensors),), np.int32)
+        peaks: Any = self._replica.like(shape)
+        return like._replace(values=[like.values[k] for k in part.packs], peaks_T=peaks)
 
     @property
     def per_call(self) -> int:
@@ -375,13 +352,16 @@ class ChainRunner:
     @property
     def num_executors(self) -> int:
         """How many microbatches run at once."""
-        return 1 if self._executors is None else self._executors.num
+        executors = self._executors or self._part_executors
+        return 1 if executors is None else executors.num
 
     # -- bytes -----------------------------------------------------------------------------------
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of a device's further executors between steps, beside the sums."""
+        if self._executors is None:
+            return 0
         return (self.num_executors - 1) * tree_bytes(self._programs.sums_shapes)
 
     def memory_bytes(self, sums_bytes: int) -> int:
@@ -403,7 +383,14 @@ class ChainRunner:
             list(map(self._programs.temporary_bytes, places)),
             residuals=list(map(self._programs.residual_bytes, places)),
             keeps_gradients=self._spec.joins_at_end,
+            per_call=self._spec.per_call,
         )
+
+    def executor_bytes(self) -> int:
+        """Bytes of each further executor while a part runs, if `by_part`."""
+        sums = (tree_bytes(self._sums_shapes_of(i)) for i in range(self.num_parts))
+        needs = map(self._programs.temporary_bytes, range(self.num_parts))
+        return max(s + max(temporary) for s, temporary in zip(sums, needs, strict=True))
 
     def sums_bytes(self) -> list[int]:
         """For each part the bytes of the sums that begin with its backward, if `by_part`."""

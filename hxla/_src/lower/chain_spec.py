@@ -54,6 +54,8 @@ class ChainSpec:
         uneven: How they cut it if shards are of unlike sizes; else None.
         mean: Whether a microbatch's gradient is that of its mean loss, or of its sum.
         clip_norm: Global norm to which each microbatch's gradient is clipped; None: not clipped.
+        num_scaled: Losses of a microbatch, if their sum is scaled before it is differentiated; the
+            exponent is the last of the other variables. 0: it is not scaled.
         per_call: Most microbatches of a call; several run in a loop.
     """
 
@@ -71,6 +73,7 @@ class ChainSpec:
     uneven: Uneven | None = None
     mean: bool = True
     clip_norm: float | None = None
+    num_scaled: int = 0
     per_call: int = 1
 
     @property
@@ -111,24 +114,33 @@ class ChainSpec:
     @functools.cached_property
     def packing(self) -> BitcastPacking | None:
         """How one array has a call's whole batch, as each transfer costs; None: it has several."""
-        if self.per_call == 1 or self.sharded.axes:
+        if self.per_call == 1 or self.sharded.axes or not self.is_whole:
             return None
         return BitcastPacking.like(shapes_of(self.graph, self.graph.batch_values))
 
     def batch_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes of a call's arrays of the batch."""
-        shapes, num = shapes_of(self.graph, self.graph.batch_values), self.per_call
         if self.packing is not None:
-            return [jax.ShapeDtypeStruct((num, self.packing.size), jnp.uint32)]
-        first = () if num == 1 else (num,)
-        return [jax.ShapeDtypeStruct((*first, *x.shape), x.dtype) for x in shapes]
+            return [jax.ShapeDtypeStruct((self.per_call, self.packing.size), jnp.uint32)]
+        return self.shapes_of_call(shapes_of(self.graph, self.graph.batch_values))
 
     def batch_specs(self) -> list[P]:
         """PartitionSpecs of a call's arrays of the batch."""
         if self.packing is not None:
             return [P()]
-        specs = self.specs_of(self.graph.batch_values)
-        return specs if self.per_call == 1 else [P(None, *spec) for spec in specs]
+        return self.of_call(self.specs_of(self.graph.batch_values))
+
+    def shapes_of_call(self, each: Sequence[Any]) -> list[Any]:
+        """Shapes of a call's arrays, from those of a microbatch; of several they are stacked."""
+        if self.per_call == 1:
+            return list(each)
+        return [jax.ShapeDtypeStruct((self.per_call, *x.shape), x.dtype) for x in each]
+
+    def of_call(self, specs: Sequence[Any]) -> list[Any]:
+        """PartitionSpecs of a call's arrays, from those of a microbatch; None where XLA decides."""
+        if self.per_call == 1:
+            return list(specs)
+        return [None if spec is None else P(None, *spec) for spec in specs]
 
     def batch_of(self, batches: Sequence[PyTree]) -> list[Any]:
         """A call's arrays of the batch in host memory, from those of its microbatches."""
@@ -205,6 +217,7 @@ def chain_spec(
         uneven=inner if isinstance(inner, Uneven) else None,
         mean=training.mean,
         clip_norm=training.microbatch_clip_norm,
+        num_scaled=graph.num_losses if plan.precision.loss_scale is not None else 0,
         per_call=plan.microbatches_per_call,
     )
 

@@ -203,13 +203,16 @@ class LayerwiseStep:
         Args:
             num: Microbatches of its replica in a step.
         """
-        runner, num = self._runners[0], max(-(-num // self._num_waves), 1)
+        runner = self._runners[0]
+        num = max(-(-num // (runner.per_call * self._num_waves)), 1)
         sequence, costs = runner.sequence, runner.costs()
         num_waves = min(self._num_waves, 3)  # waves between the first and the last are alike
         beside = self._bytes_beside(self._order(num_waves))
         num_runs = len(beside) // num_waves
         waves = [beside[i : i + num_runs] for i in range(0, len(beside), num_runs)]
-        return max(layered_peak_bytes(sequence, costs, num, wave) for wave in waves)
+        further = runner.num_executors - 1
+        more = further * runner.executor_bytes() if further else 0
+        return more + max(layered_peak_bytes(sequence, costs, num, wave) for wave in waves)
 
     def _bytes_beside(self, instructions: Sequence[StepInstruction]) -> list[RunBytes]:
         """Bytes beside the values of microbatches, for each run of a segment."""
@@ -265,6 +268,7 @@ class ZeroPipeline:
         reducer: The sums over all replicas, with these groups.
         groups: See `stage_groups`.
         sharded: Gathers the parameters of each group of slots; None: all replicas have them.
+        placement: Where shards of the parameters are stored between steps.
     """
 
     def __init__(
@@ -274,9 +278,10 @@ class ZeroPipeline:
         groups: Sequence[Sequence[int]],
         trained: Sequence[int],
         sharded: ShardedParams | None,
+        placement: Placement,
     ):
         self._runners, self._reducer, self._groups = list(runners), reducer, groups
-        self._sharded = sharded
+        self._sharded, self._is_away = sharded, placement.parameters == "host"
         self._collectives = GroupCollectives(reducer, sharded, trained)
         self.wait, self.whole = self._collectives.wait, self._collectives.whole
 
@@ -329,6 +334,8 @@ class ZeroPipeline:
             stored = [dict(enumerate(arrays.params)) for arrays in replicas]
             if self._sharded is not None:
                 gathered = self._collectives.gather(g, pieces)
+                if g + 1 < len(self._runners[0].groups):
+                    self._sharded.fetch(g + 1, pieces)
                 stored = [params | whole for params, whole in zip(stored, gathered, strict=True)]
                 del gathered
             self.wait()
@@ -359,6 +366,9 @@ class ZeroPipeline:
             filling = extra_bytes(runner.programs.fills[g])
             if self._sharded is not None:
                 filling = max(self._sharded.gather_bytes(g), self._sharded.num_bytes(g) + filling)
+                # Of parameters on the host, pieces of this group and the next are on the device.
+                coming = each[g : g + 2] if self._is_away else []
+                filling += sum(map(self._sharded.piece_bytes, coming))
             most = max(most, slots + filling)
             slots += runner.slots_bytes(g)
         sums = sum(map(runner.sums_bytes, each))

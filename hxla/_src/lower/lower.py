@@ -196,7 +196,7 @@ class Programs:
         self.layered: LayerwiseStep | ZeroPipeline | None = None
         if sums_of is not None and plan.pipeline is not None:
             shared = self.reducer, sums_of, self.trained, self.sharded_params
-            self.layered = ZeroPipeline([*self.pipelines.values()], *shared)
+            self.layered = ZeroPipeline([*self.pipelines.values()], *shared, plan.placement)
         elif sums_of is not None:
             self.layered = self._layered(groups)
         update = UpdateSpec(

@@ -1,7 +1,7 @@
 """The gradient of a whole microbatch, where it is one program.
 
 It serves forms that need all of a gradient at once, or the traced program unchanged: clipping
-before the sum, rows of tables, shards of unlike sizes, several microbatches in a call.
+before the sum, rows of tables, shards of unlike sizes.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from ..jax.jaxpr import as_function
 from ..jax.lookups import Lookups, lookups_of
-from .bitcast_packing import BitcastPacking
+from ..model.loss_scale import scale_of_sum
 from .chain_spec import ChainSpec
-from .contribution import DeviceSums, gradient_of, largest, peak_bits, row_gradient_of
+from .contribution import gradient_of, largest, peak_bits, row_gradient_of
 from .padding import Cut, Granules, narrow, replaced
 from .uneven import Uneven
 
@@ -61,16 +61,28 @@ def _lookups(spec: ChainSpec) -> Lookups | None:
     return lookups_of(spec.graph.program, most)
 
 
-def clipped(spec: ChainSpec, grads: list[jax.Array], weight: jax.Array) -> list[jax.Array]:
+def factor_of(spec: ChainSpec, weight: jax.Array, aux: Sequence[jax.Array]) -> jax.Array:
+    """By which the loss that is clipped, and not scaled, was multiplied before its gradient.
+
+    Args:
+        weight: Of the microbatch in the mean loss.
+    """
+    if spec.clip_norm is None or not spec.num_scaled:
+        return weight
+    scale = scale_of_sum(aux[-1], spec.num_scaled)
+    return weight * scale if spec.mean else scale
+
+
+def clipped(spec: ChainSpec, grads: list[jax.Array], factor: jax.Array) -> list[jax.Array]:
     """The gradients of a microbatch, clipped to `clip_norm` as those of its mean loss.
 
     Args:
-        weight: By which the mean loss is multiplied.
+        factor: See `factor_of`.
     """
     if spec.clip_norm is None:
         return grads
     tiny = jnp.finfo(jnp.float32).tiny
-    share = jnp.maximum(weight, tiny) if spec.mean else 1.0
+    share = jnp.maximum(factor, tiny) if spec.mean or spec.num_scaled else 1.0
     scaled = clip([g.astype(jnp.float32) / share for g in grads], spec.clip_norm)
     return [g * share for g in scaled]
 
@@ -127,45 +139,3 @@ def joining_uneven(
         out_specs=(of_parts, P()),
         check_vma=False,
     )
-
-
-def whole_program(
-    loss: Callable[..., Any], per_call: int, packing: BitcastPacking | None
-) -> Callable[..., Any]:
-    """`SegmentPart.loss` of a whole microbatch, or of several, one after another.
-
-    Of several, `where` has a fourth number, the count of microbatches to run. All counts share one
-    body, so no bit depends on them.
-
-    Args:
-        packing: How one array has all arrays of a microbatch; None: they are several.
-    """
-
-    def hxla_micro(
-        params: Any,
-        starts: Any,
-        inputs: Any,
-        aux: Any,
-        sums: DeviceSums,
-        exponents_T: jax.Array,
-        where: Any,
-        batch: Sequence[Any],
-    ) -> tuple[DeviceSums, jax.Array, list[jax.Array]]:
-        def one(sums: DeviceSums, where: Any, batch: Sequence[Any]) -> Any:
-            return loss(params, starts, inputs, aux, sums, exponents_T, where, batch)
-
-        if per_call == 1:
-            return one(sums, where, batch)  # type: ignore[no-any-return]
-        step, first, keep, num = where[0], where[1], where[2], where[3]
-
-        def body(i: jax.Array, carry: tuple[DeviceSums, jax.Array]) -> tuple[DeviceSums, jax.Array]:
-            leaves = [jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for x in batch]
-            leaves = leaves if packing is None else packing.unpack(leaves[0])
-            here = jnp.stack([step, first + i, jnp.where(i == 0, keep, 1)])
-            sums, tick, _ = one(carry[0], here, leaves)
-            return sums, tick
-
-        sums, tick = jax.lax.fori_loop(0, num, body, (sums, jnp.float32(0)))
-        return sums, tick, []
-
-    return hxla_micro

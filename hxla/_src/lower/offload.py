@@ -12,6 +12,7 @@ References:
 
 import functools
 import math
+import threading
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, Protocol
@@ -313,8 +314,8 @@ class Stash:
 
     def __init__(self, replica: Replica):
         check_host_memory(replica.devices[0], "placement.stash")
-        #: An array of the latest transfer in each direction.
-        self._latest: dict[bool, jax.Array] = {}
+        #: An array of the latest transfer of each executor's thread in each direction.
+        self._latest: dict[tuple[int, bool], jax.Array] = {}
 
     def offload(
         self, values: Sequence[int | None], arrays: Sequence[jax.Array], known: Known
@@ -343,7 +344,8 @@ class Stash:
     ) -> list[jax.Array]:
         result: list[Any] = [None if v is None else known.get(v) for v in values]
         new = [k for k, x in enumerate(result) if x is None]
-        jax.block_until_ready(self._latest.pop(to_host, None))
+        way = threading.get_ident(), to_host
+        jax.block_until_ready(self._latest.pop(way, None))
         kind, moved = HOST if to_host else DEVICE, [arrays[k] for k in new]
         transferred = jax.device_put(moved, [in_memory(x.sharding, kind) for x in moved])
         for k, x in zip(new, transferred, strict=True):
@@ -353,13 +355,13 @@ class Stash:
                 known[v] = x
         if transferred:
             # Transfers in one direction end in order; a small array holds little memory.
-            self._latest[to_host] = min(reversed(transferred), key=lambda x: x.nbytes)
+            self._latest[way] = min(reversed(transferred), key=lambda x: x.nbytes)
         return result
 
     def wait(self) -> None:
         """Block until all transfers are done."""
-        jax.block_until_ready(list(self._latest.values()))
-        self._latest = {}
+        latest, self._latest = self._latest, {}
+        jax.block_until_ready(list(latest.values()))
 
 
 def nothing_known() -> Known:

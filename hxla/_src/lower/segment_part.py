@@ -21,6 +21,7 @@ from ..jax.cpu_dots import row_major
 from ..jax.lookups import Rows
 from ..jax.ordered_adds import ordered
 from ..model.plain_arrays import from_bytes, in_bytes
+from .call_loop import CallPrograms
 from .chain_spec import ChainSpec
 from .contribution import (
     DeviceSums,
@@ -31,7 +32,7 @@ from .contribution import (
     microbatch_key,
     row_bits,
 )
-from .microbatch import clipped, joining_uneven, whole_gradient, whole_program
+from .microbatch import clipped, factor_of, joining_uneven, whole_gradient
 from .replica import Replica
 from .stage import StagePart
 from .uneven import Uneven
@@ -315,13 +316,13 @@ class SegmentPart:
         The limbs and peaks of `sums` are those of the part only.
         """
         read = params, starts, inputs, aux, sums, where, batch
-        sums, weight, d_inputs, d_params, deltas = self.last_gradients(*read)
+        sums, factor, d_inputs, d_params, deltas = self.last_gradients(*read)
         if self._spec.is_whole:
-            d_params = clipped(self._spec, d_params, weight)
+            d_params = clipped(self._spec, d_params, factor)
         terms = self.terms(d_params, starts, deltas)
         limbs, bits_T = self.joining.join(terms, sums.values, exponents_T, where[2])
         peaks_T = jnp.maximum(sums.peaks_T * where[2], bits_T)
-        return sums._replace(values=limbs, peaks_T=peaks_T), weight, d_inputs
+        return sums._replace(values=limbs, peaks_T=peaks_T), factor, d_inputs
 
     def last_gradients(
         self,
@@ -336,8 +337,8 @@ class SegmentPart:
         """Forward and backward of the last part, whose gradients join no sum yet.
 
         Returns:
-            The sums with this microbatch in their small arrays; the weight of its mean; gradients
-            of the inputs and of the trained parameters; changes of the other variables.
+            The sums with this microbatch in their small arrays; see `factor_of`; gradients of the
+            inputs and of the trained parameters; changes of the other variables.
         """
         step, index, keep = where[0], where[1], where[2]
         key = microbatch_key(self._spec.seed, step, index)
@@ -349,14 +350,17 @@ class SegmentPart:
             small_MS=(sums.small_MS * keep).at[index].set(row_bits(row_S)),
             words=joined_words(tensors, [x * keep for x in sums.words], words),
         )
-        return sums, row_S[1], d_inputs, list(map(_as_float32, d_params)), list(deltas)
+        factor = factor_of(self._spec, row_S[1], aux)
+        return sums, factor, d_inputs, list(map(_as_float32, d_params)), list(deltas)
 
     @property
-    def last_program(self) -> Any:
-        """`loss`, or the program of one or several whole microbatches."""
-        if not self._spec.is_whole:
-            return self.loss
-        return whole_program(self.loss, self._spec.per_call, self._spec.packing)
+    def programs(self) -> CallPrograms:
+        """The functions above, for one microbatch or for several of a call."""
+        spec, each = self._spec, (self.forward, self.backward, self.gradients, self.loss)
+        one = CallPrograms(*each, self.last_gradients)
+        if spec.per_call == 1 and not spec.is_whole:
+            return one
+        return one.of_several(spec.per_call, spec.packing)
 
     # -- steps of the programs -------------------------------------------------------------------
 
@@ -442,7 +446,7 @@ class SegmentPart:
 def join_clipped(spec: ChainSpec, parts: Sequence[SegmentPart]) -> Callable[..., Any]:
     """A function that clips a microbatch's gradients, of all parts, and adds them to the sums.
 
-    It is `(limbs, peaks, exponents, where, weight, gradients by part, changes) -> (limbs, peaks)`.
+    It is `(limbs, peaks, exponents, where, factor, gradients by part, changes) -> (limbs, peaks)`.
     """
     joining = dataclasses.replace(
         parts[-1].joining,
@@ -455,7 +459,7 @@ def join_clipped(spec: ChainSpec, parts: Sequence[SegmentPart]) -> Callable[...,
         peaks_T: jax.Array,
         exponents_T: jax.Array,
         where: jax.Array,
-        weight: jax.Array,
+        factor: jax.Array,
         gradients: Sequence[Sequence[jax.Array]],
         deltas: Sequence[jax.Array],
     ) -> tuple[list[Any], jax.Array]:
@@ -468,7 +472,7 @@ def join_clipped(spec: ChainSpec, parts: Sequence[SegmentPart]) -> Callable[...,
         whole = [jnp.zeros(x.shape) for x in spec.tensors.floats[:num]]
         for term in terms:
             whole[term.tensor] = term.added_to(whole[term.tensor])
-        whole = clipped(spec, whole, weight)
+        whole = clipped(spec, whole, factor)
         every = [Term(t, x) for t, x in enumerate([*whole, *deltas])]
         limbs, bits_T = joining.join(every, limbs, exponents_T, where[2])
         return limbs, jnp.maximum(peaks_T * where[2], bits_T)

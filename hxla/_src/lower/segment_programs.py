@@ -25,6 +25,7 @@ from ..model.plain_arrays import in_bytes
 from ..plan.layout import piece_shape
 from ..plan.sharding import Sharded
 from ..schedule.segment_sequence import CUT, INPUT, Residuals, SegmentCost
+from .call_loop import clip_of_call
 from .chain_spec import ChainSpec, first_packs, wanted_values
 from .compile import (
     adds_in_order,
@@ -59,6 +60,7 @@ def segment_costs(
     fused: bool = False,
     residuals: Sequence[int] | None = None,
     keeps_gradients: bool = False,
+    per_call: int = 1,
 ) -> list[SegmentCost]:
     """Memory and time of each part's programs on a device; seconds in proportion to operations.
 
@@ -70,8 +72,10 @@ def segment_costs(
         residuals: For each part the bytes of its inner residuals; None: before compilation, when
             each is taken to be sharded as other values of its shape in the part.
         keeps_gradients: Whether gradients of parameters wait for the end of the microbatch.
+        per_call: The microbatches of a call, whose values between programs are counted together.
     """
     crossing = crossing_values([stage.part for stage in stages])
+    num = per_call if len(stages) > 1 else 1  # a whole microbatch leaves no values
     known = [max(stage.part.segment.flops, 1.0) for stage in stages]
     kinds: dict[Any, tuple[list[Variable], bool]] = {}
     out = []
@@ -82,11 +86,12 @@ def segment_costs(
                 kinds[kind] = _inner_residuals(stage.composed, stage.part, fused=fused)
             arrays, reads_input = kinds[kind]
             parts = _fewest_parts(sharded, stage.part)
-            inner = sum(bytes_of(v.aval.shape, v.aval.dtype) // parts(v.aval.shape) for v in arrays)
+            each = (bytes_of(v.aval.shape, v.aval.dtype) // parts(v.aval.shape) for v in arrays)
+            inner = num * sum(each)
         else:
             inner, reads_input = residuals[i], stage.part.is_last or stage.reads_its_input
         floats = {v for later in stages[i:] for v in later.above_floats}
-        grads = sum(sharded.device_bytes(v) for v in crossing[i] if v in floats)
+        grads = num * sum(sharded.device_bytes(v) for v in crossing[i] if v in floats)
         trained = [sharded.graph.param_values[stage.params[k]] for k in stage.trained]
         left = sum(map(sharded.device_bytes, trained))
         if temporary is None:
@@ -108,13 +113,13 @@ def segment_costs(
         out.append(
             SegmentCost(
                 name=stage.part.segment.name,
-                input_bytes=sum(map(sharded.waiting_bytes, crossing[i])),
+                input_bytes=num * sum(map(sharded.waiting_bytes, crossing[i])),
                 input_gradient_bytes=grads,
                 forward_seconds=known[i],
                 residuals=(made,),
                 # A forward makes its residuals, whether they are kept or not.
                 forward_temporary_bytes=forward + inner,
-                parameter_gradient_bytes=left if keeps_gradients else 0,
+                parameter_gradient_bytes=num * left if keeps_gradients else 0,
             )
         )
     return out
@@ -191,6 +196,7 @@ class SegmentPrograms:
 
     Attributes:
         names: Names of all programs, in the order of `lower`.
+        same: For each part the first one with the same programs.
         shared: Packs to which several parts add, whose sums begin with a step.
         first_packs: For each part the packs whose sums begin with its backward; empty if not
             `by_part`.
@@ -198,8 +204,8 @@ class SegmentPrograms:
 
     def __init__(self, spec: ChainSpec, parts: ChainParts, replica: Replica, by_part: bool):
         self._spec, self._replica, self._by_part = spec, replica, by_part
-        self._parts, self._same, self._traced_for = parts
-        self._distinct = sorted(set(self._same))
+        self._parts, self.same, self._traced_for = parts
+        self._distinct = sorted(set(self.same))
         shared = spec.shared
         shared_packs = [k for k, pack in enumerate(spec.packs) if not shared.isdisjoint(pack)]
         self.shared = [] if by_part else shared_packs  # by part zeros are made when they are needed
@@ -218,7 +224,7 @@ class SegmentPrograms:
         self._clip: Any = None
         if spec.joins_at_end:
             joined: Any = spec.sums_specs(), P()
-            clip = join_clipped(spec, self._traced)
+            clip = clip_of_call(join_clipped(spec, self._traced), spec.per_call)
             self._clip = self._jit(clip, joined, donate_argnums=(0, 1))
         self.zeros = self._jit_placed(self._empty, self._sums_specs)
         self.first_packs = first_packs(spec) if by_part else []
@@ -276,15 +282,16 @@ class SegmentPrograms:
     def _part_programs(self, part: SegmentPart) -> dict[str, Any]:
         spec = self._spec
         limbs: list[Any] = spec.sums_specs(part.packs)
-        floats = spec.specs_of(part.floats)
+        floats = spec.of_call(spec.specs_of(part.floats))
         if spec.joins_at_end:
             return self._gradient_programs(part, floats)
         if part.is_last:
             sums = self._sums_specs._replace(values=limbs)
-            return {"loss": self._jit(part.last_program, (sums, None, floats), donate_argnums=4)}
+            return {"loss": self._jit(part.programs.loss, (sums, None, floats), donate_argnums=4)}
+        backward = part.programs.backward
         return {
             "forward": self._forward_program(part),
-            "backward": self._jit(part.backward, (limbs, P(), floats), donate_argnums=(4, 5)),
+            "backward": self._jit(backward, (limbs, P(), floats), donate_argnums=(4, 5)),
         }
 
     def _forward_program(self, part: SegmentPart) -> Any:
@@ -293,18 +300,19 @@ class SegmentPrograms:
         if self._replica.axes:
             shapes = [stage.residuals[i].shape for i in stage.inner_residuals]
             kept = self._spec.inner_specs(stage.part, shapes)
-        return self._jit(part.forward, (made, kept))
+        results = self._spec.of_call(made), self._spec.of_call(kept)
+        return self._jit(part.programs.forward, results)
 
     def _gradient_programs(self, part: SegmentPart, floats: list[P]) -> dict[str, Any]:
         """The programs of a part whose gradients wait for those of all parts."""
         spec = self._spec
-        grads = [spec.specs[t] for t in part.grad_tensors]
+        grads = spec.of_call([spec.specs[t] for t in part.grad_tensors])
         if part.is_last:
             sums = self._sums_specs._replace(values=[])
-            deltas = list(spec.specs[len(spec.trained) :])
+            deltas = spec.of_call(spec.specs[len(spec.trained) :])
             results = sums, None, floats, grads, deltas
-            return {"loss": self._jit(part.last_gradients, results, donate_argnums=4)}
-        backward = self._jit(part.gradients, (grads, floats))
+            return {"loss": self._jit(part.programs.last_gradients, results, donate_argnums=4)}
+        backward = self._jit(part.programs.gradients, (grads, floats))
         return {"forward": self._forward_program(part), "backward": backward}
 
     @functools.cached_property
@@ -386,7 +394,8 @@ class SegmentPrograms:
             begin, end = self._around
             out += [begin.lower(exponents, shared), end.lower(peaks)]
         if self._clip is not None:
-            weight = like(jax.ShapeDtypeStruct((), np.float32))
+            [shape] = spec.shapes_of_call([jax.ShapeDtypeStruct((), np.float32)])
+            weight = like(shape)
             given = limbs, sums.peaks_T, exponents, where, weight, *self._gradient_shapes()
             out.append(self._clip.lower(*given))
         return [*out, self.zeros.lower(), *(program.lower() for program in self._fresh.values())]
@@ -396,7 +405,8 @@ class SegmentPrograms:
         spec, num = self._spec, len(self._spec.trained)
 
         def like(shape: Sequence[int], t: int) -> Any:
-            return self._replica.like(jax.ShapeDtypeStruct(shape, np.float32), spec.specs[t])
+            x = jax.ShapeDtypeStruct(shape, np.float32)
+            return self._replica.like(*spec.shapes_of_call([x]), *spec.of_call([spec.specs[t]]))
 
         grads = [list(map(like, part.grad_shapes, part.grad_tensors)) for part in self._parts]
         floats = enumerate(spec.tensors.floats[num:], num)
@@ -415,8 +425,9 @@ class SegmentPrograms:
 
     def _arrays(self, values: Sequence[int], specs: Any = None) -> list[Any]:
         """Shapes of values of the graph, sharded as `specs` or `specs_of` says."""
-        shapes = in_bytes(shapes_of(self._spec.graph, values))
-        return list(map(self._replica.like, shapes, (specs or self._spec.specs_of)(values)))
+        spec, shapes = self._spec, in_bytes(shapes_of(self._spec.graph, values))
+        each = spec.of_call((specs or spec.specs_of)(values))
+        return list(map(self._replica.like, spec.shapes_of_call(shapes), each))
 
     def _residual_shapes(self, part: SegmentPart, inputs: Sequence[Any], forward: Any) -> list[Any]:
         """Shapes and shardings of the residuals of a part.
@@ -424,7 +435,8 @@ class SegmentPrograms:
         XLA's partitioner decides the shardings of inner residuals.
         """
         stage = part.stage
-        inner: list[Any] = in_bytes([stage.residuals[i] for i in stage.inner_residuals])
+        shapes = in_bytes([stage.residuals[i] for i in stage.inner_residuals])
+        inner: list[Any] = self._spec.shapes_of_call(shapes)
         if self._replica.axes and inner:
             _, where = forward.compile().output_shardings
             inner = [
@@ -450,7 +462,7 @@ class SegmentPrograms:
 
     def of(self, i: int) -> dict[str, Any]:
         """The compiled programs of a part: `forward` and `backward`, or `loss`."""
-        return self._compiled[self._same[i]]
+        return self._compiled[self.same[i]]
 
     @property
     def clip(self) -> Any:
@@ -470,7 +482,7 @@ class SegmentPrograms:
         part = self._parts[i]
         if part.is_last:
             return 0
-        residuals = self._residuals[self._same[i]]
+        residuals = self._residuals[self.same[i]]
         inner = [residuals[k] for k in part.stage.inner_residuals]
         return sum(map(device_bytes, inner))
 

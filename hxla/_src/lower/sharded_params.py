@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..core.types import DATA_AXIS
@@ -117,6 +116,8 @@ class ShardedParams:
         self._coming: dict[int, list[dict[int, jax.Array]]] = {}
         self._packs: dict[int, list[Any]] = {}
         self._gathers: dict[int, Any] = {}
+        #: Over the hosts, for each local replica what cuts the gathered array into parameters.
+        self._unflats: dict[int, list[Any]] = {}
 
     def lower(self) -> list[Any]:
         """The distinct gathers of all groups, before compilation."""
@@ -131,6 +132,8 @@ class ShardedParams:
         local, key = self._reducer.local, self._ownership.program_key
         self._gathers[u] = program
         self._packs[u] = for_each(local, functools.partial(self._pack_program, u), key)
+        if self._reducer.arrays.over_hosts:
+            self._unflats[u] = for_each(local, functools.partial(self._unflat_program, u))
 
     def _sent_dtype(self, u: int) -> Any:
         unit = self._units[u]
@@ -163,28 +166,45 @@ class ShardedParams:
         return jax.jit(run, out_shardings=where, compiler_options=self._options).lower(like)
 
     def _gather_program(self, u: int) -> Any:
-        chunks, unit = self._chunks[u], self._units[u]
-        params, sent = [self._params[t] for t in unit.tensors], self._sent_dtype(u)
+        unit, arrays = self._units[u], self._reducer.arrays
+        lengths = arrays.lengths(self._chunks[u].lengths)
 
-        def hxla_gather(chunk: jax.Array) -> list[jax.Array]:
-            flat = all_gather(chunk, chunks.lengths, DATA_AXIS)
-            if unit.dtype:
-                flat = jax.lax.bitcast_convert_type(flat, jnp.dtype(unit.dtype))
-            return unflat(chunks, flat, params)
+        def hxla_gather(chunk: jax.Array) -> Any:
+            flat = all_gather(chunk, lengths, DATA_AXIS) if len(lengths) > 1 else chunk
+            return flat if arrays.over_hosts else self._unflat(u, flat)
 
-        arrays = self._reducer.arrays
-        mapped = jax.shard_map(
-            hxla_gather,
-            mesh=arrays.mesh,
-            in_specs=arrays.own_spec,
-            out_specs=[self._specs[t] for t in unit.tensors],
-            check_vma=False,
+        run: Any = hxla_gather
+        if not arrays.is_single:
+            specs: Any = P() if arrays.over_hosts else [self._specs[t] for t in unit.tensors]
+            run = jax.shard_map(
+                run,
+                mesh=arrays.mesh,
+                in_specs=arrays.own_spec,
+                out_specs=specs,
+                check_vma=False,
+            )
+        size = max(lengths) * len(lengths) * arrays.num_inner
+        sent = jax.ShapeDtypeStruct(
+            (size,), self._sent_dtype(u), sharding=arrays.sharding(arrays.own_spec)
         )
-        size = chunks.longest * len(chunks.lengths) * arrays.num_inner
-        sharding = NamedSharding(arrays.mesh, arrays.own_spec)
-        return jax.jit(mapped, donate_argnums=0, compiler_options=self._options).lower(
-            jax.ShapeDtypeStruct((size,), sent, sharding=sharding)
-        )
+        return jax.jit(run, donate_argnums=0, compiler_options=self._options).lower(sent)
+
+    def _unflat(self, u: int, flat: jax.Array) -> list[jax.Array]:
+        """The parameters of a unit, from their gathered chunks."""
+        unit = self._units[u]
+        if unit.dtype:
+            flat = jax.lax.bitcast_convert_type(flat, jnp.dtype(unit.dtype))
+        return unflat(self._chunks[u], flat, [self._params[t] for t in unit.tensors])
+
+    def _unflat_program(self, u: int, i: int) -> Any:
+        """The program that cuts the hosts' gathered array into parameters on a local replica."""
+        size, replica = sum(self._chunks[u].lengths), self._reducer.local[i]
+
+        def hxla_unflat(flat: jax.Array) -> list[jax.Array]:
+            return self._unflat(u, flat)
+
+        flat = replica.like(jax.ShapeDtypeStruct((size,), self._sent_dtype(u)))
+        return jax.jit(hxla_unflat, compiler_options=self._options).lower(flat)
 
     def fetch(self, g: int, pieces: Sequence[Sequence[jax.Array]]) -> None:
         """Begin to fetch the pieces of a group, if they are in host memory."""
@@ -222,6 +242,10 @@ class ShardedParams:
         packed = [pack([on_device(arrays[t]) for t in unit.tensors]) for pack, arrays in packs]
         chunk = self._reducer.arrays.join(packed, self._chunks[u].lengths)
         whole = self._gathers[same](chunk)
+        if self._reducer.arrays.over_hosts:
+            flats = self._reducer.arrays.local_parts(whole, P())
+            cut = zip(self._unflats[same], flats, strict=True)
+            return [dict(zip(unit.tensors, unflat(flat), strict=True)) for unflat, flat in cut]
         specs = [self._specs[t] for t in unit.tensors]
         each = list(map(self._reducer.arrays.local_parts, whole, specs))
         return [
@@ -255,8 +279,12 @@ class ShardedParams:
         """Bytes of one device while a group's parameters are gathered, once it is compiled."""
         whole = most = 0
         for u in self._of_group[g][0]:
-            chunk = jnp.dtype(self._sent_dtype(u)).itemsize * self._chunks[u].longest
-            most = max(most, whole + chunk + extra_bytes(self._gathers[self._same[u]]))
+            same, chunks = self._same[u], self._chunks[u]
+            program, length = self._gathers[same], chunks.longest
+            if self._reducer.arrays.over_hosts:  # each device gets the gathered array
+                program, length = self._unflats[same][0], sum(chunks.lengths)
+            num_sent = jnp.dtype(self._sent_dtype(u)).itemsize * length
+            most = max(most, whole + num_sent + extra_bytes(program))
             whole += self._whole_bytes(u)
         return most
 

@@ -105,8 +105,13 @@ def scaled_loss(loss: jax.Array, num_losses: int, aux: PyTree) -> jax.Array:
     """
     if not isinstance(aux, ScaledAux):
         return loss
-    exponent = sum_exponent(aux.exponent, num_losses)
-    return loss * jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+    return loss * scale_of_sum(aux.exponent, num_losses)
+
+
+def scale_of_sum(exponent: jax.Array, num_losses: int) -> jax.Array:
+    """The scale of a sum of losses, float32, from the exponent of that of their mean."""
+    exponent = sum_exponent(exponent, num_losses)
+    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
 def sum_exponent(exponent: Exponent, num_losses: int) -> Exponent:

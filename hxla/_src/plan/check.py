@@ -85,11 +85,6 @@ def _host_sum_faults(plan: Any) -> Iterator[str]:
             "sums.over: only replicas of one device are summed over the host, these have the axes "
             f"{', '.join(axis.name for axis in plan.axes)}: use 'device'"
         )
-    if plan.placement.zero == 3:
-        yield (
-            "placement.zero: stage 3 gathers parameters in collectives of the devices; with sums "
-            "over the host use at most 2"
-        )
     if plan.sums.kind != "exact":
         yield (
             f"sums.over: hosts add integers only, and these are {plan.sums.kind} sums: use kind "
@@ -104,16 +99,6 @@ def _executor_faults(plan: Any) -> Iterator[str]:
         yield (
             "replicas: executors run microbatches on one device, a copy has axes here: use "
             "executors 1"
-        )
-    if plan.placement.zero > 1:
-        yield (
-            f"replicas: with placement.zero of {plan.placement.zero} each segment runs for all "
-            "microbatches, one after another: use executors 1"
-        )
-    if plan.placement.stash != "device":
-        yield (
-            "replicas: copies to and from host memory have one order, that of one microbatch after "
-            "another: use executors 1, or placement.stash 'device'"
         )
     if plan.sums.kind != "exact":
         yield (
@@ -139,13 +124,10 @@ def _start_faults(plan: Any) -> Iterator[str]:
 
 
 def _call_faults(plan: Any) -> Iterator[str]:
-    if plan.microbatches_per_call == 1:
-        return
-    if plan.pipeline is not None or plan.num_segments > 1:
-        form = "pipeline" if plan.pipeline is not None else "chain of segments"
+    if plan.microbatches_per_call > 1 and plan.pipeline is not None:
         yield (
-            f"microbatches_per_call: a {form} has several programs for each microbatch, and none "
-            "that runs several of them: use 1"
+            "microbatches_per_call: one call of a pipeline runs all microbatches of its replica: "
+            "use 1"
         )
 
 
@@ -307,11 +289,8 @@ def _sharded_replica_faults(plan: Any) -> Iterator[str]:
     cut = f"replicas are sharded over {axes}"
     if num == 1:
         yield f"placement.zero: {cut}, and one replica has nobody to share with: use 0"
-    if plan.pipeline is not None:
-        if placement.waves > 1:
-            yield f"placement.waves: {cut}, and stages run all microbatches in one wave: use 1"
-        if placement.parameters != "device":
-            yield f"placement.parameters: {cut}, whose shards stay on their devices: use 'device'"
+    if plan.pipeline is not None and placement.waves > 1:
+        yield f"placement.waves: {cut}, and stages run all microbatches in one wave: use 1"
     if plan.is_uneven:
         yield f"placement.zero: {cut} in uneven shards, whose state is not shared out: use 0"
 
