@@ -194,12 +194,7 @@ def for_others(
         if k in compiled:
             return compiled[k][n]
         ours = portables[firsts[k]][n]
-        loaded = None if ours is None else ours.on(replicas[k].devices)
-        if loaded is not None:
-            return loaded
-        if again[k][n] is None:
-            again[k][n] = lowered_for(lowered[firsts[k]][n], replicas[k].devices)
-        return (again[k][n] or lower(k)[n]).compile()
+        return ours.on(replicas[k].devices) if ours is not None else again[k][n].compile()
 
     nums = [len(compiled[i]) for i in firsts]
     flat = iter(over(made, [(k, n) for k, num in enumerate(nums) for n in range(num)]))
