@@ -85,14 +85,10 @@ def _gathers(programs: Programs) -> Iterator[tuple[Collective, Sequence[int]]]:
             instruction, derived = flow.of(gather.name)
             scope = _PART.search(op_name(instruction))
             read_here = program.scopes.get(scope[0]) if scope else None
-            yield (
-                gather,
-                [
-                    p
-                    for p in _only_params(derived, params)
-                    if _is_whole(instruction, shapes[p]) and (read_here is None or p in read_here)
-                ],
-            )
+            known = _only_params(derived, params)
+            if read_here is not None:
+                known = [p for p in known if p in read_here]
+            yield gather, [p for p in known if _is_whole(instruction, shapes[p])]
         before = flow, params
 
 
