@@ -36,7 +36,8 @@ def unplanned_gathers(programs: Programs) -> tuple[str, ...]:
     is_cut = [{axis for names in p.spec for axis in names} for p in plan.parameters]
     if sharded is None or set[str]().union(*is_cut) <= _INTENDED:
         return ()
-    planned, received, where = sharded.gathered_params(), dict[tuple[str, int], int](), {}
+    planned = sharded.gathered_params()
+    received, where = dict[tuple[str, int], int](), dict[tuple[str, int], str]()
     try:
         gathers = list(_gathers(programs))
     except UNREADABLE:  # text of another XLA: a mere warning may not keep a session from training
@@ -87,21 +88,21 @@ def _gathers(programs: Programs) -> Iterator[tuple[Collective, Sequence[int]]]:
             read_here = program.scopes.get(scope[0]) if scope else None
             known = _only_params(derived, params)
             if read_here is not None:
-                known = [p for p in known if p in read_here]
+                known = tuple(p for p in known if p in read_here)
             yield gather, [p for p in known if _is_whole(instruction, shapes[p])]
         before = flow, params
 
 
 def _only_params(
     derived: Iterable[Instruction], params: Mapping[str, tuple[int, ...]]
-) -> Sequence[int]:
+) -> tuple[int, ...]:
     """The parameters among the arguments of a value; none if it depends on an example."""
     paths = [path_of(instruction) for instruction in derived]
     read = [path for path in paths if path in params]
     heads = (_HEAD.match(path) for path in paths if path not in params)
     if any(head is None or head[0] not in _CONSTANT for head in heads):
-        return []  # activations, or gradients
-    return sorted({p for path in read for p in params[path]})
+        return ()  # activations, or gradients
+    return tuple(sorted({p for path in read for p in params[path]}))
 
 
 def _is_whole(gather: Instruction, shapes: set[tuple[int, ...]]) -> bool:
