@@ -131,6 +131,14 @@ def test_lines_that_nobody_knows_are_counted(tmp_path):
     assert after.problems == ("2 lines were not understood, the first: a line of the year 2040",)
 
 
+@pytest.mark.parametrize("filling", ["\n", "[],", "a = 1\n"])
+def test_a_million_empty_or_odd_lines_are_passed_over(tmp_path, filling):
+    text = plain(tmp_path, "linen")
+    before = hxla.inspect(tmp_path).main
+    text.write_text(text.read_text() + filling * (1 << 20))
+    assert hxla.inspect(tmp_path).main.collectives == before.collectives
+
+
 @pytest.mark.parametrize("name", rows(["pipeline", "linen", "nested_loops"], "nested_loops"))
 def test_no_spoilt_line_ends_the_reading(name):
     lines = programs.compiled(name)[0].as_text().splitlines()

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("no_persistent_cache")
 X = np.random.default_rng(0).normal(size=(24, 24)).astype(np.float32)
 
 PROGRAMS = {
-    "dot": lambda x: x @ x.T,
+    "dot": lambda x: jnp.sin(x @ x.T),
     "convolution": lambda x: jax.lax.conv(x[None, None], x[None, None, :3, :3], (1, 1), "SAME"),
     "sums and exponentials": lambda x: jax.nn.softmax(x).sum(0),
     "sort": lambda x: jnp.sort(x, axis=0),
@@ -54,6 +54,34 @@ def test_a_program_gives_the_same_bits_elsewhere(name, way):
     there = way(lowered, [last])(jax.device_put(X, last))
     assert there.devices() == {last}
     np.testing.assert_array_equal(lowered.compile()(jax.device_put(X, first)), there)
+
+
+@pytest.mark.parametrize("name", ["dot", "sums and exponentials", "loop"])
+def test_a_program_that_outlives_jaxs_cache_is_compiled_again_elsewhere(name, tmp_path):
+    """It was read from the cache, which is then taken away; loaded, it would fail when it runs."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    first, *_, last = jax.devices()
+    x, own = jax.device_put(X, first), jax.jit(PROGRAMS[name])
+    names = "jax_enable_compilation_cache", "jax_compilation_cache_dir"
+    before = [getattr(jax.config, each) for each in names]
+    seconds = "jax_persistent_cache_min_compile_time_secs"
+    least = getattr(jax.config, seconds)
+    try:
+        for each, value in zip((*names, seconds), (True, str(tmp_path), 0), strict=True):
+            jax.config.update(each, value)
+        compilation_cache.reset_cache()
+        wanted = np.asarray(own.lower(x).compile()(x))
+        jax.clear_caches()
+        own.lower(x).compile()
+    finally:
+        for each, value in zip((*names, seconds), (*before, least), strict=True):
+            jax.config.update(each, value)
+        compilation_cache.reset_cache()
+    lowered = own.lower(x)
+    assert portable(lowered.compile()) is None
+    there = compiled_again(lowered, [last])(jax.device_put(X, last))
+    np.testing.assert_array_equal(there, wanted)
 
 
 @both_ways

@@ -138,12 +138,14 @@ def test_what_stays_as_it_is_is_taken(case, precision):
     assert len(graph(model, precision=precision).merges) == 2
 
 
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize("kind", ["nnx", "linen", "linen, a later layer"])
 def test_variables_whose_gradient_is_their_next_value_are_refused(kind):
     linen = nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp)
 
     def make():
         return nnx.bridge.ToNNX(linen, rngs=nnx.Rngs(0)).lazy_init(jnp.ones((4, 8)))
 
+    models = {"nnx": make, "linen": linen}
+    model = models.get(kind, nn.Sequential([nn.Dense(8), linen]))
     with pytest.raises(hxla.ConfigError, match=r"input_amax_history.*pass precision='fp8'"):
-        graph(linen if kind == "linen" else make)
+        graph(model)

@@ -67,6 +67,55 @@ def test_noise_alone_loses_nothing(case):
     assert np.max(lost) < 0.1  # one move of one microbatch in four, not found out at once
 
 
+def heavy(name, rng, counts, speeds):
+    """Seconds of a step on an overloaded machine: wide noise, or waits that no count shortens."""
+    sigma, wait = HEAVY[name]
+    waits = wait * rng.pareto(1.5, size=len(speeds)) * (rng.random(len(speeds)) < 0.5)
+    noise = np.exp(sigma * rng.normal(size=len(speeds)))
+    return np.multiply(counts, speeds) * noise + np.where(counts, waits, 0)
+
+
+HEAVY = {"wide": (0.6, 0.0), "wider": (1.0, 0.0), "waits": (0.3, 0.4), "long waits": (0.6, 0.8)}
+
+
+@pytest.mark.parametrize("name", HEAVY)
+@pytest.mark.parametrize("counts", [(4, 4), (16, 16)], ids=str)
+def test_like_devices_under_equal_heavy_noise_keep_their_counts(counts, name):
+    moves, lost = 0, []
+    for seed in range(5):
+        rng, b = np.random.default_rng(seed), balancer(counts, [0.1, 0.1])
+        for step in range(400):
+            busy = heavy(name, rng, b.counts, [0.1, 0.1])
+            moves += b.observe(step, busy, [0.01, 0.01]) is not None
+            b.stepped(float(busy.max()))
+            lost.append(max(b.counts) / counts[0] - 1)
+    assert moves <= 20
+    assert np.mean(lost) < 0.3
+
+
+@pytest.mark.parametrize(("sigma", "steps"), [(0.1, 4), (0.3, 12), (0.6, 36)])
+def test_a_real_slowdown_is_followed_the_later_the_more_noise(sigma, steps):
+    for seed in range(5):
+        rng, b = np.random.default_rng(seed), balancer((16, 16), [0.1, 0.1])
+        for step in range(100 + steps):
+            speeds = np.array([0.1, 0.1 if step < 100 else 0.3])
+            busy = np.array(b.counts) * speeds * np.exp(sigma * rng.normal(size=2))
+            b.observe(step, busy, [0.01, 0.01])
+            b.stepped(float(busy.max()))
+        assert b.counts[0] >= 20
+
+
+def test_an_idle_device_that_was_fast_for_a_step_stays_idle():
+    """A trial that promises a gain goes on until there are three samples."""
+    b, trials = balancer((8, 0), [0.1, 0.9]), 0
+    for step in range(70):
+        trials += b.counts[1]
+        busy = np.array(b.counts) * [0.1, 0.02 if trials == 1 else 0.9]
+        assert b.observe(step, busy, [0.01, 0.01]) is None
+        b.stepped(float(busy.max()))
+    assert trials == 3
+
+
 def test_first_measurements_that_are_wrong_are_put_right_in_ten_steps():
     b = balancer((9, 7), [0.1, 0.13])
     run(b, [0.1, 0.1], 10, noise=0.03)

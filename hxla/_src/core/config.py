@@ -37,7 +37,8 @@ class BalanceConfig(_Section):
     patience_steps: int = pydantic.Field(2, ge=1)
     """Consecutive steps that must agree before counts change."""
     window_steps: int = pydantic.Field(9, ge=1)
-    """Steps whose median time gives a device's speed."""
+    """Steps whose median time shows a change of speed; a device that keeps its speed has the median
+    of up to eight times as many."""
     retry_steps: int = pydantic.Field(50, ge=1)
     """Steps after which a device without microbatches is tried again, and counts without a gain may
     be chosen again."""

@@ -93,7 +93,8 @@ _OPCODE = re.compile(
     r"^[ \t]++(?:ROOT )?+\S++ = (?:\(.*?\)|\S++) ([a-z][a-z0-9\-]*+)\([^)\n]*+\).*+\n?+",
     re.MULTILINE,
 )
-_COMPUTATION = re.compile(r"\n*+(?!HloModule)(ENTRY )?%?([^\s(]++)[^\S\n].*\{.*\n?")
+_BLANK_LINES = re.compile(r"\n++")
+_COMPUTATION = re.compile(r"(?!HloModule)(ENTRY )?%?([^\s(]++)[^\S\n].*\{.*\n?")
 _OPERAND = re.compile(r"%([^\s,()]+)")
 _OPENINGS = ("{", "[", "(", '"', "mesh")
 _MARKS = re.compile(r'[{}\[\](),"]')
@@ -393,6 +394,9 @@ def read_module(text: str) -> Module:
     opcodes: dict[frozenset[str], frozenset[str]] = {}
     start, is_open = 0, False
     while start < len(text):
+        if table is None and (blank := _BLANK_LINES.match(text, start)):
+            start = blank.end()
+            continue
         if table is None and (opening := _COMPUTATION.match(text, start)):
             is_entry, name = opening.groups()
             start = opening.end()

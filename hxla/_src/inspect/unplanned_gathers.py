@@ -1,95 +1,125 @@
-"""Sharded parameters that a compiled program gathers although its plan does not.
+"""Sharded parameters that compiled programs gather although their plan does not.
 
 A plan foresees how operations read a parameter itself. Values derived from a parameter, such as a
-normalized kernel, may be gathered by XLA's partitioner.
+normalized kernel, may be gathered by XLA's partitioner. It also partitions the stages of a
+pipeline, where only the axis of stages is manual.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ..lower.chain_runner import ChainRunner
+from ..graph.graph import Graph
 from ..lower.lower import Programs
-from ..plan.sharding import Sharded
 from .analyze import UNREADABLE
 from .annotated_module import annotate
 from .arguments import arguments, path_of
 from .collectives import collectives
-from .hlo_text import Computation, Module, arrays, read_module
+from .dependence import Dependence
+from .hlo_text import Instruction, arrays, read_module
+from .origin import op_name
 from .program import Collective
 
-_PARAM = re.compile(r"params\[(\d+)\]")
-_BATCH = re.compile(r"batch\b")
+# The first words of arguments that depend on no example.
+_CONSTANT = frozenset({"params", "slots", "starts", "aux", "exponents", "exponents_T", "where"})
+_HEAD = re.compile(r"\w+")
+_PART = re.compile(r"hxla\.part\.\d+")
+_INTENDED = frozenset({"fsdp"})  # axes over which a plan gathers parameters
 
 
 def unplanned_gathers(programs: Programs) -> tuple[str, ...]:
     """Unplanned all-gathers of a sharded parameter, or of a value derived from it.
 
-    All-gathers over `fsdp` are planned. Only programs that run a microbatch in one call are
-    searched, not those of stages and segments.
-
     Returns:
-        A line for each, with the bytes that a device receives.
+        A line for each, with the bytes that a device receives in a microbatch.
     """
-    sharded, runner = programs.sharded, programs.runners[0]
-    if sharded is None or not isinstance(runner, ChainRunner):
+    sharded, plan = programs.sharded, programs.plan
+    is_cut = [{axis for names in p.spec for axis in names} for p in plan.parameters]
+    if sharded is None or set[str]().union(*is_cut) <= _INTENDED:
         return ()
-    text = runner.whole_text
-    if "all-gather" not in text:
-        return ()
+    planned = sharded.gathered_params()
+    received, where = dict[tuple[str, int], int](), dict[tuple[str, int], str]()
     try:
-        return tuple(_lines(programs, sharded, read_module(text)))
+        gathers = list(_gathers(programs))
     except UNREADABLE:  # text of another XLA: a mere warning may not keep a session from training
         return ()
+    for gather, params in gathers:
+        for axis in sorted(set(gather.axes or ()) - _INTENDED):
+            size = plan.axis_sizes[axis]
+            for key in ((axis, p) for p in params if axis in is_cut[p]):
+                num_bytes = gather.num_bytes * (gather.runs or 1) * (size - 1) // size
+                received[key] = received.get(key, 0) + num_bytes
+                words = f"{gather.origin.primitive} at {gather.origin.source}"
+                where.setdefault(key, words.removesuffix(" at "))
+    return tuple(
+        f"parameter {plan.parameters[param].name} is cut over {axis}, and the compiled program "
+        f"gathers a value derived from it whole in each microbatch, {num_bytes:,} bytes to a "
+        f"device: {where[axis, param]}"
+        for (axis, param), num_bytes in received.items()
+        if (axis, param) not in planned
+    )
 
 
-def _lines(programs: Programs, sharded: Sharded, module: Module) -> Iterable[str]:
-    read = annotate(module, arguments(module, {}, {}))
-    planned, lines = sharded.gathered_params(), dict[tuple[str, int], str]()
-    for gather in collectives(read, tuple(programs.plan.axis_sizes.items()), None):
-        for param in _gathered_params(programs, module, gather):
-            layout = programs.plan.parameters[param]
-            for axis in gather.axes or ():
-                is_cut = any(axis in names for names in layout.spec)
-                if not is_cut or axis == "fsdp" or (axis, param) in planned:
-                    continue
-                size = programs.plan.axis_sizes[axis]
-                received = gather.num_bytes * (size - 1) // size
-                where = f"{gather.origin.primitive} at {gather.origin.source}".removesuffix(" at ")
-                lines.setdefault(
-                    (axis, param),
-                    f"parameter {layout.name} is cut over {axis}, and the compiled program "
-                    f"gathers a value derived from it whole in each microbatch, {received:,} "
-                    f"bytes to a device: {where}",
-                )
-    return lines.values()
+def _gathers(programs: Programs) -> Iterator[tuple[Collective, Sequence[int]]]:
+    """The gathers of a microbatch, each with the parameters that it makes whole."""
+    axes = programs.reducer.local[0].axes
+    shapes = _shapes(programs.graph)
+    flows, listed = dict[str, Dependence](), dict[str, tuple[Collective, ...]]()
+    before: tuple[Dependence, Mapping[str, tuple[int, ...]]] | None = None
+    for program in programs.runners[0].texts():
+        text, params = program.text, dict(program.params)
+        if text not in flows:
+            module = read_module(text)
+            flows[text], listed[text] = Dependence(module), ()
+            if "all-gather" in text:
+                read = annotate(module, arguments(module, {}, {}))
+                listed[text] = collectives(read, axes, None)
+        flow = flows[text]
+        if before is not None:  # what a forward saved for its backward, perhaps of parameters only
+            params |= {
+                path: derived
+                for path, result in program.saved.items()
+                if (derived := _only_params(before[0].of_result(result), before[1]))
+            }
+        for gather in listed[text]:
+            if gather.kind != "all-gather":
+                continue
+            instruction, derived = flow.of(gather.name)
+            scope = _PART.search(op_name(instruction))
+            read_here = program.scopes.get(scope[0]) if scope else None
+            known = _only_params(derived, params)
+            if read_here is not None:
+                known = tuple(p for p in known if p in read_here)
+            yield gather, [p for p in known if _is_whole(instruction, shapes[p])]
+        before = flow, params
 
 
-def _gathered_params(programs: Programs, module: Module, gather: Collective) -> Iterator[int]:
-    """The parameters that an all-gather makes whole, also those of which it gathers a function."""
-    entry = module.computations[module.entry]
-    if gather.kind != "all-gather" or gather.name not in entry.instructions:
-        return
-    needed = _needed(entry, gather.name)
-    if any(map(_BATCH.match, needed)):
-        return  # activations, or gradients
-    results = [sorted(dims) for _, dims in arrays(entry.instructions[gather.name].shape)]
-    for path in sorted(needed):
-        if (match := _PARAM.fullmatch(path)) and any(
-            sorted(programs.plan.parameters[int(match[1])].shape) == dims for dims in results
-        ):
-            yield int(match[1])
+def _only_params(
+    derived: Iterable[Instruction], params: Mapping[str, tuple[int, ...]]
+) -> tuple[int, ...]:
+    """The parameters among the arguments of a value; none if it depends on an example."""
+    paths = [path_of(instruction) for instruction in derived]
+    read = [path for path in paths if path in params]
+    heads = (_HEAD.match(path) for path in paths if path not in params)
+    if any(head is None or head[0] not in _CONSTANT for head in heads):
+        return ()  # activations, or gradients
+    return tuple(sorted({p for path in read for p in params[path]}))
 
 
-def _needed(entry: Computation, name: str) -> Set[str]:
-    """The paths of the arguments on which an instruction depends."""
-    seen, waiting, paths = set[str](), [name], set[str]()
-    while waiting:
-        here = waiting.pop()
-        if here in seen or here not in entry.instructions:
-            continue
-        seen.add(here)
-        instruction = entry.instructions[here]
-        if instruction.opcode == "parameter":
-            paths.add(path_of(instruction))
-        waiting += [operand for operand, _ in instruction.operands]
-    return paths
+def _is_whole(gather: Instruction, shapes: set[tuple[int, ...]]) -> bool:
+    """Whether a gather has a result of one of some shapes, in any order of dimensions."""
+    results = {_order(dims) for _, dims in arrays(gather.shape)}
+    return not results.isdisjoint(shapes)
+
+
+def _order(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(n for n in shape if n != 1))
+
+
+def _shapes(graph: Graph) -> list[set[tuple[int, ...]]]:
+    """For each parameter the shapes in which programs read it: whole, some rows, or one row."""
+    shapes = [{_order(shape), _order(shape[1:])} for shape in graph.param_shapes]
+    for v in graph.param_values:
+        param = graph.values[v].param
+        assert param is not None
+        shapes[param].add(_order(graph.values[v].shape))
+    return shapes

@@ -24,6 +24,8 @@ from jax._src.named_sharding import UnspecifiedValue
 from jax._src.sharding_impls import GSPMDSharding
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
+# How object files begin, on Linux and on macOS.
+_OBJECT_FILES = b"\x7fELF", b"\xcf\xfa\xed\xfe"
 #: Fields of a program that bind it to its devices, unless they are empty.
 _BINDING = ("host_callbacks", "keepalive", "ordered_effects", "mut")
 
@@ -73,6 +75,10 @@ class Portable:
 def portable(compiled: Any) -> Portable | None:
     """A program in a form that other devices can load; None if it is bound to its devices.
 
+    A CPU's program from jax's persistent cache is serialized without its machine code. It would
+    load, and fail when it runs. It may outlive the cache, in jax's caches in memory. Programs that
+    need no machine code are taken for such ones; to compile them again costs little.
+
     A program is bound if it calls Python, has ordered effects, constant arrays on devices or
     shardings without devices. So is one whose backend only compiles or cannot serialize it. With
     jax's persistent cache every program is bound: a CPU cannot serialize an executable from the
@@ -95,6 +101,9 @@ def portable(compiled: Any) -> Portable | None:
     try:
         serialized = unloaded.xla_executable.serialize()
     except jax.errors.JaxRuntimeError:
+        return None
+    on_cpu = unloaded.device_list[0].platform == "cpu"
+    if on_cpu and not any(start in serialized for start in _OBJECT_FILES):
         return None
     return Portable(compiled=compiled, serialized=serialized)
 

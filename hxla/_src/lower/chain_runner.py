@@ -9,7 +9,7 @@ Legend of shape suffixes: M microbatches of a step, T float tensors.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +31,7 @@ from .chain_spec import ChainSpec
 from .contribution import DeviceSums
 from .executors import Calls, Executors, PartExecutors, fair_share
 from .offload import Stash
+from .program_text import ProgramText
 from .replica import Replica
 from .segment_programs import ChainParts, SegmentPrograms, segment_costs, temporary_bytes
 
@@ -106,12 +107,22 @@ class ChainRunner:
             return ""
         return str(self._spec.graph.program)
 
-    @property
-    def whole_text(self) -> str:
-        """The optimized program of a microbatch; empty where there are several."""
-        if not self._spec.is_whole:
-            return ""
-        return self._programs.of(0)["loss"].as_text() or ""
+    def texts(self) -> Iterator[ProgramText]:
+        """The optimized programs of a microbatch in the order of parts, each before its backward.
+
+        Parts that share a program have an entry each, for they read other parameters.
+        """
+        known: dict[int, str] = {}
+        for i, part in enumerate(self._parts):
+            for kind, program in self._programs.of(i).items():
+                text = known.get(id(program))
+                if text is None:
+                    text = known[id(program)] = program.as_text() or ""
+                yield ProgramText(
+                    text=text,
+                    params={f"params[{k}]": (p,) for k, p in enumerate(part.params)},
+                    saved=part.stage.saved_results if kind == "backward" else {},
+                )
 
     # -- running ---------------------------------------------------------------------------------
 

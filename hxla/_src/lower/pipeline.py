@@ -22,7 +22,7 @@ References:
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +40,15 @@ from . import actions as _actions
 from .actions import FIELDS
 from .compile import compiler_options, extra_bytes
 from .contribution import DeviceSums
-from .pipeline_program import Accumulated, Buffers, Carry, PipelineProgram, PipelineSpec
+from .pipeline_program import (
+    Accumulated,
+    Buffers,
+    Carry,
+    PipelineProgram,
+    PipelineSpec,
+    scope_of_part,
+)
+from .program_text import ProgramText
 from .replica import Replica, device_bytes
 from .slots import Slots
 from .stage import check_permutes, map_specs, only
@@ -393,6 +401,22 @@ class Pipeline:
         """The compiled programs."""
         assert self._compiled is not None
         return self._compiled
+
+    def texts(self) -> Iterator[ProgramText]:
+        """The optimized program of all microbatches; parts that share a program share a scope."""
+        of_slot = enumerate(slot.params for slot in self.spec.slots.slots)
+        scopes: dict[str, set[int]] = {}
+        param_of = params_of(self.spec.graph)
+        for p, stage in zip(self.program.programs, self.program.stages, strict=True):
+            scopes.setdefault(scope_of_part(p), set()).update(param_of[i] for i in stage.params)
+        yield ProgramText(
+            text=self.programs.ticks.as_text() or "",
+            params={
+                f"slots[{i}]": tuple(dict.fromkeys(p for p in params if p is not None))
+                for i, params in of_slot
+            },
+            scopes=scopes,
+        )
 
     # -- memory ------------------------------------------------------------------------------------
 

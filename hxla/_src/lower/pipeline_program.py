@@ -322,9 +322,10 @@ class PipelineProgram:
         specs = [self.slot_specs[i] for i in self._slots_of(p)]
 
         def run(carry: Carry, params: Any, *others: Any) -> Carry:
-            carry = self.inside.place(carry, self.carry_specs)
-            carry = action(carry, self.inside.place(params, specs), *others)
-            return self.inside.place(carry, self.carry_specs)  # type: ignore[no-any-return]
+            with jax.named_scope(scope_of_part(p)):
+                carry = self.inside.place(carry, self.carry_specs)
+                carry = action(carry, self.inside.place(params, specs), *others)
+                return self.inside.place(carry, self.carry_specs)  # type: ignore[no-any-return]
 
         return run
 
@@ -559,6 +560,11 @@ class PipelineProgram:
         )
         sums = DeviceSums(small_MS.sum(0), peaks_T, aux, totals[:num_words])
         return _at_least_1d(values), sums
+
+
+def scope_of_part(p: int) -> str:
+    """The scope of a part's operations in the names of a compiled program."""
+    return f"hxla.part.{p}"
 
 
 def _at_least_1d(values: Sequence[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, ...]]:

@@ -226,6 +226,17 @@ class StagePart:
             None if where == "inner" else values[where][i] for where, i in self._residual_places
         ]
 
+    @property
+    def saved_results(self) -> dict[str, int]:
+        """Arguments of a backward that are results of its forward, with the results' places."""
+        first_inner = len(self.part.outputs)
+        starts = {"output": 0, "inner": first_inner}
+        return {
+            f"saved[{k}]": starts[where] + i
+            for k, (where, i) in enumerate(self._residual_places)
+            if where in starts
+        }
+
     def all_residuals(
         self, inputs: Sequence[Any], outputs: Sequence[Any], inner: Sequence[Any]
     ) -> list[Any]:

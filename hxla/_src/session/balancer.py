@@ -25,8 +25,11 @@ from .step import Outcome
 from .values import SessionOptions
 from .watch import PipelineWatch, SplitWatch
 
-_NEW_SPEED = 1.2  # ratio beyond which two samples in a row are no noise
+_NEW_SPEED = 1.2  # least ratio beyond which two samples in a row are no noise
+_LEAST_CHANGE = 1.02  # least ratio of the medians of two windows that is a change of speed
 _FEW = 3  # fewest swings for a median
+_LONGEST = 8  # windows whose median is the speed of a device that keeps it
+_FAR = 3.0  # standard deviations beyond which a difference is no noise
 # For normal noise: standard deviation of a sample over the median difference of two samples, and
 # standard error of a median of many samples over that of their mean.
 _SWING_FACTOR = 1.4826 / math.sqrt(2)
@@ -43,9 +46,10 @@ class Pace:
 
     def __init__(self, window: int, first: float):
         self._first = first
-        self._samples: collections.deque[float] = collections.deque(maxlen=window)
+        self._window = window
+        self._samples: collections.deque[float] = collections.deque(maxlen=_LONGEST * window)
         # Logarithms of the ratios of consecutive samples.
-        self._swings: collections.deque[float] = collections.deque(maxlen=2 * window)
+        self._swings: collections.deque[float] = collections.deque(maxlen=4 * window)
 
     @property
     def seconds(self) -> float:
@@ -62,29 +66,50 @@ class Pace:
             return None
         return _SWING_FACTOR * statistics.median(self._swings)
 
+    @property
+    def num_samples(self) -> int:
+        """Samples of the present speed."""
+        return len(self._samples)
+
     def error(self, noise: float) -> float:
         """Relative standard error of `seconds` for samples with this noise."""
         return _MEDIAN_FACTOR * noise / max(1, len(self._samples)) ** 0.5
 
     def learn(self, seconds: float) -> bool:
-        """Add a sample; two similar samples far from the median are a new speed, not noise.
+        """Add a sample.
+
+        Two samples far from the median are a new speed, and so is a window of samples whose median
+        differs from that of earlier ones by more than noise explains.
 
         Returns:
-            Whether it is a new speed.
+            Whether it is a new speed, unlike the old one.
         """
-        samples, is_new = self._samples, False
-        if len(samples) >= 2:
-            usual = statistics.median(list(samples)[:-1])
-            newest = (samples[-1], seconds)
-            is_new = min(newest) > _NEW_SPEED * usual or max(newest) * _NEW_SPEED < usual
+        samples, before = self._samples, self.seconds
+        num_new = self._num_new([*samples, seconds])
         if samples:
             self._swings.append(abs(math.log(seconds / samples[-1])))
-        if is_new:
-            last = samples[-1]
-            samples.clear()
-            samples.append(last)
         samples.append(seconds)
-        return is_new
+        if not num_new:
+            return False
+        while len(samples) > num_new:
+            samples.popleft()
+        return abs(math.log(self.seconds / before)) > math.log(_NEW_SPEED)
+
+    def _num_new(self, samples: Sequence[float]) -> int:
+        """How many of the newest samples are of a new speed; 0: all are of one."""
+        noise = self.noise or 0.0
+        if len(samples) > 2:
+            usual = statistics.median(samples[-1 - self._window : -2])
+            ratio = max(_NEW_SPEED, math.exp(_FAR * noise))
+            newest = samples[-2:]
+            if min(newest) > ratio * usual or max(newest) * ratio < usual:
+                return 2
+        newest, earlier = samples[-self._window :], samples[: -self._window]
+        if len(earlier) < _FEW:
+            return 0
+        error = _MEDIAN_FACTOR * noise * math.hypot(len(newest) ** -0.5, len(earlier) ** -0.5)
+        change = abs(math.log(statistics.median(newest) / statistics.median(earlier)))
+        return len(newest) if change > max(math.log(_LEAST_CHANGE), _FAR * error) else 0
 
     def forget(self) -> None:
         """Drop all samples."""
@@ -197,9 +222,11 @@ class Balancer:
             return reverted
         best = best_counts(sum(self.counts), self.seconds, self.fixed, self._limits)
         gain = self._gain(best)
-        worth = max(self._config.min_gain, _SURE * self._error(best))
         is_refused = self._refused.get(best, step) > step
-        self._agreeing = self._agreeing + 1 if gain > worth and not is_refused else 0
+        if gain > self._config.min_gain and not is_refused and self._try_again(best):
+            return None
+        is_worth = self._is_sure(gain, self._error(best)) and not is_refused
+        self._agreeing = self._agreeing + 1 if is_worth else 0
         if self._agreeing < self._config.patience_steps:
             self._try_parked()
             return None
@@ -250,6 +277,10 @@ class Balancer:
     def _gain(self, best: Sequence[int]) -> float:
         return max(self._finish(self.counts)) / max(self._finish(best)) - 1
 
+    def _is_sure(self, gain: float, error: float) -> bool:
+        """Whether a relative gain is more than the spread of the measured times explains."""
+        return gain > self._config.min_gain and math.log1p(gain) > _SURE * error
+
     def _error(self, best: Sequence[int]) -> float:
         """Relative standard error of the gain, from the slowest device before and after it."""
         now, then = self._finish(self.counts), self._finish(best)
@@ -279,7 +310,8 @@ class Balancer:
         if move is None or len(move.finishes) != _SETTLE_STEPS:
             return None
         slowdown = move.slowdown()
-        if slowdown < self._config.min_gain:
+        noises = [pace.error(pace.noise or 0.0) for pace in self._paces]
+        if not self._is_sure(slowdown, math.sqrt(2) * max(noises)):
             return None
         self._refuse(step)
         self._finishes.clear()
@@ -300,13 +332,24 @@ class Balancer:
         for d, parked in enumerate(self._parked):
             if parked >= self._config.retry_steps and self._limits[d] != 0:
                 self._parked[d] = 0
-                self._after_trial = self.counts
-                trial = list(self.counts)
-                trial[max(range(len(trial)), key=trial.__getitem__)] -= 1
-                trial[d] += 1
                 self._paces[d].forget()
-                self.counts = tuple(trial)
+                self._try(d)
                 return
+
+    def _try_again(self, best: Sequence[int]) -> bool:
+        """Go on with the trial of an idle device that counts would use, until it has samples."""
+        for d, (count, wanted) in enumerate(zip(self.counts, best, strict=True)):
+            if wanted and not count and self._paces[d].num_samples < _FEW:
+                self._try(d)
+                return True
+        return False
+
+    def _try(self, d: int) -> None:
+        self._after_trial = self.counts
+        trial = list(self.counts)
+        trial[max(range(len(trial)), key=trial.__getitem__)] -= 1
+        trial[d] += 1
+        self.counts = tuple(trial)
 
     def stepped(self, seconds: float) -> Rebalance | None:
         """Add the wall time of a step.
