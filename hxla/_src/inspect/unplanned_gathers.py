@@ -11,12 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ..graph.graph import Graph
 from ..lower.lower import Programs
 from .analyze import UNREADABLE
-from .annotated_module import annotate
+from .annotated_module import annotate, op_name
 from .arguments import arguments, path_of
 from .collectives import collectives
 from .dependence import Dependence
 from .hlo_text import Instruction, arrays, read_module
-from .origin import op_name
 from .program import Collective
 
 # The first words of arguments that depend on no example.
