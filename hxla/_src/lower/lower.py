@@ -40,6 +40,7 @@ from .forward import Forward
 from .gather import Gather
 from .inputs import Training, ownership_of, sharded_of, uneven_of, whole_ownership_of
 from .layerwise import LayerwiseStep, sum_groups
+from .one_program import OneProgram, is_small
 from .padding import Padding, StatePadding
 from .pipeline import Pipeline
 from .replica import Replica, StateSpecs, device_bytes
@@ -51,7 +52,7 @@ from .sum import Reducer
 from .uneven import Uneven
 from .uneven_collectives import Cut
 from .update import UpdateInputs, UpdateSpec, num_rows, traced_program
-from .updates import Updates, WrittenUpdate, updates_of
+from .updates import ReplicaUpdate, Updates, WrittenUpdate, updates_of
 from .zero_pipeline import ZeroPipeline, stage_groups
 from .zero_state import ZeroState
 
@@ -200,6 +201,8 @@ class Programs:
         self.num_rows = 0 if local[0].axes else num_rows(update)
         self._updates = self._make_updates(update, aux)
         self.update = self._updates.run
+        #: A whole step as one program; None: it is several.
+        self.one_program = self._one_program()
         forward = functools.partial(
             Forward,
             model=model,
@@ -250,6 +253,17 @@ class Programs:
             for replica in self.reducer.local
         ]
         return Updates(self.reducer, None, list(map(WrittenUpdate, programs)))
+
+    def _one_program(self) -> OneProgram | None:
+        """A step as one program, where one device has all of a small state."""
+        [runner, *_], [update, *_], plan = self.runners, self._updates.each, self.plan
+        if not (isinstance(runner, ChainRunner) and isinstance(update, ReplicaUpdate)):
+            return None
+        is_in_turn = calls_host(self.graph.program) or runner.per_call < plan.num_microbatches
+        if is_in_turn or not is_small(plan, self.state_bytes) or not runner.is_one_program:
+            return None
+        parts = runner, self.reducer, self._updates
+        return OneProgram(*parts, self.trained, len(plan.parameters), self.num_rows)
 
     def _cuts_of_sums(
         self, uneven: Uneven | None, replicas: Sequence[Replica]
@@ -362,6 +376,9 @@ class Programs:
             names = (*self.runners[i].names, *self._updates.each[i].names)
             named += zip(names, replica_programs, strict=True)
         named += [("the sum of gradients", program) for program in sums]
+        one = self.one_program
+        if one is not None:
+            named.append((one.name, one.lower(*self._shapes(0))))
         named += [("the gather of parameters", program) for program in gathers]
         flat = iter(compile_all(named, over, tell))
         compiled = {
@@ -369,6 +386,8 @@ class Programs:
             for i, replica_programs in lowered.items()
         }
         self.reducer.adopt(list(itertools.islice(flat, len(sums))))
+        if one is not None:
+            one.compiled = next(flat)
         if gatherer is not None:
             gatherer.adopt(list(flat))
         if len(local) > len(compiled):
@@ -432,7 +451,8 @@ class Programs:
         gathers = 0 if self.gather is None else self.gather.memory_bytes()
         update = totals + max(update, gathers)
         update += 0 if releases else sums
-        return state_bytes + runner.kept_bytes + max(first, microbatches, summing, update)
+        step = 0 if self.one_program is None else sums + self.one_program.extra_bytes
+        return state_bytes + runner.kept_bytes + max(first, microbatches, summing, update, step)
 
     def _bytes_of_params(self) -> int:
         """Bytes of one device's shards of the trained parameters, as float32."""

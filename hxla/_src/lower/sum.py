@@ -17,7 +17,7 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -112,7 +112,8 @@ class Reducer:
         has_waves: bool = False,
     ):
         self._contribution, self._has_waves = contribution, has_waves
-        self.releases = release
+        self.releases, self.form = release, contribution.form
+        self.is_scaled = decisions.is_scaled
         self.arrays = GlobalArrays(replicas, contribution.form.over, shard_groups)
         self._decisions, self._row_shape = decisions, row_shape
         self._ownership = ownership
@@ -532,6 +533,28 @@ class Reducer:
             words=tuple([x[i] for x in of_words] for i in num),
             decisions=tuple(Decisions._make([*(x[i] for x in each), told]) for i in num),
         )
+
+    def traced(self) -> Callable[[DeviceSums, Sequence[jax.Array]], Any]:
+        """What `reduce` computes on one device, which is alone.
+
+        Returns:
+            `(sums, scales) -> (decisions, words, totals)`.
+        """
+        programs = [self._build(k).__wrapped__ for k in range(len(self._buckets))]
+
+        def run(sums: DeviceSums, scales: Sequence[jax.Array]) -> Any:
+            stats = jnp.zeros(self._small_shapes[0], jnp.int32)
+            small: Any = [sums.peaks_T, *scales], [stats, sums.small_MS, *sums.words]
+            first: Any = ()
+            totals: list[jax.Array] = []
+            for k, program in enumerate(programs):
+                values = [sums.values[p] for p in self._buckets[k]]
+                *others, new = program(*(small if k == 0 else ([], [])), values, [])
+                first = first or others
+                totals += new
+            return *first, totals
+
+        return run
 
     def told(self, decisions: Decisions) -> Told:
         """What the host learns of a reduction; waits for it."""

@@ -293,7 +293,7 @@ class Session:
         compiled = num_compilations()
         timed = step == self._first_step + 1 and self._options.run_dir is not None
         self._watch_pipelines.time_ticks(timed)
-        waits = self._member is not None or self._programs.waits
+        waits = self._member is not None or self._stepper.waits
         with contextlib.ExitStack() as updating:
             outcome = self._stepper.accumulate(
                 step,
@@ -301,7 +301,7 @@ class Session:
                 batches,
                 stop=max(self._stopping, self._request),
                 on_phase=functools.partial(self._watchdog.beat, step),
-                on_sums=None if waits else functools.partial(self._update, updating),
+                on_update=None if waits else functools.partial(self._begin_update, updating),
             )
         if timed:
             self._watch_pipelines.tell_ticks()
@@ -313,7 +313,8 @@ class Session:
             else:
                 with contextlib.ExitStack() as updating:
                     if waits:
-                        self._update(updating)
+                        self._begin_update(updating)
+                        self._stepper.update()
                     norm = self._programs.gradient_norm
                     self._stepper.rescale(overflowed=False)
                 outcome = dataclasses.replace(outcome, learning_rate=self._rate, gradient_norm=norm)
@@ -329,11 +330,10 @@ class Session:
         self._is_settled = False
         return record
 
-    def _update(self, updating: contextlib.ExitStack) -> None:
-        """Update; `updating` ends when it is known whether the update counts."""
+    def _begin_update(self, updating: contextlib.ExitStack) -> None:
+        """Before an update; `updating` ends when it is known whether the update counts."""
         self._rate = self._learning_rate.of_step(self.step_number)
         updating.enter_context(self._ending.halfway())
-        self._stepper.update()
 
     def _settle(self) -> None:
         """Close the step before: save or leave after its callbacks have run."""
