@@ -11,6 +11,8 @@ from flax import nnx
 
 import hxla
 from support.executor_jobs import Net
+from support.inside.job import JobContext
+from support.inside.lower import lower
 from support.tiers import rows
 
 NUM, SIZE, EXAMPLES = 6, 2, 48  # microbatches of a step, examples of one, and all
@@ -182,3 +184,48 @@ def test_a_steady_step_calls_one_program(monkeypatch):
 
 def own_batch():
     return {k: x[: NUM * SIZE] for k, x in floats().items()}
+
+
+def one_program_of(num=1, width=6, optimizer=None, config=None, printing=False, **asked):
+    """The program of a small step of a linear model, of a plan for so many devices."""
+
+    def of(model, batch):
+        if printing:
+            jax.debug.print("{}", batch["x"].sum())
+        return loss(lambda x: model(x)[:, 0], batch)
+
+    model = nnx.eval_shape(lambda: nnx.Linear(width, width, rngs=nnx.Rngs(0)))
+    data = {"x": np.zeros((NUM * SIZE, width), np.float32), "y": np.zeros(NUM * SIZE, np.float32)}
+    own = hxla.Job(
+        model, data, of, optimizer or optax.adam(1e-3), batch_size=NUM * SIZE, config=config
+    )
+    cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * num)
+    plan = own.plan(cluster, auto=False, microbatch_size=SIZE, mesh={"data": num}, **asked)
+    training = JobContext(own).training(SIZE, 0)
+    return lower(training, own.graph(SIZE), plan, tuple(jax.devices()[:num])).one_program
+
+
+#: Jobs whose step is several programs.
+SEVERAL = {
+    "two devices": {"num": 2},
+    "a large state": {"width": 1200},  # 16.5 MiB
+    "groups": {"config": {"optimizer": {"num_apply_groups": 2}}},
+    "a call for each": {"config": {"cluster": {"microbatches_per_call": 1}}},
+    "ZeRO": {"config": {"memory": {"zero": 1}}},
+    "float sums": {"reduction": "float"},
+    "whole arrays": {"optimizer": optax.contrib.muon(1e-3)},
+    "offload": {"config": {"memory": {"offload": {"optimizer": "host"}}}},
+    "callbacks": {
+        "printing": True,
+        "config": {"cluster": {"microbatches_per_call": NUM}},
+    },
+}
+
+
+def test_a_small_step_on_one_device_is_one_program():
+    assert one_program_of(width=1000) is not None  # 11.5 MiB
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_other_steps_are_several_programs(name):
+    assert one_program_of(**SEVERAL[name]) is None

@@ -259,8 +259,10 @@ class Programs:
         [runner, *_], [update, *_], plan = self.runners, self._updates.each, self.plan
         if not (isinstance(runner, ChainRunner) and isinstance(update, ReplicaUpdate)):
             return None
-        is_in_turn = calls_host(self.graph.program) or runner.per_call < plan.num_microbatches
-        if is_in_turn or not is_small(plan, self.state_bytes) or not runner.is_one_program:
+        has_more = runner.per_call < plan.num_microbatches or bool(update.groups.groups)
+        if has_more or not runner.is_one_program or calls_host(self.graph.program):
+            return None
+        if not is_small(plan, self.state_bytes):
             return None
         parts = runner, self.reducer, self._updates
         return OneProgram(*parts, self.trained, len(plan.parameters), self.num_rows)

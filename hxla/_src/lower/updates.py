@@ -292,6 +292,7 @@ class ReplicaUpdate:
             `(params, leaves, aux, given, place) -> (the first three, sums over whole arrays)`, with
             the leaves of the optimizer's state.
         """
+        assert not self.groups.groups
         last, of_group = self.groups.last, self._last_program().__wrapped__
         sums_of = [program.__wrapped__ for program in self._sums]
 
@@ -316,7 +317,7 @@ class ReplicaUpdate:
             _put_state(last, state, leaves)
             for k, x in zip(self._common, common, strict=True):
                 leaves[k] = x
-            return [new.get(i, x) for i, x in enumerate(params)], leaves, aux, sums
+            return [new[i] for i in range(len(params))], leaves, aux, sums
 
         return update
 
