@@ -211,7 +211,6 @@ SEVERAL = {
     "a large state": {"width": 1200},  # 16.5 MiB
     "groups": {"config": {"optimizer": {"num_apply_groups": 2}}},
     "a call for each": {"config": {"cluster": {"microbatches_per_call": 1}}},
-    "ZeRO": {"config": {"memory": {"zero": 1}}},
     "float sums": {"reduction": "float"},
     "whole arrays": {"optimizer": optax.contrib.muon(1e-3)},
     "offload": {"config": {"memory": {"offload": {"optimizer": "host"}}}},

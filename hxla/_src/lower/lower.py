@@ -257,10 +257,11 @@ class Programs:
     def _one_program(self) -> OneProgram | None:
         """A step as one program, where one device has all of a small state."""
         [runner, *_], [update, *_], plan = self.runners, self._updates.each, self.plan
+        program = self.graph.program
         if not (isinstance(runner, ChainRunner) and isinstance(update, ReplicaUpdate)):
             return None
         has_more = runner.per_call < plan.num_microbatches or bool(update.groups.groups)
-        if has_more or not runner.is_one_program or calls_host(self.graph.program):
+        if has_more or not runner.is_one_program or program.effects or calls_host(program):
             return None
         if not is_small(plan, self.state_bytes):
             return None
