@@ -75,6 +75,7 @@ def later(step):
 def callback(record, session):
     global latest, is_full
     latest = step = record.step - 1
+    print(f"step {record.step} is done", flush=True)  # nobody may read it any more
     if not is_full:
         (FOLDER / f"step-{RANK}").write_text(str(step))
     if is_here("callback", step):

@@ -81,10 +81,10 @@ EXPECTED = {
         "update": NONE,
         "sum 0": ({ASKED + "stage+tensor"}, set()),
     },
-    "bf16": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
-    "fp16": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
-    "fp8": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
-    "fused attention": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
+    "bf16": {"microbatch": NONE, "update": NONE, "sum 0": NONE, "step": NONE},
+    "fp16": {"microbatch": NONE, "update": NONE, "sum 0": NONE, "step": NONE},
+    "fp8": {"microbatch": NONE, "update": NONE, "sum 0": NONE, "step": NONE},
+    "fused attention": {"microbatch": NONE, "update": NONE, "sum 0": NONE, "step": NONE},
     "fused attention over tensor": {
         "microbatch": (INSIDE, MORE | {"all-reduce of bf16 over tensor"}),
         "update": NONE,
@@ -99,7 +99,7 @@ EXPECTED = {
     },
     # What benchmarks/gpu.py trains.
     "124 million parameters": {"microbatch": NONE, "update": NONE, "sum 0": NONE, "sum 1": NONE},
-    "perceptron": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
+    "perceptron": {"microbatch": NONE, "update": NONE, "sum 0": NONE, "step": NONE},
 }
 # What all sums, or a pipeline's buffers, begin with.
 EXPECTED = {plan: programs | {"empty": NONE} for plan, programs in EXPECTED.items()}
@@ -150,7 +150,8 @@ def test_programs_compile_for_h100(plan):
         # Nothing calls back into Python, or waits for the host in the midst of a program.
         assert not own["transfers"], name
         assert not own["problems"], name
-        fused = FUSED if "fused" in plan and name in ("microbatch", "ticks") else set()
+        computes = name in ("microbatch", "ticks", "step")
+        fused = FUSED if "fused" in plan and computes else set()
         assert fused <= set(own["custom_calls"]) <= CUBLAS | fused, name
         if "float" not in plan:
             assert not own["racing_scatters"], name
@@ -158,6 +159,8 @@ def test_programs_compile_for_h100(plan):
     # The new state takes the place of the old one, and new sums that of those before.
     scale = 4 if plan == "fp16" else 0  # the loss scale's exponent takes no place of an old one
     assert programs["update"]["donated_bytes"] >= found["state_bytes"] - scale
+    if "step" in programs:
+        assert programs["step"]["donated_bytes"] >= found["state_bytes"] - scale
     if "microbatch" in programs:
         num_parts = 1 if "float" in plan else 2
         assert programs["microbatch"]["donated_bytes"] >= num_parts * found["param_bytes"]
@@ -174,15 +177,17 @@ def test_programs_compile_for_h100(plan):
         assert 0.3 < found["memory_bytes"] / found["predicted_bytes"] < 1
 
 
-def test_the_microbatches_of_a_step_are_one_cuda_graph(tmp_path):
+def test_the_microbatches_of_a_step_and_a_small_step_are_one_cuda_graph(tmp_path):
     """Otherwise the host waits in each iteration, because their number is an argument."""
-    dump = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=hxla_micro"
+    names = "hxla_(micro|step)"
+    dump = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text --xla_dump_hlo_module_re={names}"
     compiled("perceptron", flags=(dump,))
-    [path] = tmp_path.glob("*hxla_micro*thunk_sequence_after_thunk_passes.txt")
-    text = path.read_text()
-    # What belongs to a graph, or to a loop, is indented.
-    assert re.findall(r"^\d+: (\w+)", text, re.MULTILINE) == ["kCommandBuffer"]
-    assert len(re.findall(r"^ +\d+: kWhile", text, re.MULTILINE)) == 1
+    paths = list(tmp_path.glob("*hxla_*thunk_sequence_after_thunk_passes.txt"))
+    assert len(paths) == 2
+    for text in (path.read_text() for path in paths):
+        # What belongs to a graph, or to a loop, is indented.
+        assert re.findall(r"^\d+: (\w+)", text, re.MULTILINE) == ["kCommandBuffer"]
+        assert len(re.findall(r"^ +\d+: kWhile", text, re.MULTILINE)) == 1
 
 
 @pytest.mark.slow

@@ -58,17 +58,18 @@ def opened(optimizer, num=1, **options):
 
 @pytest.mark.parametrize("num", [1, 2])
 def test_a_steady_step_reads_nothing_from_the_host_but_its_batch(monkeypatch, num):
-    run_all = Stepper._run_all
+    name = "_run_at_once" if num == 1 else "_run_all"
+    run = getattr(Stepper, name)
 
-    @functools.wraps(run_all)
+    @functools.wraps(run)
     def batch(*arguments):
         with jax.transfer_guard_host_to_device("allow"):
-            return run_all(*arguments)
+            return run(*arguments)
 
     with opened(CLIPPED, num) as session:
         for _ in range(3):
             session.step()
-        monkeypatch.setattr(Stepper, "_run_all", batch)
+        monkeypatch.setattr(Stepper, name, batch)
         with jax.transfer_guard_host_to_device("disallow_explicit"):
             records = [session.step() for _ in range(3)]
     assert [record.redone for record in records] == [0, 0, 0]
@@ -76,11 +77,12 @@ def test_a_steady_step_reads_nothing_from_the_host_but_its_batch(monkeypatch, nu
 
 
 def test_behind_its_microbatches_a_step_calls_the_sum_the_norm_and_the_update():
-    with opened(CLIPPED) as session:
+    with opened(CLIPPED, 2) as session:
         session.step()
         calls = counted(session._programs)
         session.step()
-    assert calls == ["sum", "a sum in the update", "the update"]
+    each = ["a sum in the update"] * 2, ["the update"] * 2
+    assert calls == ["sum", *each[0], *each[1]]
 
 
 @pytest.fixture
@@ -101,12 +103,12 @@ def order_of(monkeypatch, session):
 
 @pytest.mark.usefixtures("like_a_gpu")
 def test_the_update_is_called_before_the_host_reads_the_sums(monkeypatch):
-    with opened(optax.sgd(0.1)) as session:
+    with opened(optax.sgd(0.1), 2) as session:
         assert order_of(monkeypatch, session) == ["update", "read"]
 
 
 def test_a_cpu_reads_the_sums_and_then_calls_the_update(monkeypatch):
-    with opened(optax.sgd(0.1)) as session:
+    with opened(optax.sgd(0.1), 2) as session:
         assert order_of(monkeypatch, session) == ["read", "update"]
 
 
@@ -126,10 +128,10 @@ def test_an_update_waits_for_a_callback_in_a_branch(monkeypatch):
         assert order_of(monkeypatch, session) == ["read", "update"]
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_step_that_is_refused_leaves_the_state_and_is_run_again(monkeypatch, waits):
+@pytest.mark.parametrize(("num", "waits"), [(1, True), (2, True), (2, False)])
+def test_a_step_that_is_refused_leaves_the_state_and_is_run_again(monkeypatch, num, waits):
     monkeypatch.setattr(_compile, "_WAITING", frozenset({"cpu"}) if waits else frozenset())
-    with opened(CLIPPED) as session, opened(CLIPPED) as other:
+    with opened(CLIPPED, num) as session, opened(CLIPPED, num) as other:
         for each in (session, other):
             each.step()
         # Scales that do not fit: a step with them is refused on the devices.

@@ -80,7 +80,8 @@ class Outcome:
         seconds: From the event to the end of the job.
         exit_code: Of the job.
         is_named: Whether culprit, step and phase were named right; None where there is none.
-        num_lines: On standard error besides the traceback of the user's own error.
+        num_lines: On standard error besides the traceback of the user's own error and the lines of
+            a run without faults.
         same_bits: Whether the resumed job ended with those of the undisturbed one.
         error: What the job said on standard error.
     """
@@ -306,10 +307,19 @@ def is_named(event: Event, error: str, folder: pathlib.Path) -> bool:
     return step == event.step and phase == event.place
 
 
+#: Lines that a run without faults has, too: what it opens, its plan, steps and summary.
+ORDINARY = re.compile(
+    r"hxla: rank \d+ has |opening: |data: |resumed |  |\d+ examples a step in |step \d+|"
+    r"hxla: \d+ steps? on "
+)
+
+
 def num_lines(error: str) -> int:
-    """Lines that are not of a traceback of the user's own error."""
+    """Lines that are neither ordinary nor of a traceback of the user's own error."""
     count, inside = 0, False
     for line in error.splitlines():
+        if not inside and ORDINARY.match(line):
+            continue
         text = re.sub(r"^\[\d+\] ?", "", line)
         if text.startswith("Traceback (most recent call last)"):
             inside = True

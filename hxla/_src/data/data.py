@@ -523,7 +523,9 @@ class Loader:
             DataError: Or any exception of the user's data.
         """
         self.start(step, ids)
-        batches = [self._pending[step, index].result()[index] for index in ids]
+        loading = [self._pending[step, index] for index in ids]
+        loaded = {future: future.result() for future in dict.fromkeys(loading)}
+        batches = [loaded[future][index] for future, index in zip(loading, ids, strict=True)]
         wanted = set(ids)
         for key in [k for k in self._pending if k[0] <= step or k[1] not in wanted]:
             del self._pending[key]

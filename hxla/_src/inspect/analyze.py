@@ -83,6 +83,7 @@ UNREADABLE = (
 _ROLES = {
     "jit_hxla_exchange": "sum of small host arrays over the processes",
     "jit_hxla_micro": "one microbatch",
+    "jit_hxla_step": "a whole step",
     "jit_hxla_update": "update of the parameters",
     "jit_hxla_sum": "sum over the replicas",
     "jit_hxla_evaluate": "evaluation of one microbatch",
@@ -103,6 +104,7 @@ _OWNERS = {
     "jit_hxla_largest": _UPDATE_OWNERS,
     "jit_hxla_digits": _UPDATE_OWNERS,
     "jit_hxla_micro": {"sums": "gradient", "aux": "parameter"},
+    "jit_hxla_step": {"sums": "gradient", "aux": "parameter", "frozen_params": "parameter"},
 }
 
 

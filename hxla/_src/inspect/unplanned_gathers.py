@@ -75,9 +75,9 @@ def _gathers(programs: Programs) -> Iterator[tuple[Collective, Sequence[int]]]:
         flow = flows[text]
         if before is not None:  # what a forward saved for its backward, perhaps of parameters only
             params |= {
-                path: derived
+                path: known
                 for path, result in program.saved.items()
-                if (derived := _only_params(before[0].of_result(result), before[1]))
+                if (known := _only_params(before[0].of_result(result), before[1]))
             }
         for gather in listed[text]:
             if gather.kind != "all-gather":

@@ -1,6 +1,7 @@
 """Arrays of any dtypes as one array of 32-bit words, bit for bit, and back."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -27,12 +28,12 @@ class BitcastPacking:
         """The packing of arrays of these shapes and dtypes."""
         return BitcastPacking(tuple(tuple(x.shape) for x in arrays), tuple(x.dtype for x in arrays))
 
-    @property
+    @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
         """Words of each array."""
         return tuple(map(_num_words, self.shapes, self.dtypes))
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Words of all arrays."""
         return sum(self.sizes)

@@ -124,6 +124,37 @@ class ChainRunner:
                     saved=part.stage.saved_results if kind == "backward" else {},
                 )
 
+    # -- inside a program of a whole step --------------------------------------------------------
+
+    @property
+    def is_one_program(self) -> bool:
+        """Whether one program is the whole sequence of a microbatch."""
+        return self._spec.is_whole and self.sequence.written == ONE_PROGRAM
+
+    def traced(self, params: Any, aux: Any, sums: DeviceSums, *more: Any) -> DeviceSums:
+        """The sums that this program returns; see `microbatch.whole_program`."""
+        [part] = self._parts
+        sums, _, _ = self._programs.whole(params, part.starts, [], aux, sums, *more)
+        return sums
+
+    @property
+    def sums_shapes(self) -> DeviceSums:
+        """Shapes of the sums."""
+        return self._programs.sums_shapes
+
+    def numbers_and_batch_shapes(self) -> tuple[np.ndarray, list[Any]]:
+        """Shapes of `numbers_and_batch`."""
+        spec = self._spec
+        batch = map(self._replica.like, spec.batch_shapes(), spec.batch_specs())
+        return np.zeros(3 if spec.per_call == 1 else 4, np.int32), list(batch)
+
+    def numbers_and_batch(
+        self, step: int, ids: range, batches: Sequence[PyTree]
+    ) -> tuple[np.ndarray, list[Any]]:
+        """The numbers and arrays of a step's only call, whose sums begin anew."""
+        work = list(zip(ids, batches, strict=True))
+        return self._numbers_and_batch(step, work, goes_on=False)
+
     # -- running ---------------------------------------------------------------------------------
 
     def empty(self) -> DeviceSums:

@@ -40,6 +40,7 @@ from .gather import Gather
 from .initial_state import opt_state_values
 from .inputs import Training, ownership_of, sharded_of, uneven_of, whole_ownership_of
 from .layerwise import LayerwiseStep, ZeroPipeline, stage_groups, sum_groups
+from .one_program import one_program_of
 from .padding import Cut, Padding, StatePadding
 from .pipeline import Pipeline
 from .replica import Replica, StateSpecs, device_bytes
@@ -212,6 +213,17 @@ class Programs:
         self.num_rows = 0 if local[0].axes else num_rows(update)
         self._updates = self._make_updates(update, aux)
         self.update = self._updates.run
+        #: A whole step as one program; None: it is several.
+        self.one_program = one_program_of(
+            self.runners[0],
+            self.reducer,
+            self._updates,
+            graph,
+            plan,
+            self.trained,
+            self.state_bytes,
+            self.num_rows,
+        )
         forward = functools.partial(
             Forward,
             model=model,
@@ -347,6 +359,9 @@ class Programs:
             names = (*self.runners[i].names, *self._updates.each[i].names)
             named += zip(names, replica_programs, strict=True)
         named += [("the sum of gradients", program) for program in sums]
+        one = self.one_program
+        if one is not None:
+            named.append((one.name, one.lower(*self.state_layout.like(0))))
         named += [("the gather of parameters", program) for program in gathers]
         flat = iter(compile_all(named, over, tell))
         compiled = {
@@ -354,6 +369,8 @@ class Programs:
             for i, replica_programs in lowered.items()
         }
         self.reducer.adopt(list(itertools.islice(flat, len(sums))))
+        if one is not None:
+            one.compiled = next(flat)
         if gatherer is not None:
             gatherer.adopt(list(flat))
         if len(local) > len(compiled):
@@ -419,7 +436,8 @@ class Programs:
         gathers = 0 if self.gather is None else self.gather.memory_bytes()
         update = totals + max(update, gathers)
         update += 0 if releases else sums
-        return state_bytes + runner.kept_bytes + max(first, microbatches, summing, update)
+        step = 0 if self.one_program is None else sums + self.one_program.extra_bytes
+        return state_bytes + runner.kept_bytes + max(first, microbatches, summing, update, step)
 
     def _bytes_of_params(self) -> int:
         """Bytes of one device's shards of the trained parameters, as float32."""

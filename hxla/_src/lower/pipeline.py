@@ -22,7 +22,7 @@ References:
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -62,6 +62,19 @@ class Compiled(NamedTuple):
     collects: Sequence[Any]
     empty_buffers: Any
     empty_sums: Any
+
+
+def _distinct(params: Iterable[int | None]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(p for p in params if p is not None))
+
+
+def _params_of_scopes(spec: PipelineSpec, program: PipelineProgram) -> dict[str, set[int]]:
+    """The parameters that the parts in each scope read."""
+    scopes: dict[str, set[int]] = {}
+    param_of = params_of(spec.graph)
+    for p, stage in zip(program.programs, program.stages, strict=True):
+        scopes.setdefault(scope_of_part(p), set()).update(param_of[i] for i in stage.params)
+    return scopes
 
 
 class Pipeline:
@@ -405,17 +418,10 @@ class Pipeline:
     def texts(self) -> Iterator[ProgramText]:
         """The optimized program of all microbatches; parts that share a program share a scope."""
         of_slot = enumerate(slot.params for slot in self.spec.slots.slots)
-        scopes: dict[str, set[int]] = {}
-        param_of = params_of(self.spec.graph)
-        for p, stage in zip(self.program.programs, self.program.stages, strict=True):
-            scopes.setdefault(scope_of_part(p), set()).update(param_of[i] for i in stage.params)
         yield ProgramText(
             text=self.programs.ticks.as_text() or "",
-            params={
-                f"slots[{i}]": tuple(dict.fromkeys(p for p in params if p is not None))
-                for i, params in of_slot
-            },
-            scopes=scopes,
+            params={f"slots[{i}]": _distinct(params) for i, params in of_slot},
+            scopes=_params_of_scopes(self.spec, self.program),
         )
 
     # -- memory ------------------------------------------------------------------------------------

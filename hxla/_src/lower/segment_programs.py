@@ -465,6 +465,11 @@ class SegmentPrograms:
         return self._compiled[self.same[i]]
 
     @property
+    def whole(self) -> Any:
+        """The function of the program of whole microbatches."""
+        return self._traced[0].programs.loss
+
+    @property
     def clip(self) -> Any:
         """The compiled program that clips the gradients of all parts and adds them to the sums."""
         return self._clip

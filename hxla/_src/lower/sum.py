@@ -15,7 +15,7 @@ References:
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -86,6 +86,7 @@ class Reducer:
         has_waves: bool = False,
     ):
         self.layout, self._contribution = layout, layout.contribution
+        self.form, self.is_scaled = self._contribution.form, decisions.is_scaled
         self._decisions, self.releases, self._has_waves = decisions, release, has_waves
         self.arrays = GlobalArrays(replicas, self._contribution.form.over, shard_groups)
         if layout.shares is not None:
@@ -410,6 +411,28 @@ class Reducer:
             words=tuple([x[i] for x in of_words] for i in num),
             decisions=tuple(Decisions._make([*(x[i] for x in each), told]) for i in num),
         )
+
+    def traced(self) -> Callable[[DeviceSums, Sequence[jax.Array]], Any]:
+        """What `reduce` computes on one device, which is alone.
+
+        Returns:
+            `(sums, scales) -> (decisions, words, totals)`.
+        """
+        programs = [self._build(k).__wrapped__ for k in range(self.layout.num_buckets)]
+
+        def run(sums: DeviceSums, scales: Sequence[jax.Array]) -> Any:
+            stats = jnp.zeros(self.layout.small_shapes[0], jnp.int32)
+            small: Any = [sums.peaks_T, *scales], [stats, sums.small_MS, *sums.words]
+            first: Any = ()
+            totals: list[jax.Array] = []
+            for k, program in enumerate(programs):
+                values = [sums.values[p] for p in self.layout.bucket_packs[k]]
+                *others, new = program(*(small if k == 0 else ([], [])), values, [])
+                first = first or others
+                totals += new
+            return *first, totals
+
+        return run
 
     def told(self, decisions: Decisions) -> Told:
         """What the host learns of a reduction; waits for it."""

@@ -111,10 +111,11 @@ class ReplicaUpdate:
 
     def placed(self, inputs: UpdateInputs, sums: Any = None) -> UpdateInputs:
         """The inputs with the replica's first granule and the sums over whole arrays."""
-        return inputs._replace(where=self._place, sums=sums)
+        return inputs._replace(where=self.place, sums=sums)
 
     @functools.cached_property
-    def _place(self) -> jax.Array:
+    def place(self) -> jax.Array:
+        """See `UpdateInputs.where`."""
         first = self._ownership.first(self._replica.index)
         return self._replica.put(np.array([first, 0], np.int32))
 
@@ -218,6 +219,43 @@ class ReplicaUpdate:
             donate_argnums=(1, 3, 4) if ownership.sends_params else (0, 1, 3, 4),
             compiler_options=self._options,
         )
+
+    def traced(self) -> Callable[..., Any]:
+        """What `run` computes where all state is in one group on one device.
+
+        Returns:
+            `(params, leaves, aux, given, place) -> (the first three, sums over whole arrays)`, with
+            the leaves of the optimizer's state.
+        """
+        assert not self.groups.groups
+        assert not self._sums.levels
+        last, of_group = self.groups.last, self._last_program().__wrapped__
+        whole = self._sums.whole
+
+        def update(
+            params: list[jax.Array],
+            leaves: list[jax.Array],
+            aux: list[jax.Array],
+            given: UpdateInputs,
+            place: jax.Array,
+        ) -> Any:
+            sums = jnp.zeros(len(self._ownership.update.sums), jnp.float32)
+            given = given._replace(where=place, sums=sums)
+            if whole is not None:
+                read = self.read_by_sums(params, leaves), given._replace(words=[])
+                sums = jax.lax.optimization_barrier(whole.__wrapped__(*read))
+            given, leaves = given._replace(sums=sums), list(leaves)
+            common = [leaves[k] for k in self._common]
+            state = self._state(last, leaves)
+            new, state, common, aux, _ = of_group(
+                _params_of(last, params), state, {}, common, aux, given
+            )
+            _put_state(last, state, leaves)
+            for k, x in zip(self._common, common, strict=True):
+                leaves[k] = x
+            return [new[i] for i in range(len(params))], leaves, aux, sums
+
+        return update
 
     # -- before compilation ----------------------------------------------------------------------
 
@@ -461,12 +499,13 @@ class Updates:
         self._reducer, self._ownership, self.each = reducer, ownership, each
         self._replica_updates = [update for update in each if isinstance(update, ReplicaUpdate)]
         self._squares = () if ownership is None else squares_of_gradient(ownership)
-        self._sums: Any = None  # of the first local replica's last update
+        #: The sums over whole arrays of the first local replica's last update.
+        self.sums: Any = None
 
     @property
     def gradient_norm(self) -> float | None:
         """The global norm of the last gradient, if the update computes it; waits for it."""
-        return norm_of(np.asarray(self._sums), self._squares) if self._squares else None
+        return norm_of(np.asarray(self.sums), self._squares) if self._squares else None
 
     @property
     def text(self) -> str:
@@ -484,7 +523,7 @@ class Updates:
         """
         if self._ownership is not None:
             each = self._summed(self._ownership, local)
-            self._sums = each[0]
+            self.sums = each[0]
             parts = zip(self._replica_updates, local, each, strict=True)
             local = [
                 (*arrays, update.placed(inputs, sums)) for update, (*arrays, inputs), sums in parts

@@ -211,7 +211,7 @@ class Session:
         compiled = num_compilations()
         timed = step == self._first_step + 1 and self._options.run_dir is not None
         self.running_plan.pipelines.time_ticks(timed)
-        waits = self._member is not None or self._programs.waits
+        waits = self._member is not None or self._stepper.waits
         with contextlib.ExitStack() as updating:
             outcome = self._stepper.accumulate(
                 step,
@@ -219,7 +219,7 @@ class Session:
                 batches,
                 stop=self._requests.present,
                 on_phase=functools.partial(self._watchdog.beat, step),
-                on_sums=None if waits else functools.partial(self._update, updating),
+                on_update=None if waits else functools.partial(self._begin_update, updating),
             )
         if timed:
             self.running_plan.pipelines.tell_ticks()
@@ -231,7 +231,8 @@ class Session:
             else:
                 with contextlib.ExitStack() as updating:
                     if waits:
-                        self._update(updating)
+                        self._begin_update(updating)
+                        self._stepper.update()
                     norm = self._programs.gradient_norm
                     self._stepper.scales.rescale(overflowed=False)
                 outcome = dataclasses.replace(outcome, learning_rate=self._rate, gradient_norm=norm)
@@ -246,11 +247,10 @@ class Session:
         self._is_settled = False
         return record
 
-    def _update(self, updating: contextlib.ExitStack) -> None:
-        """Update; `updating` ends when it is known whether the update counts."""
+    def _begin_update(self, updating: contextlib.ExitStack) -> None:
+        """Before an update; `updating` ends when it is known whether the update counts."""
         self._rate = self._learning_rate.of_step(self.step_number)
         updating.enter_context(self._ending.halfway())
-        self._stepper.update()
 
     def _settle(self) -> None:
         """Close the step before: save or leave after its callbacks have run."""

@@ -24,6 +24,7 @@ from ..lower.decisions import Decisions, Told
 from ..lower.global_arrays import stat_rows
 from ..lower.layerwise import Spans, ZeroPipeline
 from ..lower.lower import Programs
+from ..lower.one_program import OneProgram
 from ..lower.pipeline import PieceTimes, Pipeline, piece_times
 from ..lower.store import Store
 from ..lower.sum import Reduced
@@ -286,18 +287,17 @@ class Stepper:
         *,
         stop: float = 0.0,
         on_phase: Callable[[str], object] = lambda _: None,
-        on_sums: Callable[[], object] | None = None,
+        on_update: Callable[[], object] | None = None,
     ) -> Outcome:
-        """Run the microbatches of a step and sum them over all replicas.
+        """Run the microbatches of a step, sum them over all replicas, and update.
 
         Args:
             ids: Microbatch ids of each local replica.
             batches: Host arrays of those microbatches.
             stop: The request of this process to all; the largest wins.
             on_phase: Called with the phase that begins; in `reduce` processes wait for each other.
-            on_sums: Called before this process waits for the sums, to `update`: the update counts
-                only if they do. It is called again if the step is redone. None: the caller updates
-                after this.
+            on_update: Called before an update, which counts only if the sums do. It is called again
+                if the step is redone. None: the caller updates after this.
 
         Returns:
             The outcome of sums that count, or are not finite.
@@ -306,18 +306,51 @@ class Stepper:
         on_reduce = functools.partial(on_phase, "reduce")
         for redone in range(_MAX_REDOS + 1):
             before, settles = self._store.exponents, self.scales.settles
-            decisions = self._sum(step, ids, inputs, stop, on_reduce)
-            if on_sums is not None and not settles:
-                on_sums()
+            if on_update is not None and self._one_program is not None:
+                on_update()
+                decisions = self._run_at_once(self._one_program, step, ids, inputs)
+            else:
+                decisions = self._sum(step, ids, inputs, stop, on_reduce)
+                if on_update is not None and not settles:
+                    on_update()
+                    self.update()
             told = self._reducer.told(decisions[0])
             self.scales.summed(told, decisions)
             is_settled = not settles or np.array_equal(before, told.next_T)
             if not told.is_finite or (told.fits and is_settled):
                 self.scales.settles = settles and not told.is_finite
-                if on_sums is not None and settles:
-                    on_sums()
+                if on_update is not None and settles:
+                    on_update()
+                    self.update()
                 return self._outcome(told, ids, stop, redone)
         raise AssertionError("a redo with scales taken from the step itself fits")
+
+    @property
+    def waits(self) -> bool:
+        """Whether an update may begin only when the host knows that it counts."""
+        return self._programs.waits and self._one_program is None
+
+    @property
+    def _one_program(self) -> OneProgram | None:
+        """The program of a whole step; None: a step is several."""
+        one = self._programs.one_program
+        return one if one is not None and one.is_usable else None
+
+    def _run_at_once(
+        self,
+        one: OneProgram,
+        step: int,
+        ids: Sequence[range],
+        batches: Sequence[Sequence[PyTree]],
+    ) -> tuple[Decisions, ...]:
+        """A step as one program, whose seconds are those of its microbatches."""
+        start = time.perf_counter()
+        arrays = self._store.held[0], self._sums[0], self.scales.on(0)
+        self._sums[0], decisions = one.run(*arrays, step, ids[0], batches[0])
+        self._first_seconds = self.forwards.take_seconds()
+        jax.block_until_ready(decisions.told)
+        self._watches, self._updates = [_known(time.perf_counter() - start)], []
+        return (decisions,)
 
     def _sum(
         self,
@@ -496,6 +529,13 @@ class Stepper:
         """Wait for the last update on every local replica."""
         for update in self._updates:
             update.result()
+
+
+def _known(seconds: float) -> _Seconds:
+    """The seconds of microbatches that are done, without an update."""
+    known = _Seconds()
+    known.set_result((seconds, 0.0))
+    return known
 
 
 def _watched(spans: "Spans[Any]", start: float, update: _Seconds | None) -> tuple[float, float]:

@@ -1,0 +1,206 @@
+"""A small step as one program: its microbatches, their sum, what follows from it, and the update.
+
+A call costs 50 to 350 microseconds, which a small step feels three times. The program is made of
+the same three functions, with barriers between them, and between them are integers only, or arrays
+whose arithmetic no compiler may change. So it ends with the bits of the three.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..core.types import PyTree
+from ..graph.graph import Graph
+from ..plan.plan import Plan
+from .chain_runner import ChainRunner
+from .compile import extra_bytes, loop_options
+from .contribution import DeviceSums
+from .decisions import Decisions
+from .determinism import calls_host
+from .replica import ReplicaArrays
+from .runners import Runner
+from .sum import Reducer
+from .update import UpdateInputs
+from .updates import ReplicaUpdate, Updates
+
+#: The largest state whose step is one program. An update that can be refused has temporaries of
+#: the state's size on a CPU, and a large step does not feel its calls.
+_MOST_BYTES = 16 << 20
+
+
+def one_program_of(
+    runner: Runner,
+    reducer: Reducer,
+    updates: Updates,
+    graph: Graph,
+    plan: Plan,
+    trained: Sequence[int],
+    state_bytes: int,
+    num_rows: int,
+) -> "OneProgram | None":
+    """A step as one program, where one device has all of a small state; else None.
+
+    Args:
+        runner: Of the first local replica.
+        trained: Places of the trained parameters.
+        num_rows: See `update.num_rows`.
+    """
+    [update, *_], program = updates.each, graph.program
+    if not (isinstance(runner, ChainRunner) and isinstance(update, ReplicaUpdate)):
+        return None
+    has_more = runner.per_call < plan.num_microbatches or bool(update.groups.groups)
+    if has_more or not runner.is_one_program or program.effects or calls_host(program):
+        return None
+    if not _is_small(plan, state_bytes):
+        return None
+    return OneProgram(runner, reducer, updates, trained, len(plan.parameters), num_rows)
+
+
+def _is_small(plan: Plan, state_bytes: int) -> bool:
+    """Whether one device has all of a small state, and sums it there."""
+    placement, is_alone = plan.placement, len(plan.replicas) == 1 and not plan.axes
+    is_plain = plan.pipeline is None and placement.zero == 0 and placement.sums != "released"
+    is_here = placement.optimizer == placement.parameters == plan.sums.over == "device"
+    return is_alone and is_plain and is_here and state_bytes <= _MOST_BYTES
+
+
+class OneProgram:
+    """The program of a whole step on a replica of one device, which is alone.
+
+    Args:
+        trained: Places of the trained parameters.
+        num_rows: See `update.num_rows`.
+    """
+
+    name = "a step"
+
+    def __init__(
+        self,
+        runner: ChainRunner,
+        reducer: Reducer,
+        updates: Updates,
+        trained: Sequence[int],
+        num_params: int,
+        num_rows: int,
+    ):
+        self._runner, self._reducer, self._updates = runner, reducer, updates
+        self._trained = trained
+        self._others = [k for k in range(num_params) if k not in set(trained)]
+        [self._replica], [update] = reducer.local, updates.each
+        assert isinstance(update, ReplicaUpdate)
+        self._update = update
+        self._num_rows = num_rows
+        self.compiled: Any = None
+
+    @functools.cached_property
+    def _fixed(self) -> tuple[jax.Array, list[jax.Array]]:
+        """Arguments that are the same in every step: see `where` and `rows` of `UpdateInputs`."""
+        rows = [self._replica.put(np.int32(i)) for i in range(self._num_rows)]
+        return self._update.place, rows
+
+    # -- the program -----------------------------------------------------------------------------
+
+    def lower(self, params: Sequence[Any], aux: Sequence[Any], opt_state: PyTree) -> Any:
+        """The program before compilation, from shapes of the replica's arrays."""
+        sums, form = self._runner.sums_shapes, self._reducer.form
+        number, one, two = (
+            self._replica.like(jax.ShapeDtypeStruct(shape, np.int32)) for shape in ((), (1,), (2,))
+        )
+        scales = sums.peaks_T, *[one] * self._reducer.is_scaled
+        fixed = two, [number] * self._num_rows
+        where, batch = self._runner.numbers_and_batch_shapes()
+        options = loop_options(self._replica.devices[0].platform, form)
+        run = jax.jit(self._traced(), donate_argnums=(0, 2, 3, 4), compiler_options=options)
+        state = *self._split(params), jax.tree.leaves(opt_state), list(aux)
+        return run.lower(*state, sums, scales, where, batch, fixed)
+
+    def _split(self, params: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The trained parameters, and the others."""
+        return [params[k] for k in self._trained], [params[k] for k in self._others]
+
+    def _traced(self) -> Any:
+        micro, reduce, update = self._runner.traced, self._reducer.traced(), self._update.traced()
+
+        def hxla_step(
+            params: list[jax.Array],
+            frozen_params: list[jax.Array],
+            opt_state: list[jax.Array],
+            aux: list[jax.Array],
+            sums: DeviceSums,
+            scales: tuple[jax.Array, ...],
+            where: jax.Array,
+            batch: Any,
+            fixed: tuple[Any, ...],
+        ) -> Any:
+            place, rows = fixed
+            places = *self._trained, *self._others
+            every = dict(zip(places, (*params, *frozen_params), strict=True))
+            read = [every[k] for k in range(len(every))]
+            sums = micro(read, aux, sums, scales[0], where, batch)
+            decisions, words, totals = _apart(reduce(_apart(sums), scales))
+            given = UpdateInputs(
+                totals,
+                words,
+                decisions.exponents_T,
+                decisions.weight,
+                decisions.value,
+                decisions.is_accepted,
+                rows=rows,
+            )
+            return *update(params, opt_state, aux, given, place), sums, decisions
+
+        return hxla_step
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the replica runs its microbatches one after another."""
+        return self._runner.num_executors == 1
+
+    def run(
+        self,
+        arrays: ReplicaArrays,
+        sums: DeviceSums | None,
+        scales: tuple[jax.Array, ...],
+        step: int,
+        ids: range,
+        batches: Sequence[PyTree],
+    ) -> tuple[DeviceSums, Decisions]:
+        """Run a step, and replace the replica's arrays; waits for no device.
+
+        Args:
+            sums: Sums of the step before, whose memory is reused; None: there are none.
+            scales: See `Reducer.reduce`.
+            ids: All microbatches of the step.
+        """
+        leaves, treedef = jax.tree.flatten(arrays.opt_state)
+        sums = sums or self._runner.empty()
+        where, batch = self._runner.numbers_and_batch(step, ids, batches)
+        params, leaves, arrays.aux, self._updates.sums, sums, decisions = self.compiled(
+            *self._split(arrays.params),
+            leaves,
+            arrays.aux,
+            sums,
+            scales,
+            where,
+            batch,
+            self._fixed,
+        )
+        for k, x in zip(self._trained, params, strict=True):
+            arrays.params[k] = x
+        arrays.opt_state = jax.tree.unflatten(treedef, leaves)
+        return sums, decisions
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes that the device needs beside the state and the sums."""
+        return extra_bytes(self.compiled)
+
+
+def _apart(tree: PyTree) -> PyTree:
+    """The same arrays, with which XLA fuses nothing that comes after."""
+    return jax.lax.optimization_barrier(tree)
