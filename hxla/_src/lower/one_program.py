@@ -6,10 +6,11 @@ whose arithmetic no compiler may change. So it ends with the bits of the three.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..core.types import PyTree
@@ -19,7 +20,7 @@ from .compile import extra_bytes, loop_options
 from .contribution import DeviceSums
 from .decisions import Decisions
 from .replica import ReplicaArrays
-from .sum import Reducer
+from .sum import NUM_TOLD, Reducer
 from .update import UpdateInputs
 from .updates import ReplicaUpdate, Updates
 
@@ -91,7 +92,8 @@ class OneProgram:
         return [params[k] for k in self._trained], [params[k] for k in self._others]
 
     def _traced(self) -> Any:
-        micro, reduce, update = self._runner.traced, self._reducer.traced(), self._update.traced()
+        micro, update = self._runner.traced, self._update.traced()
+        reduce = functools.partial(_reduced, self._reducer.traced)
 
         def hxla_step(
             params: list[jax.Array],
@@ -168,6 +170,27 @@ class OneProgram:
     def extra_bytes(self) -> int:
         """Bytes that the device needs beside the state and the sums."""
         return extra_bytes(self.compiled)
+
+
+def _reduced(
+    buckets: Sequence[tuple[Sequence[int], Callable[..., Any]]],
+    sums: DeviceSums,
+    scales: Sequence[jax.Array],
+) -> tuple[Decisions, list[jax.Array], list[jax.Array]]:
+    """The decisions, words and totals of `Reducer.reduce`, on one device that is alone.
+
+    Args:
+        buckets: `Reducer.traced`.
+    """
+    stats = jnp.zeros((1, NUM_TOLD), jnp.int32)  # which nobody reads
+    small: Any = [sums.peaks_T, *scales], [stats, sums.small_MS, *sums.words]
+    first: Any = ()
+    totals: list[jax.Array] = []
+    for packs, program in buckets:
+        *others, new = program(*small, [sums.values[p] for p in packs], [])
+        first, small = first or others, ([], [])
+        totals += new
+    return *first, totals
 
 
 def _apart(tree: PyTree) -> PyTree:

@@ -534,27 +534,10 @@ class Reducer:
             decisions=tuple(Decisions._make([*(x[i] for x in each), told]) for i in num),
         )
 
-    def traced(self) -> Callable[[DeviceSums, Sequence[jax.Array]], Any]:
-        """What `reduce` computes on one device, which is alone.
-
-        Returns:
-            `(sums, scales) -> (decisions, words, totals)`.
-        """
-        programs = [self._build(k).__wrapped__ for k in range(len(self._buckets))]
-
-        def run(sums: DeviceSums, scales: Sequence[jax.Array]) -> Any:
-            stats = jnp.zeros(self._small_shapes[0], jnp.int32)
-            small: Any = [sums.peaks_T, *scales], [stats, sums.small_MS, *sums.words]
-            first: Any = ()
-            totals: list[jax.Array] = []
-            for k, program in enumerate(programs):
-                values = [sums.values[p] for p in self._buckets[k]]
-                *others, new = program(*(small if k == 0 else ([], [])), values, [])
-                first = first or others
-                totals += new
-            return *first, totals
-
-        return run
+    @property
+    def traced(self) -> list[tuple[list[int], Callable[..., Any]]]:
+        """For each bucket its packs, and the function of its program."""
+        return [(packs, self._build(k).__wrapped__) for k, packs in enumerate(self._buckets)]
 
     def told(self, decisions: Decisions) -> Told:
         """What the host learns of a reduction; waits for it."""
