@@ -210,6 +210,7 @@ MOST = {
     "sum 0": {"kernels": 10, "copies": 2},
     "jit_hxla_sums": {"kernels": 28, "copies": 1},
     "update": {"kernels": 6, "copies": 1},
+    "step": {"kernels": 95, "products": 21, "copies": 12, "loops": 1, "sorts": 1},
 }
 #: Bytes that kernels of a microbatch read and write, each counted whole.
 MOST_MICROBATCH_BYTES = 10.5e6
