@@ -144,6 +144,25 @@ def test_batch_norm_is_no_mixing_and_is_told(make):
     assert any("BatchNorm takes its statistics over a microbatch, 4 ex" in r for r in reasons)
 
 
+@pytest.mark.parametrize("loss", [squares, contrastive])
+def test_scales_of_float8_are_no_mixing(loss):
+    """A product in float8 reads its whole operand for a scale, which belongs to a microbatch."""
+    job = hxla.Job(
+        model(),
+        data(),
+        loss,
+        optax.sgd(0.1),
+        batch_size=BATCH,
+        precision="fp8",
+        config={"cluster": {"visible_devices": [0]}},
+    )
+    if loss is squares:
+        assert job.plan(microbatch_size=SIZE, counts=[BATCH // SIZE]).precision.products == "float8"
+        return
+    with pytest.raises(hxla.LossError, match="mixes examples: dot_general"):
+        job.plan(microbatch_size=SIZE, counts=[BATCH // SIZE])
+
+
 def trained(size, **options):
     return train_with(
         model(),

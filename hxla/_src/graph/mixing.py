@@ -26,6 +26,7 @@ from ..jax.jaxpr import ClosedJaxpr, needed_for, passed_through, routes, scan_co
 from ..model.variables import RULES
 from .factors import Factor
 from .graph import Graph, Op
+from .precision import SCALE_SCOPE
 
 #: Linear primitives, f(a + b) = f(a) + f(b), if the other operands depend on no example.
 _LINEAR = frozenset(
@@ -167,7 +168,7 @@ class _Walk:
         return result_tags
 
     def _mixed(self, op: Op) -> _Tag:
-        if self._is_normalization(op):
+        if self._is_normalization(op) or SCALE_SCOPE in op.stack:
             return _SAME
         where = ", ".join(filter(None, (op.stack, op.source)))
         return _Tag(mixed=f"{op.name} ({where})" if where else op.name)

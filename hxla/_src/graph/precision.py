@@ -117,6 +117,8 @@ def wanted_in_float32(jaxpr: Any, results: Sequence[bool]) -> frozenset[Any]:
 
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
+#: The scope of operations that read a whole array for its scale: statistics of a microbatch.
+SCALE_SCOPE = "hxla.float8_scale"
 
 
 def quantized(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -131,7 +133,8 @@ def quantized(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
         leaves some element of the result not finite.
     """
     x = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(x), initial=0.0)
+    with jax.named_scope(SCALE_SCOPE):
+        largest = jnp.max(jnp.abs(x), initial=0.0)
     most, room = np.frexp(np.float32(jnp.finfo(dtype).max))
     mantissa, magnitude = jnp.frexp(largest)  # largest = mantissa * 2**magnitude
     exponent = room - magnitude - (mantissa > most)
