@@ -66,7 +66,10 @@ def ours():
     told["numerics"] = session.plan.numerics
 
     def end():
-        told["memory_bytes"], told["sha256"] = session.memory_bytes, session.result().sha256
+        told["memory_bytes"], told["sha256"] = (
+            session.running_plan.memory_bytes,
+            session.result().sha256,
+        )
 
     ends.append(end)
     return lambda n: session.step(batch(n)).loss, lambda: wait(jax.live_arrays())

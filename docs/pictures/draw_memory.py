@@ -65,7 +65,7 @@ def main() -> None:
             inputs = sum(x.nbytes for x in jax.tree.leaves(gpt.library())) / len(
                 gpt.library()["text"]
             )
-            compiled = (session.memory_bytes + 2 * inputs) / 2**20
+            compiled = (session.running_plan.memory_bytes + 2 * inputs) / 2**20
         print(label.replace("\n", " "), round(left, 1), round(compiled, 1), flush=True)
         panel.plot(place, compiled, "k_", ms=26, label=None if place else "as compiled")
     panel.set_xticks(range(len(FORMS)), list(FORMS), fontsize=8)

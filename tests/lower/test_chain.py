@@ -99,7 +99,7 @@ def test_numerics_know_the_cuts_and_not_the_sequence():
     assert plans[0].numerics == plans[1].numerics != plans[2].numerics
     assert planned(job()).numerics not in {p.numerics for p in plans}
     assert "4 forwards" not in plans[0].explain()
-    assert "6 segments: 5 forwards run again" in plans[1].explain()
+    assert "6 segments: 5 forwards are recomputed" in plans[1].explain()
     assert hxla.Plan.from_json(plans[1].to_json()) == plans[1]
 
 

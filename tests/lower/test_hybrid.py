@@ -273,7 +273,7 @@ def test_memory_of_a_split_classifier_falls_as_one_over_n(n):
         batch_size=8,
     )
     with job.open(job.plan(microbatch_size=8, mesh=mesh), mesh=mesh) as session:
-        seen = session.memory_bytes
+        seen = session.running_plan.memory_bytes
     whole = 64 * num_classes * 4
     # Parameters, two moments, two limbs, and what the update makes anew.
     assert seen / (whole / n) < 9

@@ -321,8 +321,8 @@ def test_a_stage_needs_copies():
         (320, 1, "one program, the optimizer's state shared"),
         (200, 2, "all residuals wait"),
         (150, 3, "all residuals wait"),
-        (130, 2, "forwards run again"),
-        (120, 3, "forwards run again"),
+        (130, 2, "forwards are recomputed"),
+        (120, 3, "forwards are recomputed"),
     ],
 )
 def test_the_cheapest_form_that_fits_is_taken(memory, stage, words):

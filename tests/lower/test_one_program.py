@@ -72,11 +72,6 @@ def test_every_plan_of_one_segment_ends_with_the_same_bits(name):
     assert ended(plan, job(range(len(plan.replicas)))) == end()
 
 
-def test_what_is_moved_has_one_order():
-    with pytest.raises(hxla.PlanError, match=r"use executors 1, or placement\.stash 'device'"):
-        with_executors(moved(), (2,))
-
-
 def test_microbatches_of_several_segments_run_at_once():
     """As those of one do, with sums of each executor's own."""
     own = job(memory={"recompute": "boundaries", "segments": 3})

@@ -82,7 +82,7 @@ def bytes_of_a_step(own, plan, peak):
         gc.collect()
         peak[0] = 0
         next(steps)
-        return (peak[0] - before) / session.memory_bytes
+        return (peak[0] - before) / session.running_plan.memory_bytes
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_little_is_whole_at_a_time():
         mesh = {"data": 2, "tensor": 2}
         plan = own.plan(cluster, microbatch_size=2, mesh=mesh, rules="decoder", counts="even")
         with own.open(plan, steps=1) as session:
-            found.append(session.memory_bytes)
+            found.append(session.running_plan.memory_bytes)
             largest = max(p.num_bytes for p in plan.parameters)
             update = session._programs._updates.each[0].extra_bytes()
     assert found[1] < 0.75 * found[0]

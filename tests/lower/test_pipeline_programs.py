@@ -74,7 +74,7 @@ def build(num_microbatches, num_stages=4, reduction="exact", **how):
     return Programs(pipeline, params, compiled)
 
 
-#: The number of stages, the schedule, and whether forwards run again.
+#: The number of stages, the schedule, and whether forwards are recomputed.
 PIPELINES = {
     "2 interleaved": (2, {"schedule": "interleaved", "num_chunks": 2}),
     "3 gpipe": (3, {"schedule": "gpipe"}),

@@ -145,7 +145,7 @@ def test_split_stages_train_as_one_device_does(name, programs):
     for got, expected in zip(found, jax.tree.leaves(params), strict=True):
         largest = np.abs(expected).max()
         np.testing.assert_allclose(got, expected, rtol=0, atol=2e-6 * largest)
-    assert any("forwards run again: stages of 2 devices" in r for r in two.plan.reasons)
+    assert any("forwards are recomputed: stages of 2 devices" in r for r in two.plan.reasons)
 
 
 @pytest.mark.slow

@@ -200,9 +200,9 @@ def test_memory_decides_what_waits_and_who_has_what():
     assert tight.chain is not None
     with own.open(tight, steps=1) as session:
         next(iter(session))
-        assert session.memory_bytes < 8_000_000
+        assert session.running_plan.memory_bytes < 8_000_000
         estimated = tight.prediction.devices[0].memory_bytes
-        assert session.memory_bytes == pytest.approx(estimated, rel=0.25)
+        assert session.running_plan.memory_bytes == pytest.approx(estimated, rel=0.25)
     with pytest.raises(hxla.PlanError, match="does not fit beside the state") as caught:
         plan(3_000_000)
     assert "offload" not in str(caught.value)

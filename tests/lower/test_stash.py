@@ -120,7 +120,7 @@ def test_a_plan_says_what_the_copies_cost():
     moved = 4 * 2 * crossing
     assert f"{num_bytes(moved)} there and back at 0.001 GB/s, {moved / 1e6:.3g} s" in said
     assert hxla.Plan.from_json(plan.to_json()) == plan
-    assert "5 forwards run again, what waits goes to the host" in plan.explain()
+    assert "5 forwards are recomputed, what waits goes to the host" in plan.explain()
     unknown = planned(plain(**away("boundaries")), cluster=described())
     assert "the mesh file does not give the rate" in " ".join(unknown.reasons)
 

@@ -247,7 +247,7 @@ def test_stages_take_the_first_form_that_their_devices_hold(tmp_path, monkeypatc
     def bytes_of(zero):
         own = families.gpt_job(8, optax.adamw(1e-2), {"memory": {"zero": zero}, **four}, **SIZES)
         with own.open(own.plan(microbatch_size=2, mesh=mesh, counts="even"), steps=1) as session:
-            return session.memory_bytes
+            return session.running_plan.memory_bytes
 
     needed = {zero: bytes_of(zero) for zero in (0, 1, 2, 3)}
     assert needed[0] > needed[1] > needed[2] > needed[3]
@@ -282,7 +282,7 @@ def test_a_pipeline_has_room_for_the_inputs_of_all_that_it_may_run(tmp_path, mon
         own = shared_state.job(shared_state.Few, config, optax.sgd(0.1))
         plan = plan or own.plan(microbatch_size=2, mesh=mesh, counts="even")
         with own.open(plan, steps=1) as session:
-            return plan, session.memory_bytes, JobContext(own).batch_bytes(2)
+            return plan, session.running_plan.memory_bytes, JobContext(own).batch_bytes(2)
 
     plan, needed, each = opened()
     assert plan.counts == (2, 2)

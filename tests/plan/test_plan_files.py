@@ -602,10 +602,6 @@ BROKEN_COPIES = {
         also(ZERO, at("placement.whole", ["elsewhere"])),
         ["placement.whole: there is no parameter 'elsewhere'"],
     ),
-    "executors beside stage 2": (
-        also(at("placement.zero", 2), at("replicas.0.executors", 2)),
-        ["replicas: with placement.zero of 2 each segment runs for all microbatches"],
-    ),
     "groups of unlike sizes": (
         also(ZERO, at("placement.shard_groups", 3)),
         ["placement.shard_groups: 8 replicas do not make 3 groups"],

@@ -31,7 +31,13 @@ from .memory_layout import (
     candidates_on_hosts,
     is_described,
 )
-from .memory_model import microbatch_seconds, segments_of, step_memory, tightest
+from .memory_model import (
+    microbatch_seconds,
+    segments_of,
+    step_memory,
+    tightest,
+    with_open_calls,
+)
 from .memory_price import PART_ON_DEVICE, ReplicaDevice, StepMemory, price, tier_of, upper_bound
 from .recompute import boundary_texts, keep_texts
 from .workload import Measure, Workload
@@ -95,8 +101,7 @@ def with_memory(
     Raises:
         PlanError: If the settings cannot be met, or no layout that they allow fits.
     """
-    if work.settings.cluster.microbatches_per_call == "auto":
-        plan = plan.replaced(microbatches_per_call=1)  # each layout gets its number
+    plan = with_open_calls(work, plan)  # each layout gets its number
     asked, described = asked_candidates(work, plan, cluster), is_described(plan, cluster)
     step = step_memory(work, plan, cluster)
     compiled_lack = None

@@ -90,14 +90,14 @@ class MemoryLayout:
 
     def __str__(self) -> str:
         candidate = self.candidate
-        parts = [f"memory.zero {candidate.zero}" if candidate.zero else "whole state"]
+        parts = [f"memory.zero {candidate.zero}" if candidate.zero else "state not sharded"]
         if candidate.recompute is not None and not self.sequence:
             keeps_all = candidate.recompute == "none"
-            parts.append("residuals are kept" if keeps_all else "forwards run again")
+            parts.append("residuals are kept" if keeps_all else "forwards are recomputed")
         elif candidate.recompute is not None:
             again = num_again(self.sequence)
             parts.append(
-                f"{again} of its forwards run again" if again else "a chain that keeps all"
+                f"{again} of its forwards are recomputed" if again else "a chain that keeps all"
             )
         if self.waves > 1:
             parts.append(f"{self.waves} waves")

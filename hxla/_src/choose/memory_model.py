@@ -47,6 +47,12 @@ def tightest(cluster: Cluster, replica: ReplicaWork) -> int:
     return min(replica.devices, key=lambda rank: cluster.devices[rank].memory_bytes or math.inf)
 
 
+def with_open_calls(work: Workload, plan: Plan) -> Plan:
+    """The plan with one microbatch a call, unless the settings have a number: see `with_calls`."""
+    is_open = work.settings.cluster.microbatches_per_call == "auto"
+    return plan.replaced(microbatches_per_call=1) if is_open else plan
+
+
 def step_memory(work: Workload, plan: Plan, cluster: Cluster) -> StepMemory:
     """The inputs of the price of a layout.
 

@@ -13,6 +13,7 @@ from ..cluster.cluster import Cluster, Link
 from ..core.errors import PlanError
 from ..core.format import num_bytes
 from ..plan.parts import DevicePrediction, Prediction, RunnerUp
+from ..plan.plan import name_of_devices
 from ..profile.profile import LayerSize, Profile, Setting, are_all_known, measured_sum
 from ..schedule.replay import Timeline, blocking_replay
 from ..schedule.schedules import one_f_one_b
@@ -299,7 +300,9 @@ def propose(
     )
     idle = sorted(set(range(len(cluster.devices))) - {d.rank for d in devices})
     if idle:
-        reasons.append(f"devices {idle} have no part: with them the step would not be shorter")
+        names = name_of_devices(idle, {i: d.kind for i, d in enumerate(cluster.devices)})
+        has, it = ("has", "it") if len(idle) == 1 else ("have", "them")
+        reasons.append(f"{names} {has} no part: with {it} the step would not be shorter")
     reasons += _reduction_reasons(work, cluster, staging, replicas) if measured is None else ()
     if result.exhausted:
         reasons.append("the search ran out of time: the bound holds, a longer search may find more")

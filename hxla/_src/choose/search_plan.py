@@ -308,7 +308,7 @@ def _with_runner_up(shared: ShardedReplicas, whole: PlanResult | None) -> Plan:
     bound = shared.bound_seconds
     others: tuple[RunnerUp, ...] = ()
     if whole is None:
-        note = "no plan with whole state fits, or can be as settings ask"
+        note = "no plan without sharded state fits"
     else:
         before = whole.plan.prediction
         assert before is not None
@@ -316,7 +316,7 @@ def _with_runner_up(shared: ShardedReplicas, whole: PlanResult | None) -> Plan:
         words = f"microbatches of {whole.plan.microbatch_size}, {whole.plan.mesh_in_words}"
         best = RunnerUp(description=words, step_seconds=before.step_seconds)
         others = (best, *whole.plan.runners_up)
-        note = f"with whole state the best plan takes {before.step_seconds:.4g} s"
+        note = f"without sharded state the best plan takes {before.step_seconds:.4g} s"
     return plan.replaced(
         prediction=known.model_copy(update={"bound_seconds": bound}),
         runners_up=(*others, *plan.runners_up),

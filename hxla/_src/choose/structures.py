@@ -271,7 +271,7 @@ def _pipelines(
     request.check_inside(size)
     reasons: tuple[str, ...] = ()
     if size > 1 and request.recompute is None:
-        reasons = (f"forwards run again: stages of {size} devices keep no residuals",)
+        reasons = (f"forwards are recomputed: stages of {size} devices keep no residuals",)
         request = dataclasses.replace(request, recompute=True)
     return ReplicaGroups(
         replicas=tuple(groups),

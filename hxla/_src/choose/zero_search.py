@@ -18,7 +18,7 @@ from ..profile.profile import LayerSize, Profile, measured_sum
 from .chain import UNBOUNDED
 from .layer_times import layer_times
 from .memory_layout import MemoryLayout, asked_candidates, candidates_on_hosts
-from .memory_model import predicted_microbatches, step_memory, travel_of
+from .memory_model import predicted_microbatches, step_memory, travel_of, with_open_calls
 from .memory_price import ReplicaDevice, StepMemory, price, upper_bound
 from .proposals import ChainWork, Proposal, propose
 from .workload import Workload
@@ -205,6 +205,7 @@ def least_seconds(work: Workload, plan: Plan, cluster: Cluster, seconds: float) 
     Returns:
         Infinity if no layout fits.
     """
+    plan = with_open_calls(work, plan)
     busiest = _even_share(plan, cluster)
     flops = busiest * work.microbatch_flops
     if not flops:

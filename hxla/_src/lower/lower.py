@@ -213,17 +213,7 @@ class Programs:
         self.num_rows = 0 if local[0].axes else num_rows(update)
         self._updates = self._make_updates(update, aux)
         self.update = self._updates.run
-        #: A whole step as one program; None: it is several.
-        self.one_program = one_program_of(
-            self.runners[0],
-            self.reducer,
-            self._updates,
-            graph,
-            plan,
-            self.trained,
-            self.state_bytes,
-            self.num_rows,
-        )
+        self.one_program = one_program_of(self, self._updates)  #: None: a step is several.
         forward = functools.partial(
             Forward,
             model=model,

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from ..core.types import PyTree
-from ..graph.graph import Graph
 from ..plan.plan import Plan
 from .chain_runner import ChainRunner
 from .compile import extra_bytes, loop_options
@@ -21,7 +20,6 @@ from .contribution import DeviceSums
 from .decisions import Decisions
 from .determinism import calls_host
 from .replica import ReplicaArrays
-from .runners import Runner
 from .sum import Reducer
 from .update import UpdateInputs
 from .updates import ReplicaUpdate, Updates
@@ -31,32 +29,23 @@ from .updates import ReplicaUpdate, Updates
 _MOST_BYTES = 16 << 20
 
 
-def one_program_of(
-    runner: Runner,
-    reducer: Reducer,
-    updates: Updates,
-    graph: Graph,
-    plan: Plan,
-    trained: Sequence[int],
-    state_bytes: int,
-    num_rows: int,
-) -> "OneProgram | None":
+def one_program_of(programs: Any, updates: Updates) -> "OneProgram | None":
     """A step as one program, where one device has all of a small state; else None.
 
     Args:
-        runner: Of the first local replica.
-        trained: Places of the trained parameters.
-        num_rows: See `update.num_rows`.
+        programs: The `Programs` that are being made.
     """
-    [update, *_], program = updates.each, graph.program
+    [runner, *_], [update, *_], plan = programs.runners, updates.each, programs.plan
+    loss = programs.graph.program
     if not (isinstance(runner, ChainRunner) and isinstance(update, ReplicaUpdate)):
         return None
     has_more = runner.per_call < plan.num_microbatches or bool(update.groups.groups)
-    if has_more or not runner.is_one_program or program.effects or calls_host(program):
+    if has_more or not runner.is_one_program or loss.effects or calls_host(loss):
         return None
-    if not _is_small(plan, state_bytes):
+    if not _is_small(plan, programs.state_bytes):
         return None
-    return OneProgram(runner, reducer, updates, trained, len(plan.parameters), num_rows)
+    parts = runner, programs.reducer, updates
+    return OneProgram(*parts, programs.trained, len(plan.parameters), programs.num_rows)
 
 
 def _is_small(plan: Plan, state_bytes: int) -> bool:

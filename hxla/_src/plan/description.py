@@ -20,7 +20,7 @@ def pipeline_in_words(pipeline: PlannedPipeline, num_stages: int) -> Iterator[st
     """Lines about the schedule and each stage's segments."""
     schedule = pipeline.schedule if isinstance(pipeline.schedule, str) else "a table"
     chunks = f" with {pipeline.num_chunks} chunks each" if pipeline.num_chunks > 1 else ""
-    kept = "forwards run again" if pipeline.recompute else "residuals are kept"
+    kept = "forwards are recomputed" if pipeline.recompute else "residuals are kept"
     yield f"  pipeline of {num_stages} stages, {schedule}{chunks}: {kept}"
     for part in range(num_stages * pipeline.num_chunks):
         names = [s.name.split(" .. ") for s in pipeline.segments if s.part == part]
@@ -34,7 +34,7 @@ def chain_in_words(chain: PlannedChain) -> Iterator[str]:
     num = len(chain.segments)
     sequence = sequence_from_texts(num, chain.sequence)
     again = sum(n - 1 for n in sequence.num_forwards if n > 1)
-    kept = f"{again} forwards run again" if again else "all residuals are kept"
+    kept = f"{again} forwards are recomputed" if again else "all residuals are kept"
     kept += ", what waits goes to the host" * sequence.offloads
     yield f"  a microbatch runs as {num} segments: {kept}"
 
@@ -64,7 +64,7 @@ def held_in_words(known: Prediction | None, others: Sequence[RunnerUp]) -> Itera
         return
     columns = [*HeldBytes.model_fields, "in all"]
     width = max(len(name) for name, *_ in rows)
-    yield f"  {'held at the peak (estimated)':<{width}}" + "".join(f"{c:>13}" for c in columns)
+    yield f"  {'memory at the peak (estimated)':<{width}}" + "".join(f"{c:>13}" for c in columns)
     for name, held, end in rows:
         cells = [*held.by_owner.values(), held.total]
         yield f"  {name:<{width}}" + "".join(f"{num_bytes(c):>13}" for c in cells) + f"  {end}"

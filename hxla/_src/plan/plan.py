@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -269,7 +269,7 @@ class Plan(PlanValue):
     def replica_names(self) -> tuple[str, ...]:
         """Short unique names of the replicas, such as `RTX 4090 #1 + RTX 3090 #0`."""
         kinds = {device.rank: device.kind for device in self.devices}
-        return tuple(_name(replica.devices, kinds) for replica in self.replicas)
+        return tuple(name_of_devices(replica.devices, kinds) for replica in self.replicas)
 
     @property
     def stage_names(self) -> tuple[tuple[str, ...], ...]:
@@ -277,7 +277,10 @@ class Plan(PlanValue):
         kinds = {device.rank: device.kind for device in self.devices}
         size = math.prod(axis.size for axis in self.axes) // self.num_stages
         return tuple(
-            tuple(_name(r.devices[i : i + size], kinds) for i in range(0, len(r.devices), size))
+            tuple(
+                name_of_devices(r.devices[i : i + size], kinds)
+                for i in range(0, len(r.devices), size)
+            )
             for r in self.replicas
         )
 
@@ -497,7 +500,8 @@ class Plan(PlanValue):
 _VENDORS = re.compile(r"^(NVIDIA |GeForce |AMD |Instinct )+")
 
 
-def _name(ranks: tuple[int, ...], kinds: Mapping[int, str]) -> str:
+def name_of_devices(ranks: Sequence[int], kinds: Mapping[int, str]) -> str:
+    """Devices as the terminal names them: RTX 4090 #0-1 + RTX 3090 #2."""
     parts = []
     for kind, group in itertools.groupby(ranks, kinds.__getitem__):
         numbers = tuple(group)

@@ -44,7 +44,7 @@ class StepRecord:
         counts: The microbatch counts of the replicas.
         busy_seconds: The seconds that each replica computed in this step (microbatches and update).
             If several processes have GPUs, those of the step before, and zeros in the first.
-        redone: How often the step was redone after an overflow of the fixed-point range.
+        redone: How often the step was redone with other scales of the exact sums.
         skipped: Whether the update was skipped because a gradient was not finite.
         loss_scale: The factor on the mean loss of a microbatch for its gradient; None: the loss was
             not scaled.

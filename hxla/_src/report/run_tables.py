@@ -247,7 +247,7 @@ def change_table(history: History) -> Table:
 def event_table(history: History) -> Table:
     """Unwanted events: redone and skipped steps, late compilations."""
     events = {
-        "Steps redone after an overflow of the fixed-point range": [
+        "Steps redone with other scales of the exact sums": [
             r.step for r in history.steps if r.redone
         ],
         "Updates skipped because a gradient was not finite": [

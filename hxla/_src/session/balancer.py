@@ -231,7 +231,7 @@ class Balancer:
             self._try_parked()
             return None
         speeds = "/".join(f"{s * 1e3:.3g}" for s in self.seconds)
-        reason = f"a microbatch takes {speeds} ms on devices 0 to {len(best) - 1}"
+        reason = f"a microbatch takes {speeds} ms"
         if self._move is not None and self._move.finishes and self._move.slowdown() > 0:
             self._refuse(step)
         change = self._changed(step, best, reason, gain)
