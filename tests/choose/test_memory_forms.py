@@ -215,7 +215,7 @@ def test_what_fits_plainly_stays_plain():
         ReplicaDevice(name=d.name, num_microbatches=1, memory_bytes=10**6) for d in devices
     )
     step = StepMemory(model=model, devices=large)
-    assert str(ranked(ALL, step)[0]) == "whole state"
+    assert str(ranked(ALL, step)[0]) == "state not sharded"
     assert upper_bound(Candidate(zero=0), step).fits
 
 
