@@ -60,11 +60,14 @@ def unplanned_gathers(programs: Programs) -> tuple[str, ...]:
 
 def _gathers(programs: Programs) -> Iterator[tuple[Collective, Sequence[int]]]:
     """The gathers of a microbatch, each with the parameters that it makes whole."""
+    programs_of_microbatch = list(programs.runners[0].texts())
+    if not any("all-gather" in program.text for program in programs_of_microbatch):
+        return  # to read the texts takes seconds
     axes = programs.reducer.local[0].axes
     shapes = _shapes(programs.graph)
     flows, listed = dict[str, Dependence](), dict[str, tuple[Collective, ...]]()
     before: tuple[Dependence, Mapping[str, tuple[int, ...]]] | None = None
-    for program in programs.runners[0].texts():
+    for program in programs_of_microbatch:
         text, params = program.text, dict(program.params)
         if text not in flows:
             module = read_module(text)
