@@ -309,8 +309,8 @@ def is_named(event: Event, error: str, folder: pathlib.Path) -> bool:
 
 #: Lines that a run without faults has, too: what it opens, its plan, steps and summary.
 ORDINARY = re.compile(
-    r"hxla: rank \d+ has |opening: |data: |resumed |  |\d+ examples a step in |step \d+|"
-    r"hxla: \d+ steps? on "
+    r"hxla: rank \d+ has |opening: |data: |resumed |\d+ examples a step in |step \d+|"
+    r"hxla: \d+ steps? on |  (?:\S+ #\d+ |predicted step |bits: |[\d.k]+ examples/s|counts moved )"
 )
 
 
