@@ -180,7 +180,7 @@ class SumLayout:
         """Elements of each array of a bucket's totals on each device of a replica."""
         if self.shares is None:
             return [sum(math.prod(self.pack_shapes[p]) for p in self.bucket_packs[k])]
-        others, member = self.num_others(k), replica % len(self.shares.granules)
+        others, member = self.num_others(k), self.shares.member(replica)
         params = [self.chunks[k].buffer_size(member)] if self.chunks[k].tensors else []
         return params + ([others] if others else [])
 
@@ -188,7 +188,7 @@ class SumLayout:
         """Elements of a replica's chunks of all buckets; 0 if totals are whole."""
         if self.shares is None:
             return 0
-        member = replica % len(self.shares.granules)
+        member = self.shares.member(replica)
         return sum(chunks.buffer_size(member) for chunks in self.chunks)
 
     # -- programs --------------------------------------------------------------------------------

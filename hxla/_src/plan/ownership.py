@@ -59,6 +59,10 @@ class Shares:
         """The first granule of each replica."""
         return tuple(itertools.accumulate(self.granules, initial=0))[:-1]
 
+    def member(self, replica: int) -> int:
+        """The number of a replica in its group."""
+        return replica % len(self.granules)
+
     def at(self, places: Sequence[Sequence[int]]) -> "Shares":
         """The shares of places, each of which has several consecutive replicas.
 
@@ -167,7 +171,7 @@ class Ownership:
 
     def member(self, replica: int) -> int:
         """The number of a replica in its group."""
-        return replica % len(self.granules)
+        return self.shares.member(replica)
 
     def first(self, replica: int) -> int:
         """The first granule of a replica."""
