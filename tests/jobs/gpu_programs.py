@@ -266,7 +266,7 @@ def compiled(programs: Programs) -> dict[str, Any]:
     programs.compile(over)
     names = [*programs.runners[0].names, *programs._updates.each[0].names]
     names += [f"sum {k}" for k in range(programs.reducer.layout.num_buckets)]
-    names += ["step"] * (programs.one_program is not None)
+    names += ["step"] * (programs.step_program is not None)
     found = dict(zip(names, made, strict=False))
     return {_SHORT.get(name, name): p for name, p in found.items() if name not in _UNSEEN}
 

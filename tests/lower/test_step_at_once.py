@@ -134,7 +134,7 @@ def ended(model, optimizer, num):
     own = job(model, optimizer, num)
     with own.open(planned(model, optimizer, num), steps=4) as session:
         records = list(session)
-        is_one = session._programs.one_program is not None
+        is_one = session._programs.step_program is not None
         result = session.result()
     told = [
         (r.loss, r.metrics, r.learning_rate, r.gradient_norm, r.redone, r.skipped, r.loss_scale)
@@ -186,7 +186,7 @@ def own_batch():
     return {k: x[: NUM * SIZE] for k, x in floats().items()}
 
 
-def one_program_of(num=1, width=6, optimizer=None, config=None, printing=False, **asked):
+def step_program_of(num=1, width=6, optimizer=None, config=None, printing=False, **asked):
     """The program of a small step of a linear model, of a plan for so many devices."""
 
     def of(model, batch):
@@ -202,7 +202,7 @@ def one_program_of(num=1, width=6, optimizer=None, config=None, printing=False, 
     cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * num)
     plan = own.plan(cluster, auto=False, microbatch_size=SIZE, mesh={"data": num}, **asked)
     training = JobContext(own).training(SIZE, 0)
-    return lower(training, own.graph(SIZE), plan, tuple(jax.devices()[:num])).one_program
+    return lower(training, own.graph(SIZE), plan, tuple(jax.devices()[:num])).step_program
 
 
 #: Jobs whose step is several programs.
@@ -222,9 +222,9 @@ SEVERAL = {
 
 
 def test_a_small_step_on_one_device_is_one_program():
-    assert one_program_of(width=1000) is not None  # 11.5 MiB
+    assert step_program_of(width=1000) is not None  # 11.5 MiB
 
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_other_steps_are_several_programs(name):
-    assert one_program_of(**SEVERAL[name]) is None
+    assert step_program_of(**SEVERAL[name]) is None

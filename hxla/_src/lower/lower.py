@@ -40,13 +40,13 @@ from .gather import Gather
 from .initial_state import opt_state_values
 from .inputs import Training, ownership_of, sharded_of, uneven_of, whole_ownership_of
 from .layerwise import LayerwiseStep, ZeroPipeline, stage_groups, sum_groups
-from .one_program import one_program_of
 from .padding import Cut, Padding, StatePadding
 from .pipeline import Pipeline
 from .replica import Replica, StateSpecs, device_bytes
 from .runners import Runner, chains, param_groups, pipeline_spec
 from .sharded_params import ShardedParams
 from .state_layout import StateLayout
+from .step_program import step_program_of
 from .store import Store
 from .sum import Reducer
 from .sum_layout import SumLayout
@@ -213,7 +213,7 @@ class Programs:
         self.num_rows = 0 if local[0].axes else num_rows(update)
         self._updates = self._make_updates(update, aux)
         self.update = self._updates.run
-        self.one_program = one_program_of(self, self._updates)  #: None: a step is several.
+        self.step_program = step_program_of(self, self._updates)  #: None: a step is several.
         forward = functools.partial(
             Forward,
             model=model,
@@ -349,7 +349,7 @@ class Programs:
             names = (*self.runners[i].names, *self._updates.each[i].names)
             named += zip(names, replica_programs, strict=True)
         named += [("the sum of gradients", program) for program in sums]
-        one = self.one_program
+        one = self.step_program
         if one is not None:
             named.append((one.name, one.lower(*self.state_layout.like(0))))
         named += [("the gather of parameters", program) for program in gathers]
@@ -426,7 +426,7 @@ class Programs:
         gathers = 0 if self.gather is None else self.gather.memory_bytes()
         update = totals + max(update, gathers)
         update += 0 if releases else sums
-        step = 0 if self.one_program is None else sums + self.one_program.extra_bytes
+        step = 0 if self.step_program is None else sums + self.step_program.extra_bytes
         return state_bytes + runner.kept_bytes + max(first, microbatches, summing, update, step)
 
     def _bytes_of_params(self) -> int:

@@ -29,7 +29,7 @@ from .updates import ReplicaUpdate, Updates
 _MOST_BYTES = 16 << 20
 
 
-def one_program_of(programs: Any, updates: Updates) -> "OneProgram | None":
+def step_program_of(programs: Any, updates: Updates) -> "StepProgram | None":
     """A step as one program, where one device has all of a small state; else None.
 
     Args:
@@ -45,7 +45,7 @@ def one_program_of(programs: Any, updates: Updates) -> "OneProgram | None":
     if not _is_small(plan, programs.state_bytes):
         return None
     parts = runner, programs.reducer, updates
-    return OneProgram(*parts, programs.trained, len(plan.parameters), programs.num_rows)
+    return StepProgram(*parts, programs.trained, len(plan.parameters), programs.num_rows)
 
 
 def _is_small(plan: Plan, state_bytes: int) -> bool:
@@ -56,7 +56,7 @@ def _is_small(plan: Plan, state_bytes: int) -> bool:
     return is_alone and is_plain and is_here and state_bytes <= _MOST_BYTES
 
 
-class OneProgram:
+class StepProgram:
     """The program of a whole step on a replica of one device, which is alone.
 
     Args:
@@ -77,7 +77,7 @@ class OneProgram:
     ):
         self._runner, self._reducer, self._updates = runner, reducer, updates
         self._trained = trained
-        self._others = [k for k in range(num_params) if k not in set(trained)]
+        self._others = sorted(set(range(num_params)).difference(trained))
         [self._replica], [update] = reducer.local, updates.each
         assert isinstance(update, ReplicaUpdate)
         self._update = update

@@ -24,8 +24,8 @@ from ..lower.decisions import Decisions, Told
 from ..lower.global_arrays import stat_rows
 from ..lower.layerwise import Spans, ZeroPipeline
 from ..lower.lower import Programs
-from ..lower.one_program import OneProgram
 from ..lower.pipeline import PieceTimes, Pipeline, piece_times
+from ..lower.step_program import StepProgram
 from ..lower.store import Store
 from ..lower.sum import Reduced
 from ..lower.update import UpdateInputs
@@ -306,9 +306,9 @@ class Stepper:
         on_reduce = functools.partial(on_phase, "reduce")
         for redone in range(_MAX_REDOS + 1):
             before, settles = self._store.exponents, self.scales.settles
-            if on_update is not None and self._one_program is not None:
+            if on_update is not None and self._step_program is not None:
                 on_update()
-                decisions = self._run_at_once(self._one_program, step, ids, inputs)
+                decisions = self._run_at_once(self._step_program, step, ids, inputs)
             else:
                 decisions = self._sum(step, ids, inputs, stop, on_reduce)
                 if on_update is not None and not settles:
@@ -328,17 +328,17 @@ class Stepper:
     @property
     def waits(self) -> bool:
         """Whether an update may begin only when the host knows that it counts."""
-        return self._programs.waits and self._one_program is None
+        return self._programs.waits and self._step_program is None
 
     @property
-    def _one_program(self) -> OneProgram | None:
+    def _step_program(self) -> StepProgram | None:
         """The program of a whole step; None: a step is several."""
-        one = self._programs.one_program
+        one = self._programs.step_program
         return one if one is not None and one.is_usable else None
 
     def _run_at_once(
         self,
-        one: OneProgram,
+        one: StepProgram,
         step: int,
         ids: Sequence[range],
         batches: Sequence[Sequence[PyTree]],
