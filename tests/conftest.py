@@ -166,6 +166,23 @@ def programs_are_let_go():
         trim_heap()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_compiled_in_haste(request):
+    """Of the quick tier LLVM takes a third; files about what its optimizations may move say so."""
+    is_hasty = not (tiers.is_all or request.node.get_closest_marker("optimized"))
+    _compile_in_haste(is_hasty)
+    yield
+    _compile_in_haste(False)
+
+
+def _compile_in_haste(is_hasty):
+    """In this process, and in those that it starts."""
+    import jax  # after the settings above
+
+    jax.config.update("jax_disable_most_optimizations", is_hasty)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(is_hasty))
+
+
 @pytest.fixture
 def no_persistent_cache():
     """Programs are compiled in this process, as for a user who has set up no cache."""

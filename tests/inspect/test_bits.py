@@ -19,7 +19,7 @@ from support import families
 from support.inside.inspect import EquationRuns, _bits_runs, compare_bits
 from support.tiers import rows
 
-pytestmark = pytest.mark.usefixtures("every_program_is_cached")
+pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("every_program_is_cached")]
 
 ULP = np.float32(1 + 2**-23)  # what is multiplied by it is off by one in the last place
 

@@ -15,6 +15,8 @@ from support.inside.jax import ordered
 from support.racing import racing_scatters
 from support.tiers import rows
 
+pytestmark = pytest.mark.optimized
+
 HEIGHT, WIDTH = 40, 6
 RNG = np.random.default_rng(0)
 TABLE = RNG.normal(size=(HEIGHT, WIDTH)).astype(np.float32)

@@ -6,6 +6,8 @@ import pytest
 import hxla
 from support.inside.jax import bit_settings, unlike_settings
 
+pytestmark = pytest.mark.optimized
+
 
 def test_nothing_is_told_of_a_jax_that_nobody_set():
     """Nor of what a later jax adds, once somebody has looked whether it moves bits."""

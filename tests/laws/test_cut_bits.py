@@ -11,6 +11,8 @@ import pytest
 from support.launched import own_environment
 from support.paths import JOBS
 
+pytestmark = pytest.mark.optimized
+
 SCRIPT = JOBS / "cut_bits.py"
 
 

@@ -17,7 +17,7 @@ import hxla
 from support import models, tiers
 from support.launched import own_environment
 
-pytestmark = pytest.mark.usefixtures("every_program_is_cached")
+pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("every_program_is_cached")]
 
 #: Values that are not the usual ones, of settings that may move bits and of some that cannot.
 SETTINGS = {

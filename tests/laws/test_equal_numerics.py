@@ -34,7 +34,7 @@ from support.random_plans import (
 )
 from support.tiers import rows
 
-pytestmark = pytest.mark.usefixtures("every_program_is_cached")
+pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("every_program_is_cached")]
 
 
 @pytest.fixture(scope="module")

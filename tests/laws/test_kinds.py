@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import hxla
-from support import kinds, models, tiers, zoo
+from support import kinds, models, zoo
 from support.tiers import rows
 from support.training import train_with
 
@@ -55,13 +55,6 @@ GROUPS = [tuple(kinds.KINDS)[i::_NUM] for i in range(_NUM)]
 TABLE = [(number, form) for number in range(_NUM) for form in FORMS]
 #: Each form once, with kinds from all over the table.
 QUICK = [(i * _NUM // len(FORMS), form) for i, form in enumerate(FORMS)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def the_quick_tier_compiles_in_haste():
-    jax.config.update("jax_disable_most_optimizations", not tiers.is_all)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def row_of(names):

@@ -15,6 +15,8 @@ import hxla
 from support import lowering, models
 from support.paths import EXAMPLES
 
+pytestmark = pytest.mark.optimized
+
 
 def gpt():
     sys.path.insert(0, str(EXAMPLES))

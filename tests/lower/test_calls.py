@@ -16,6 +16,8 @@ from support import families
 from support.executor_jobs import NUM, ended, job
 from support.tiers import rows
 
+pytestmark = pytest.mark.optimized
+
 PER_CALL = 5
 
 

@@ -11,6 +11,8 @@ import hxla
 from support import models
 from support.inside.lower import _equations, dependent
 
+pytestmark = pytest.mark.optimized
+
 
 class Absolute(nnx.Module):
     """One number, whose gradient is a sign: nothing of it is rounded."""

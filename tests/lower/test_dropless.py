@@ -152,7 +152,7 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("beside", rows(BESIDE, "nothing"))
+@pytest.mark.parametrize("beside", rows(BESIDE))
 def test_bits_do_not_depend_on_replicas(beside):
     config = BESIDE[beside]
     runs = [trained({"data": 2, "expert": 2}, **config)]

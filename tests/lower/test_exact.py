@@ -13,6 +13,8 @@ import hxla
 from support.inside.lower import _exact
 from support.tiers import examples
 
+pytestmark = pytest.mark.optimized
+
 
 def exact_sum(terms: np.ndarray, order: np.ndarray, num: int = 2) -> np.ndarray:
     """Sum over axis 0 in the given order, as a step does it that takes the scale that fits."""

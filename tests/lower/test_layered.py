@@ -20,7 +20,7 @@ from support.relays import bytes_of_devices, relayed, straight
 from support.shared_state import WIDTH, Few, planned, shared
 from support.tiers import rows
 
-pytestmark = pytest.mark.usefixtures("every_program_is_cached")
+pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("every_program_is_cached")]
 
 HELD_OUT = {"tokens": np.random.default_rng(1).integers(0, 11, (8, 7)).astype(np.int32)}
 

@@ -11,6 +11,7 @@ from flax import nnx
 
 import hxla
 from support import lowering
+from support.tiers import rows
 
 NUM, SIZE = 20, 3
 
@@ -50,8 +51,11 @@ class Scales(nnx.Module):
         return x
 
 
-@pytest.mark.parametrize("optimizer", [optax.adamw(1e-2), optax.sgd(0.1, momentum=0.9)])
-def test_no_spread_moves_a_bit_of_many_leaves(optimizer):
+OPTIMIZERS = {"adamw": optax.adamw(1e-2), "momentum": optax.sgd(0.1, momentum=0.9)}
+
+
+@pytest.mark.parametrize("name", rows(OPTIMIZERS, "adamw"))
+def test_no_spread_moves_a_bit_of_many_leaves(name):
     rng = np.random.default_rng(0)
     data = {name: rng.normal(size=(8, SIZE)).astype(np.float32) for name in "xy"}
 
@@ -60,7 +64,7 @@ def test_no_spread_moves_a_bit_of_many_leaves(optimizer):
             Scales(),
             data,
             lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean(-1),
-            optimizer,
+            OPTIMIZERS[name],
             batch_size=8,
             config={"cluster": {"visible_devices": list(range(num))}},
         )

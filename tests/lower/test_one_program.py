@@ -11,6 +11,8 @@ from support.inside.choose import with_executors
 from support.inside.graph import graph_of, segments_at
 from support.tiers import rows
 
+pytestmark = pytest.mark.optimized
+
 
 @functools.cache
 def whole(num=1):

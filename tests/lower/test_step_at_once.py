@@ -15,6 +15,8 @@ from support.inside.job import JobContext
 from support.inside.lower import lower
 from support.tiers import rows
 
+pytestmark = pytest.mark.optimized
+
 NUM, SIZE, EXAMPLES = 6, 2, 48  # microbatches of a step, examples of one, and all
 
 
@@ -144,7 +146,7 @@ def ended(model, optimizer, num):
 
 
 TABLE = [(model, optimizer) for model in MODELS for optimizer in OPTIMIZERS]
-QUICK = [("statistics", "clip and adamw"), ("rows", "rates"), ("other scales", "momentum")]
+QUICK = [("statistics", "clip and adamw"), ("other scales", "momentum")]
 
 
 @pytest.mark.parametrize("row", rows(TABLE, *QUICK, ids="-".join))
