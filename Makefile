@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
-WORKERS ?= 2
+# Two cores are busy with three: some tests wait for processes and timers.
+WORKERS ?= 3
 PYTEST_MODULE = pytest -n $(WORKERS) --dist worksteal
 PYTEST = $(BIN)/python -m $(PYTEST_MODULE)
 # Tests, with the types checked beside them: fails where either does.

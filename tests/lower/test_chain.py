@@ -78,7 +78,7 @@ def test_a_chain_trains_as_one_program_does(case):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("clips", rows([False, True], True))
 @pytest.mark.parametrize("name", rows(MODELS, "small"))
 def test_what_is_recomputed_moves_no_bit(name, clips):
     found = {}

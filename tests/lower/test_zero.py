@@ -47,6 +47,8 @@ from support.zero_jobs import (
     trained,
 )
 
+pytestmark = pytest.mark.optimized
+
 #: Shares of copies, and their counts.
 SPREADS = [
     ([1, 2, 3], (2, 9, 1)),

@@ -19,6 +19,8 @@ from support.paths import TESTS
 from support.tensor_gpt import BATCH, gpt, text
 from support.tiers import rows
 
+pytestmark = pytest.mark.optimized
+
 SIZES = {"width": 64, "length": 16, "layers": 2}
 
 
