@@ -84,9 +84,6 @@ class OverBatchPass:
 
     def gradients(self, operands: Sequence[np.ndarray]) -> tuple[PyTree, PyTree]:
         """The outputs of `contrast`, as rows, and the gradient of the sum of losses by embeddings.
-
-        Args:
-            operands: Results of `exchanged`.
         """
         return jax.device_get(self._run("gradients", operands))  # type: ignore[no-any-return]
 
@@ -166,11 +163,7 @@ class OverBatchPass:
         batches: Sequence[Sequence[PyTree]],
         gradients: tuple[PyTree, PyTree],
     ) -> list[list[WithGradients]]:
-        """The microbatches of the second pass.
-
-        Args:
-            gradients: The results of `gradients`.
-        """
+        """The microbatches of the second pass."""
         size = self._traced.size
 
         def rows(index: int, batch: PyTree) -> WithGradients:

@@ -321,7 +321,6 @@ class Programs:
 
         Args:
             over: Like `map`, perhaps on several threads.
-            tell: Called with a report.
             check: Called with the texts of programs by name before any is compiled, without the
                 forwards of sharded replicas, whose texts depend on how residuals are sharded; then
                 with the order of collectives.

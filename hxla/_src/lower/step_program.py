@@ -61,7 +61,6 @@ class StepProgram:
 
     Args:
         trained: Places of the trained parameters.
-        num_rows: See `update.num_rows`.
     """
 
     name = "a step"

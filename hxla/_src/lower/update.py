@@ -36,7 +36,6 @@ class UpdateSpec:
 
     Attributes:
         num_groups: Groups of parameters, updated one after another.
-        total_tensors: `SumLayout.total_tensors`.
         chunks: How each bucket of the sums is sharded; empty: replicas have whole totals.
         padding: Padding of the state, which the optimizer does not see.
     """

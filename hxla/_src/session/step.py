@@ -145,7 +145,6 @@ class Stepper:
 
     Attributes:
         scales: The scales of the sums and of the loss.
-        forwards: The passes without gradients.
         is_late: Whether the times of an outcome are of the step before. Where no host waits for its
             microbatches, processes send the times of a step with the sums of the next one.
     """
@@ -539,11 +538,7 @@ def _known(seconds: float) -> _Seconds:
 
 
 def _watched(spans: "Spans[Any]", start: float, update: _Seconds | None) -> tuple[float, float]:
-    """Wait for a replica's microbatches; returns their seconds, and those of the update before.
-
-    Args:
-        start: When the step began.
-    """
+    """Wait for a replica's microbatches; returns their seconds, and those of the update before."""
     of_update = busy = 0.0
     try:
         if update is not None:
@@ -572,9 +567,6 @@ def _watched(spans: "Spans[Any]", start: float, update: _Seconds | None) -> tupl
 
 def left_out(step: int, outcome: Outcome, stepper: Stepper, *, stops: bool) -> str:
     """Skip the update of a step, and halve the loss scale if there is one.
-
-    Args:
-        stops: Whether to raise instead.
 
     Returns:
         A line for the log.
