@@ -34,8 +34,7 @@ from .contribution import pack_sizes, packs_of, tensors_of
 from .decisions import DecisionSpec
 from .determinism import calls_host
 from .disk import buffer_maker
-from .first_pass import OverBatchPasses
-from .forward import Evaluation, Forward
+from .forward import Evaluation, Forward, OverBatchPasses
 from .gather import Gather
 from .initial_state import opt_state_values
 from .inputs import Training, ownership_of, sharded_of, uneven_of, whole_ownership_of
@@ -213,7 +212,17 @@ class Programs:
         self.num_rows = 0 if local[0].axes else num_rows(update)
         self._updates = self._make_updates(update, aux)
         self.update = self._updates.run
-        self.step_program = step_program_of(self, self._updates)  #: None: a step is several.
+        #: None: a step is several programs.
+        self.step_program = step_program_of(
+            graph,
+            plan,
+            self.runners[0],
+            self.reducer,
+            self._updates,
+            trained=self.trained,
+            num_rows=self.num_rows,
+            state_bytes=self.state_bytes,
+        )
         forward = functools.partial(
             Forward,
             model=model,

@@ -47,7 +47,7 @@ from .parts import (
 from .precision import Precision
 
 
-def deciding(plan: Any) -> dict[str, Any]:
+def deciding(plan: "Plan") -> dict[str, Any]:
     """The fields that decide bits: what `Plan.numerics` hashes."""
     found: dict[str, Any] = {
         "made_with": plan.made_with.model_dump(),
