@@ -530,7 +530,8 @@ class Run:
             elif self._is_elastic and (trains or number != signal.SIGINT):
                 if number == signal.SIGINT:
                     self._streams.say(
-                        "Ctrl-C: training ends after this step; once more ends it at once"
+                        "Ctrl-C: the running step is finished, then training ends; once more ends "
+                        "it at once"
                     )
                 ranks.order(ends=True)
             else:

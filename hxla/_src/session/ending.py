@@ -54,7 +54,9 @@ class Requests:
             self._stop, self.agreed = 0.0, request
 
 
-_INTERRUPT_NOTE = b"\nhxla: Ctrl-C: training ends after this step; once more ends it at once\n"
+_INTERRUPT_NOTE = (
+    b"\nhxla: Ctrl-C: the running step is finished, then training ends; once more ends it at once\n"
+)
 
 
 class Preempted(SystemExit):

@@ -8,6 +8,8 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from ..choose.microbatch_counts import own_ids
 from ..cluster.job_devices import Devices
 from ..core.errors import ConfigError
@@ -20,12 +22,12 @@ from ..lower.initial_state import State
 from ..plan.plan import Plan
 from ..report.history import EvalRecord, History, StepRecord
 from ..weights.save_weights import weights_of
-from .balancer import RunningPlan
 from .ending import LEAVE, MOVE, Ending, Requests, Termination
 from .forward_passes import evaluated
 from .member import ran
 from .opening import opened_session
 from .recorder import LearningRate, recorder_of, step_record
+from .running_plan import RunningPlan
 from .saved_state import Saver
 from .state_access import ReplicaChecksum, StateAccess, agreed_arrays
 from .step import Feed, Outcome, left_out
@@ -180,7 +182,11 @@ class Session:
         self._job.agree("what the script compares", lambda: texts)
 
     def stop(self) -> None:
-        """Ask all processes to stop after the next step; iterating then ends."""
+        """Ask all processes to stop; iterating ends after one more step.
+
+        The request travels with the sums of that step. A single process makes it too, so the number
+        of updates does not depend on the number of processes.
+        """
         self._requests.stop()
 
     def step(self, batch: PyTree | None = None) -> StepRecord:
@@ -195,8 +201,8 @@ class Session:
         Raises:
             NonFiniteError: If a gradient was not finite and the job has `nonfinite="stop"`.
             DataError: If the data ends, or the batch has another size.
-            Preempted: After SIGTERM or Ctrl-C on any process in an earlier step, once a checkpoint
-                is written.
+            Preempted: After SIGTERM or Ctrl-C on any process before this call, once a checkpoint is
+                written.
         """
         self._settle()
         step = self.step_number
@@ -217,7 +223,7 @@ class Session:
                 step,
                 ids,
                 batches,
-                stop=self._requests.present,
+                request=lambda: self._requests.present,
                 on_phase=functools.partial(self._watchdog.beat, step),
                 on_update=None if waits else functools.partial(self._begin_update, updating),
             )
@@ -258,6 +264,8 @@ class Session:
         if self._is_settled:
             return
         self._is_settled = True
+        if self._member is None and jax.process_count() == 1:  # there is nobody to agree with
+            self._requests.agree(self._termination.request())
         if self._saver.is_due(self.step_number):
             self.save()
         if self._member is not None and self.step_number != self._options.steps:
