@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 
 from ..choose.counts import candidate_sizes
-from ..choose.make_plan import make_plan, workloads
+from ..choose.make_plan import plan_job, workloads
 from ..choose.planning import PlanRequest, check_enough, plan_for, size_asked
 from ..choose.short_profile import everywhere, measured_links, segment_profile
 from ..choose.split_times import split_time
@@ -82,7 +82,7 @@ def plan_script(
             devices = ", ".join(f"{num} x {kind}" for kind, num in kinds)
             print(f"--mesh is not given: the plan is for the devices of this machine, {devices}")
             auto = None if profile is not None else job.settings.auto.auto_parallel
-        made = make_plan(
+        made = plan_job(
             job, cluster, request, SessionMeasure, auto=auto, profile=profile, search=search
         )
         plans.append(made.plan)
