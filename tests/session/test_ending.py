@@ -272,4 +272,5 @@ def test_ctrl_c_ends_processes_as_sigterm_does(tmp_path):
     running.send_signal(signal.SIGINT)
     _, err = end_of(running)
     assert running.returncode == 75, err
+    assert "hxla: Ctrl-C: the running step is finished, then training ends" in err
     assert max(saved(tmp_path / "c")) >= 4
