@@ -212,17 +212,8 @@ class Programs:
         self.num_rows = 0 if local[0].axes else num_rows(update)
         self._updates = self._make_updates(update, aux)
         self.update = self._updates.run
-        #: None: a step is several programs.
-        self.step_program = step_program_of(
-            graph,
-            plan,
-            self.runners[0],
-            self.reducer,
-            self._updates,
-            trained=self.trained,
-            num_rows=self.num_rows,
-            state_bytes=self.state_bytes,
-        )
+        of_step = graph, plan, self.runners[0], self.reducer, self._updates, self.trained
+        self.step_program = step_program_of(*of_step, self.num_rows, self.state_bytes)
         forward = functools.partial(
             Forward,
             model=model,

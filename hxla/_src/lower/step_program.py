@@ -37,7 +37,6 @@ def step_program_of(
     runner: Runner,
     reducer: Reducer,
     updates: Updates,
-    *,
     trained: Sequence[int],
     num_rows: int,
     state_bytes: int,

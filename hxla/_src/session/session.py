@@ -8,8 +8,6 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from ..choose.microbatch_counts import own_ids
 from ..cluster.job_devices import Devices
 from ..core.errors import ConfigError
@@ -97,7 +95,7 @@ class Session:
             self._saver = Saver(*saves, is_alone=opened.waits_for_saves)
             self.after_save = self._saver.after_save
             asks = (self._member or self._termination).request
-            self._requests = Requests(asks, self._saver.request)
+            self._requests = Requests(asks, self._saver.request, is_member=bool(self._member))
             self.running_plan = RunningPlan(opened, job, options)
             self._learning_rate = LearningRate(self._programs, self._store, options.learning_rate)
             bits = determinism(self._programs.graph, self.plan)
@@ -182,11 +180,7 @@ class Session:
         self._job.agree("what the script compares", lambda: texts)
 
     def stop(self) -> None:
-        """Ask all processes to stop; iterating ends after one more step.
-
-        The request travels with the sums of that step. A single process makes it too, so the number
-        of updates does not depend on the number of processes.
-        """
+        """Ask all processes to stop: iterating ends after one more step, in which they agree."""
         self._requests.stop()
 
     def step(self, batch: PyTree | None = None) -> StepRecord:
@@ -201,8 +195,7 @@ class Session:
         Raises:
             NonFiniteError: If a gradient was not finite and the job has `nonfinite="stop"`.
             DataError: If the data ends, or the batch has another size.
-            Preempted: After SIGTERM or Ctrl-C on any process before this call, once a checkpoint is
-                written.
+            Preempted: After SIGTERM or Ctrl-C on a process, once a checkpoint is written.
         """
         self._settle()
         step = self.step_number
@@ -264,8 +257,7 @@ class Session:
         if self._is_settled:
             return
         self._is_settled = True
-        if self._member is None and jax.process_count() == 1:  # there is nobody to agree with
-            self._requests.agree(self._termination.request())
+        self._requests.settle()
         if self._saver.is_due(self.step_number):
             self.save()
         if self._member is not None and self.step_number != self._options.steps:
