@@ -440,6 +440,8 @@ def _count_mixes(total: int, available: Sequence[int]) -> int:
 class Tails:
     """The least tails of plans, by number of stages and of replicas.
 
+    A tail is the reduction and the update of the largest stage, after all microbatches.
+
     Attributes:
         max_stages: The most stages of a plan.
         num_copies: The fewest replicas of a plan with several.

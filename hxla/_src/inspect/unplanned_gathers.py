@@ -132,7 +132,7 @@ _PASSES = frozenset({"optimization-barrier", "copy", "copy-start", "copy-done", 
 
 
 class Dependence:
-    """Follows the values of one module back to the arguments of its entry."""
+    """Follows values of a module back to its arguments, through loops, branches and fusions."""
 
     def __init__(self, module: Module):
         self._module = module

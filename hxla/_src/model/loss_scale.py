@@ -45,6 +45,7 @@ class ScaleState:
         Args:
             overflowed: Whether some gradient was not finite: the scale is halved.
             growth_steps: The steps without an overflow after which it doubles.
+            most: The largest exponent.
         """
         if overflowed:
             return ScaleState(self.exponent - 1)
