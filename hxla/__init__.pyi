@@ -50,7 +50,7 @@ from ._src.profile.profile import Profile as Profile, Setting as Setting
 from ._src.profile.products import MatrixProduct as MatrixProduct
 from ._src.profile.profile import LayerSize as LayerSize, LayerTime as LayerTime
 from ._src.profile.profile import MeasuredLink as MeasuredLink, SplitTime as SplitTime
-from ._src.choose.graph_plan import make_plan as make_plan
+from ._src.choose.make_plan import make_plan as make_plan
 from ._src.plan.plan import Plan as Plan
 from ._src.plan.parts import Versions as Versions, PlannedDevice as PlannedDevice
 from ._src.plan.parts import Axis as Axis, Role as Role, ReplicaWork as ReplicaWork

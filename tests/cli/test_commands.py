@@ -8,10 +8,12 @@ import subprocess
 import sys
 
 import click
+import jax
 import pytest
 
 import hxla
 from hxla.__main__ import main
+from support import profiles
 from support.inside.cli import cli
 from support.inside.scheduler import LIVE_POLICIES, POLICIES
 from support.launched import PATIENCE_SECONDS, own_environment
@@ -48,6 +50,17 @@ def test_the_version_has_one_place(capsys):
     assert said(capsys, "--version") == f"hxla {hxla.__version__}\n"
     assert re.fullmatch(r"\d+\.\d+\.\d+", hxla.__version__)
     assert 'path = "hxla/_src/core/version.py"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_a_plan_without_a_mesh_is_for_the_devices_of_this_machine(tmp_path, capsys):
+    script, file = tmp_path / "script.py", tmp_path / "plan.json"
+    script.write_text(profiles.SCRIPT)
+    words = said(capsys, "plan", "--write", str(file), str(script))
+    plan, devices = hxla.Plan.read(file), jax.devices()
+    assert f"the devices of this machine, {len(devices)} x cpu\nthis machine: " in words
+    assert "trained" not in words
+    assert [device.kind for device in plan.devices] == ["cpu"] * len(devices)
+    assert (plan.cluster, plan.mesh) == ("", "")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -123,6 +136,7 @@ def test_help_and_usage_errors_need_no_jax(tmp_path):
     code = """
 import sys
 from hxla.__main__ import main
+from support import profiles
 codes = [main(["help", "run"]), main(["run", "--nope"]), main(["devices", "--bogus"])]
 print(codes, sorted({"jax", "numpy", "pydantic", "rich"} & sys.modules.keys()))
 """

@@ -86,8 +86,8 @@ MISUSES = {
     "run --mesh typo.toml train.py": "core_shares: unknown key, did you mean 'core_share'?",
     "run --mesh whale-8v100-8p100 train.py": "nodes and hxla run starts the processes of one",
     "run --mesh cpu-4-equal -n 2 train.py": "--mesh and -n exclude each other: give one.",
-    "plan train.py": "hxla plan: Missing option '--mesh': name the mesh to plan for.",
-    "plan train.py --mesh cpu-4-equal": "--mesh stands after train.py: write it before the script",
+    "plan --tensor 2 train.py": "--tensor is for a search, which needs the times of --profile or",
+    "plan train.py --mesh cpu-4-equal": "--mesh stands after train.py, so the script gets it",
     "plan --mesh whale-8v10-8p100 train.py": "did you mean 'whale-8v100-8p100'?",
     # Plans.
     "run --plan nothing.json train.py": "'--plan': File 'nothing.json' does not exist.",

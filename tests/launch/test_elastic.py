@@ -567,7 +567,7 @@ def test_a_first_ctrl_c_saves_and_a_second_ends_at_once(tmp_path):
         for number in (signal.SIGINT, signal.SIGINT):
             again.process.send_signal(number)
             left_behind.wait_until(
-                lambda: "Ctrl-C: training ends after this step" in again.printed_text(),
+                lambda: "Ctrl-C: the running step is finished" in again.printed_text(),
                 again.tail,
             )
         assert again.end() == 130, again.tail()

@@ -124,15 +124,33 @@ def test_an_error_is_the_one_seen_where_its_state_cannot_be_saved(tmp_path):
 def test_the_first_ctrl_c_ends_as_sigterm_does(tmp_path, capfd):
     whole, handler = train(), signal.getsignal(signal.SIGINT)
     with pytest.raises(
-        hxla.Preempted, match="Ctrl-C arrived; training ended after 4 steps"
+        hxla.Preempted, match="Ctrl-C arrived; training ended after 3 steps"
     ) as left:
         train(interrupting, checkpoint_dir=tmp_path / "c", run_dir=tmp_path / "r")
-    assert (left.value.code, left.value.step) == (75, 4)
+    assert (left.value.code, left.value.step) == (75, 3)
     assert signal.getsignal(signal.SIGINT) is handler
-    assert saved(tmp_path / "c") == [4]
+    assert saved(tmp_path / "c") == [3]
     assert "<html" in (tmp_path / "r" / "report.html").read_text()
-    assert "training ends after this step; once more ends it at once" in capfd.readouterr().err
+    words = "the running step is finished, then training ends; once more ends it at once"
+    assert words in capfd.readouterr().err
     assert train(checkpoint_dir=tmp_path / "c").sha256 == whole.sha256
+
+
+def test_the_step_that_a_signal_meets_is_the_last(tmp_path):
+    def end(largest):
+        if largest > 50:
+            signal.raise_signal(signal.SIGTERM)
+
+    def calling(model, batch):
+        jax.debug.callback(end, batch["x"].max())
+        return loss(model, batch)
+
+    batches = ({"x": np.full((16, 6), 99 if step == 3 else 1, np.float32)} for step in range(1, 7))
+    model = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
+    options = {"batch_size": 16, "microbatch_size": 4, "steps": 6, "mesh": mesh(data=2)}
+    with pytest.raises(hxla.Preempted) as left:
+        train_with(model, batches, calling, optax.sgd(0.0), checkpoint_dir=tmp_path, **options)
+    assert left.value.step == 3
 
 
 def test_the_second_ctrl_c_ends_at_once_and_saves_nothing(tmp_path):
@@ -254,4 +272,5 @@ def test_ctrl_c_ends_processes_as_sigterm_does(tmp_path):
     running.send_signal(signal.SIGINT)
     _, err = end_of(running)
     assert running.returncode == 75, err
+    assert "hxla: Ctrl-C: the running step is finished, then training ends" in err
     assert max(saved(tmp_path / "c")) >= 4

@@ -201,18 +201,18 @@ def test_batch_statistics_are_the_mean_over_microbatches():
     np.testing.assert_allclose(model.norm.mean[...], 0.1 * means.mean(0), rtol=1e-5)
 
 
-def test_sigterm_saves_the_next_step_and_a_resumed_run_has_the_same_bits(tmp_path):
+def test_sigterm_saves_the_last_step_and_a_resumed_run_has_the_same_bits(tmp_path):
     def told(record, session):
         if record.step == 3:
             signal.raise_signal(signal.SIGTERM)
 
     whole, handler = simple(steps=6), signal.getsignal(signal.SIGTERM)
-    with pytest.raises(hxla.Preempted, match="ended after 4 steps") as left:
+    with pytest.raises(hxla.Preempted, match="ended after 3 steps") as left:
         simple(steps=6, checkpoint_dir=tmp_path, callbacks=[told])
-    assert (left.value.code, left.value.step) == (75, 4)
+    assert (left.value.code, left.value.step) == (75, 3)
     assert signal.getsignal(signal.SIGTERM) is handler
     resumed = simple(steps=6, checkpoint_dir=tmp_path, counts=(3, 5))
-    assert resumed.history.steps[0].step == 5
+    assert resumed.history.steps[0].step == 4
     assert resumed.sha256 == whole.sha256
 
 

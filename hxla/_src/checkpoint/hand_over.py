@@ -120,7 +120,6 @@ def leave_state(
 
     Args:
         tree: The state, as for a checkpoint.
-        facts: Small facts for JSON.
         part: The part to write; None: this process's.
 
     Returns:

@@ -37,7 +37,6 @@ class BranchPart:
     """Plans whose largest stages are of similar size.
 
     Attributes:
-        priced: Their pipelines by period.
         grid: The same for every period, for nodes with fixed kinds.
     """
 
@@ -231,7 +230,6 @@ def enough_for_cards(
         cuts: First layer of each stage.
         modes: Per stage, the kind of all replicas; below 0: several kinds, or any.
         copies: The possible numbers of replicas.
-        seconds: The limit for pipelines.
     """
     assert t.shared is not None
     kinds = range(t.num_kinds)
@@ -297,7 +295,6 @@ class Branching:
         seconds: The longest time of any later question.
         known: Possible periods of plans faster than that.
         prices: The first prices of a device of each kind.
-        check: Called often; may raise.
         is_rough: Whether plans are not partitioned by their largest stage.
 
     References:

@@ -18,7 +18,6 @@ class Group:
 
     Attributes:
         forward_seconds: Of one microbatch, per layer of the chain.
-        backward_seconds: The same for backward.
         update_seconds: Optimizer update per layer, once a step.
         parameter_bytes: Per layer, on one device.
         stash_bytes: Per layer, the residuals of one microbatch on one device.

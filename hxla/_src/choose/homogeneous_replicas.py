@@ -43,7 +43,6 @@ def best_order(
         runs: Per kind, the number of its stages, and of the stages in a run; the rest are a shorter
             run.
         most: The most microbatches of a replica.
-        check: Called often; may raise.
 
     Returns:
         None if no cut fits, or the orders are too many.
@@ -144,9 +143,6 @@ def homogeneous_plans(
     """The best plans by number of replicas, order of kinds and block in nodes, likely best first.
 
     Each has the cut of least period for its stages, by a dynamic programme.
-
-    Args:
-        check: Called often; may raise.
     """
     choices = sorted(
         (_optimistic(t, copies, kinds, num_microbatches), i, copies, kinds)

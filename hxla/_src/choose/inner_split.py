@@ -142,7 +142,6 @@ class InnerSplit:
         sharded: The graph with the assignment of each axis.
         shares: The ratio of the one axis that may be uneven; empty if shards are even.
         sizes: For each parameter its shards; empty if even.
-        reasons: Lines for the plan.
     """
 
     sharded: Sharded

@@ -26,7 +26,6 @@ class Candidate:
     """A memory layout before its shares, waves and sequence are chosen by the memory.
 
     Attributes:
-        zero: The stage of ZeRO.
         recompute: How the chain of segments recomputes; None: a microbatch is one program, or a
             pipeline whose stages keep what its plan says.
         shard_groups: The number of groups of replicas, each of which shards the state.
@@ -58,7 +57,6 @@ class MemoryLayout:
         extra_seconds: Of a step, beyond one program with whole state; operations if the speed of
             devices is not known.
         moving_seconds: All transfers of the slowest replica.
-        is_timed: Whether `extra_seconds` are seconds.
         lack_bytes: The most bytes that a device lacks; 0 or less: it fits.
     """
 

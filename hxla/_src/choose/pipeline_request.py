@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, SupportsIndex
+from typing import Literal, SupportsIndex
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from ..profile.segment_times import layer_sizes
 from ..schedule.schedules import needs_even_counts
 from .best_pipeline import best_pipeline
 from .chain import UNBOUNDED, Chain, Group
+from .microbatch_counts import Counts
 
 _FINE = 4  # segments that each part is chosen from
 _MOST_SEGMENTS = 32
@@ -230,7 +231,7 @@ def microbatch_size(
 
 
 def check_even(
-    request: PipelineRequest, num_microbatches: int, num_pipelines: int, counts: Any
+    request: PipelineRequest, num_microbatches: int, num_pipelines: int, counts: Counts
 ) -> None:
     """Check that the microbatches suit the schedule on every pipeline.
 

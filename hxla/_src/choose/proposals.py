@@ -222,7 +222,6 @@ def propose(
         uncounted: Whether to try tensor parallelism over a link that is not described, as if its
             transfers took no time.
         all_devices: Whether every device must take part.
-        most_seconds: See `search`.
 
     Returns:
         The proposal, and the replayed timeline of the first replica of each sort, by its number.
@@ -355,9 +354,6 @@ def _fastest_by_replay(
 
     The formula is above the replay, by more for some plans than for others. If the best plan is
     near the bound, only plans near the bound count, so the gap stays small.
-
-    Args:
-        ranked: Plans, the best first.
 
     Returns:
         The plan as searched, on its devices, and its cost.

@@ -39,7 +39,6 @@ class ReplicaGroups:
         pipeline: None: no stages.
         shares: The ratio of the shards of a replica's devices; empty: not stated or measured.
         shares_are: `stated`, or `measured` in a trial.
-        reasons: Lines for the plan.
     """
 
     replicas: tuple[Ranks, ...]

@@ -216,9 +216,12 @@ def _meshes(_ctx: Any, _param: Any, incomplete: str) -> list[CompletionItem]:
     return [CompletionItem(incomplete, type="file"), *known]
 
 
-def mesh_option(heading: str, help: str, name: str = "--mesh") -> Callable[[Decorated], Decorated]:
+def mesh_option(
+    heading: str, help: str, name: str = "--mesh", *, show_default: str | None = None
+) -> Callable[[Decorated], Decorated]:
     """An option that takes a mesh."""
-    return option(heading, name, metavar="NAME_OR_FILE", shell_complete=_meshes, help=help)
+    known = {"shell_complete": _meshes, "help": help, "show_default": show_default}
+    return option(heading, name, metavar="NAME_OR_FILE", **known)
 
 
 def script_arguments(function: Decorated) -> Decorated:

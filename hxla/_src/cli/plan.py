@@ -18,7 +18,6 @@ from .arguments import (
     CommandWithExamples,
     Decorated,
     mesh_option,
-    misplaced,
     note_misplaced,
     option,
     script_arguments,
@@ -26,6 +25,7 @@ from .arguments import (
 )
 
 _MEASURED, _INPUT, _OUTPUT, _SEARCH = "What is measured", "Input", "Output", "Search"
+_SEARCHED = "microbatch_sizes", "segments", "stages", "tensor", "no_recompute", "seconds"
 
 
 def _microbatch_sizes(heading: str, help: str, default: str) -> Callable[[Decorated], Decorated]:
@@ -125,8 +125,9 @@ def profile(
 @click.command(
     cls=CommandWithExamples,
     context_settings=SETTINGS | SCRIPT_SETTINGS,
-    short_help="Plan a script's training for any mesh, without its devices.",
+    short_help="Plan a script's training for this machine or any mesh.",
     examples=(
+        ("plan train.py", "Plan for the devices of this machine."),
         ("plan --mesh whale-8v100-8p100 train.py", "Plan for a built-in cluster."),
         (
             "plan --mesh mine.toml --profile times.json --write plan.json train.py",
@@ -138,7 +139,11 @@ def profile(
         ),
     ),
 )
-@mesh_option(_INPUT, "Plan for this mesh: a built-in name or a mesh file. Required.")
+@mesh_option(
+    _INPUT,
+    "Plan for this mesh: a built-in name or a mesh file.",
+    show_default="the devices of this machine",
+)
 @mesh_option(_INPUT, "Plan for this mesh too, and compare the two plans.", "--compare")
 @option(
     _INPUT,
@@ -215,15 +220,16 @@ def plan(
     mesh: str | None,
     **options: Any,
 ) -> int:
-    """Plan the training of a script for any mesh, without its devices.
+    """Plan the training of a script for this machine, or for a mesh without its devices.
 
-    The script runs up to its training, and stops there.
+    The script runs up to its training, and stops there. Without --mesh and --profile nothing is
+    searched: the plan is the one with which hxla.train begins.
     """
-    if mesh is None:
-        words = "Missing option '--mesh': name the mesh to plan for."
-        if any(word.startswith("--mesh") for word in misplaced(ctx, arguments)):
-            words = f"--mesh stands after {script}: write it before the script."
-        raise click.UsageError(words, ctx)
+    given = [f"--{name.replace('_', '-')}" for name in _SEARCHED if options[name]]
+    if mesh is None and options["profile"] is None and given:
+        raise click.UsageError(
+            f"{given[0]} is for a search, which needs the times of --profile or a --mesh.", ctx
+        )
     if options["seconds"] is not None and options["seconds"] <= 0:
         raise PlanError(f"--seconds {options['seconds']:g}: use more than zero seconds")
     command = script_command(script, arguments, is_module=is_module)
@@ -234,7 +240,7 @@ def plan(
 def _plan(
     command: list[str],
     *,
-    mesh: str,
+    mesh: str | None,
     compare: str | None,
     profile: str | None,
     write: str | None,
@@ -251,7 +257,10 @@ def _plan(
     from ..choose.workload import SearchOptions
     from ..session.commands import plan_script
 
-    jax.config.update("jax_platforms", "cpu")  # planning needs no accelerator
+    if mesh is not None:
+        jax.config.update("jax_platforms", "cpu")  # planning needs no accelerator
+    else:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # and no memory
     budget = {"seconds": 15.0}
     if seconds is not None:
         budget = {"seconds": seconds, "most_seconds": seconds}

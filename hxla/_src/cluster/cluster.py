@@ -313,11 +313,7 @@ CardWay = tuple[int, bool]  # a node, and whether into it; always False if it is
 def cards_passed(
     card_of: Callable[[int], NetworkCard | None], a: int, b: int
 ) -> list[tuple[NetworkCard, CardWay]]:
-    """The cards that a transfer from node `a` to node `b` passes, with its direction.
-
-    Args:
-        card_of: `Cluster.network_card`, cached for speed.
-    """
+    """The cards that a transfer from node `a` to node `b` passes, with its direction."""
     if a == b:
         return []
     known = [(node, card_of(node), bool(i)) for i, node in enumerate((a, b))]

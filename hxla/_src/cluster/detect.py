@@ -37,7 +37,6 @@ class Here:
         free_bytes: Of each device's memory, now; None if not known.
         wires: Between devices by their index, as far as the driver reports them.
         handles: JAX's devices in the same order; empty if JAX does not see them.
-        notes: Warnings for the user.
         curves: By pair of devices, (message bytes, bytes per second); empty if not measured.
     """
 

@@ -22,6 +22,8 @@ def resolve(
     cluster: Cluster | None,
     visible: Sequence[int] | None = None,
     started: Sequence[int] | None = None,
+    *,
+    runs: bool = True,
 ) -> Devices:
     """All devices of a run, those of other processes included, process by process.
 
@@ -30,6 +32,7 @@ def resolve(
         cluster: The described cluster on which the job was started, or None.
         visible: Numbers of the devices to use; None: all.
         started: Ranks of the described devices for which a process was started; None: all.
+        runs: Whether these processes train. A plan alone may have unlike accelerators in a process.
 
     Raises:
         MeshError: If there is no device, one process has unlike accelerators, or the cluster
@@ -66,9 +69,10 @@ def resolve(
             f"processes {sorted(missing)} have no device in the mesh: every process of the job "
             "needs one"
         )
-    check_one_kind_per_process(
-        [(process_of(d), d.id, device_kind(d)) for d in devices if d.platform != "cpu"]
-    )
+    if runs:
+        check_one_kind_per_process(
+            [(process_of(d), d.id, device_kind(d)) for d in devices if d.platform != "cpu"]
+        )
     ranks = range(len(devices)) if started is None else started
     if cluster is not None:
         _check_described(cluster, devices, ranks)

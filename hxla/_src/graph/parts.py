@@ -359,7 +359,6 @@ def graph_at(graph: Graph, cut_by: str, points: Sequence[int]) -> tuple[Graph, t
 
     Args:
         cut_by: See `graph_of`.
-        points: Cuts of `graph_of`.
 
     Returns:
         The graph, and the cuts of this graph.

@@ -79,7 +79,6 @@ class _Gradient:
     Attributes:
         consts: Variables that the program closes over.
         operands: Variables of the operands that are no literals.
-        results: Variables or literals.
         wanted: Indices of results with a cotangent, and the cotangents' variables.
         backward: The equations that depend on cotangents.
         flowing: Indices of operands with a nonzero gradient, and the gradients.

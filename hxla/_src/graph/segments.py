@@ -423,7 +423,6 @@ def module_points(graph: Graph, patterns: Sequence[str]) -> tuple[int, ...]:
     reads parameters of one module and the first for the next, where the fewest bytes cross.
 
     Args:
-        graph: See `layer_points`.
         patterns: Regular expressions, each for the whole path of a module, such as
             `blocks/[0-9]+`.
 

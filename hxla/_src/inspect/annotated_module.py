@@ -349,7 +349,6 @@ class CallContext:
 
     Attributes:
         loops: Outermost first.
-        is_async: Behind an `async-start`.
     """
 
     loops: tuple[Loop, ...] = ()

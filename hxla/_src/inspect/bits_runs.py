@@ -36,7 +36,6 @@ class _RecordedArray:
 
     Attributes:
         digest: SHA-256 of its bits.
-        producer: As in `RecordedRead`.
         param: Its path if it is a parameter.
     """
 

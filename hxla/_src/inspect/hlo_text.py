@@ -298,7 +298,6 @@ class Module:
     """One HLO module.
 
     Attributes:
-        name: `jit_step`.
         num_partitions: Devices that one replica of the program is sharded over.
         computations: By name.
         entry: Name of the entry computation; empty if the text has none.

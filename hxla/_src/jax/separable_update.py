@@ -139,7 +139,6 @@ class SeparableUpdate:
         """A device's shards of the arrays that a level sums.
 
         Args:
-            arguments: See `run`.
             sums: See `run`; those of this level and later ones are not read.
 
         Returns:

@@ -452,7 +452,6 @@ class JobContext:
 
         Args:
             devices: By rank.
-            tell: Called with the state of the compilation.
             keep: Whether the programs of other plans are kept, too.
 
         Raises:

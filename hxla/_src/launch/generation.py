@@ -83,6 +83,12 @@ class GenerationRanks:
         """Whether any of its ranks has joined."""
         return any(report.is_joined for report in self.reports.values())
 
+    @property
+    def trains(self) -> bool:
+        """Whether any of its ranks is in a step."""
+        statuses = (standing.status for standing in self.standings)
+        return any(status.state == "running" and status.step >= 0 for status in statuses)
+
     def hear(self) -> Sequence[Standing]:
         """Poll the standing of each rank."""
         every = [standing for _, ranks in self._host_ranks for standing in ranks.standings()]

@@ -394,7 +394,6 @@ class Completed(MemberEvent):
 
     Attributes:
         num_microbatches: Microbatches of its device in the last step; 0 if not known.
-        busy_seconds: Seconds of these microbatches.
     """
 
     step: int

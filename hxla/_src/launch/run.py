@@ -141,6 +141,7 @@ def _folder(event: Copied | LeftState, rank: int, host: Host) -> KeptFolder:
 
 _FIXED_POLL_SECONDS, _ELASTIC_POLL_SECONDS = 0.05, 0.1
 _REREAD_SECONDS = 0.5
+_INTERRUPTED = "Ctrl-C: the running step is finished, then training ends; once more ends it at once"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -529,13 +530,13 @@ class Run:
                 ranks.kill()
             elif self._is_elastic and (trains or number != signal.SIGINT):
                 if number == signal.SIGINT:
-                    self._streams.say(
-                        "Ctrl-C: training ends after this step; once more ends it at once"
-                    )
+                    self._streams.say(_INTERRUPTED)
                 ranks.order(ends=True)
             else:
                 if number == signal.SIGINT:  # every rank would report the interrupt
                     ranks.quieten()
+                    if ranks.trains:
+                        self._streams.say(_INTERRUPTED)
                 ranks.kill(number)
 
     def _watch_output(self) -> None:

@@ -327,7 +327,6 @@ class GroupBytes(NamedTuple):
     Attributes:
         sums: Bytes of the local sums.
         adding: Bytes beside them while they are reduced over all places.
-        totals: Bytes of the totals.
         waiting: Bytes of the chunks between waves.
     """
 

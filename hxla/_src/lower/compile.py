@@ -135,7 +135,6 @@ def compile_all(
     Args:
         lowered: Names of programs, and the programs before compilation.
         over: Like `map`, perhaps on several threads.
-        tell: Called with a report.
     """
     left, lock = [name for name, _ in lowered], threading.Lock()
 
@@ -171,7 +170,6 @@ def for_others(
         lower: From the number of a replica to its programs before compilation; for programs that
             are bound to devices and must be traced for each replica.
         over: Like `map`, perhaps on several threads.
-        more: See `first_of_kind`.
 
     Returns:
         For each replica its programs, in the order of `lower`.
@@ -207,7 +205,6 @@ def for_each(
 
     Args:
         lower: From the number of a replica to its program before compilation.
-        more: See `first_of_kind`.
     """
     firsts = sorted(set(first_of_kind(replicas, more)))
     lowered = {i: [lower(i)] for i in firsts}

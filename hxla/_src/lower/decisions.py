@@ -134,11 +134,7 @@ class Told:
 
     @classmethod
     def of(cls, told: Any, num_tensors: int, row_shape: tuple[int, int], num_stats: int) -> "Told":
-        """Read `Decisions.told`; blocks on it.
-
-        Args:
-            num_stats: N.
-        """
+        """Read `Decisions.told`; blocks on it."""
         bits = np.asarray(told)
         ends = np.cumsum([2, num_tensors, num_tensors, row_shape[0] * row_shape[1]])
         flags, next_T, peaks_T, rows, stats = np.split(bits, ends)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ..core.types import DATA_AXIS
+from ..plan.parts import SumsForm
 from .chunks import Chunks, all_gather
 from .compile import compiler_options, for_each
 from .sum import Reducer
@@ -33,7 +34,7 @@ class Gather:
         specs: Their PartitionSpecs over the axes inside a replica.
     """
 
-    def __init__(self, reducer: Reducer, params: Sequence[Any], specs: Sequence[P], form: Any):
+    def __init__(self, reducer: Reducer, params: Sequence[Any], specs: Sequence[P], form: SumsForm):
         self._arrays, self._params, self._form = reducer.arrays, list(params), form
         self._specs = list(specs)
         self._buckets = [chunks for chunks in reducer.layout.chunks if chunks.tensors]

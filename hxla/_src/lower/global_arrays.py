@@ -35,7 +35,6 @@ class GlobalArrays:
         mesh: The mesh of all places and axes.
 
     Args:
-        over: See `SumsForm.over`.
         shard_groups: See `Placement`; 1 over the hosts.
 
     Raises:

@@ -72,7 +72,6 @@ class LayerwiseStep:
 
     Args:
         reducer: The sums over all replicas, with these groups.
-        groups: See `sum_groups`.
         sharded: Gathers the parameters of each segment; None: all replicas have them.
         placement: The plan's number of waves, the same for each process whatever its counts, and
             where shards of the parameters are kept between uses.
@@ -266,7 +265,6 @@ class ZeroPipeline:
 
     Args:
         reducer: The sums over all replicas, with these groups.
-        groups: See `stage_groups`.
         sharded: Gathers the parameters of each group of slots; None: all replicas have them.
         placement: Where shards of the parameters are stored between steps.
     """

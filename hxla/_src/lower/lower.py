@@ -34,8 +34,7 @@ from .contribution import pack_sizes, packs_of, tensors_of
 from .decisions import DecisionSpec
 from .determinism import calls_host
 from .disk import buffer_maker
-from .first_pass import OverBatchPasses
-from .forward import Evaluation, Forward
+from .forward import Evaluation, Forward, OverBatchPasses
 from .gather import Gather
 from .initial_state import opt_state_values
 from .inputs import Training, ownership_of, sharded_of, uneven_of, whole_ownership_of
@@ -213,7 +212,8 @@ class Programs:
         self.num_rows = 0 if local[0].axes else num_rows(update)
         self._updates = self._make_updates(update, aux)
         self.update = self._updates.run
-        self.step_program = step_program_of(self, self._updates)  #: None: a step is several.
+        of_step = graph, plan, self.runners[0], self.reducer, self._updates, self.trained
+        self.step_program = step_program_of(*of_step, self.num_rows, self.state_bytes)
         forward = functools.partial(
             Forward,
             model=model,
@@ -321,7 +321,6 @@ class Programs:
 
         Args:
             over: Like `map`, perhaps on several threads.
-            tell: Called with a report.
             check: Called with the texts of programs by name before any is compiled, without the
                 forwards of sharded replicas, whose texts depend on how residuals are sharded; then
                 with the order of collectives.

@@ -74,11 +74,7 @@ def factor_of(spec: ChainSpec, weight: jax.Array, aux: Sequence[jax.Array]) -> j
 
 
 def clipped(spec: ChainSpec, grads: list[jax.Array], factor: jax.Array) -> list[jax.Array]:
-    """The gradients of a microbatch, clipped to `clip_norm` as those of its mean loss.
-
-    Args:
-        factor: See `factor_of`.
-    """
+    """The gradients of a microbatch, clipped to `clip_norm` as those of its mean loss."""
     if spec.clip_norm is None:
         return grads
     tiny = jnp.finfo(jnp.float32).tiny

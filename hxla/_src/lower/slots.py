@@ -399,8 +399,6 @@ def make_slots(
     """Give each stage's parameters slots of their shapes.
 
     Args:
-        shapes: Shape of every parameter.
-        dtypes: Dtype of every parameter.
         read_by: For each stage the entries it reads; unread ones go to the first stage.
         specs: PartitionSpecs of parameters between steps, over the stages too.
         axes: Mesh axes inside a stage, with their sizes.

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from ..core.types import PyTree
+from ..graph.graph import Graph
 from ..plan.plan import Plan
 from .chain_runner import ChainRunner
 from .compile import extra_bytes, loop_options
@@ -20,6 +21,7 @@ from .contribution import DeviceSums
 from .decisions import Decisions
 from .determinism import calls_host
 from .replica import ReplicaArrays
+from .runners import Runner
 from .sum import Reducer
 from .update import UpdateInputs
 from .updates import ReplicaUpdate, Updates
@@ -29,23 +31,33 @@ from .updates import ReplicaUpdate, Updates
 _MOST_BYTES = 16 << 20
 
 
-def step_program_of(programs: Any, updates: Updates) -> "StepProgram | None":
+def step_program_of(
+    graph: Graph,
+    plan: Plan,
+    runner: Runner,
+    reducer: Reducer,
+    updates: Updates,
+    trained: Sequence[int],
+    num_rows: int,
+    state_bytes: int,
+) -> "StepProgram | None":
     """A step as one program, where one device has all of a small state; else None.
 
     Args:
-        programs: The `Programs` that are being made.
+        runner: That of the first local replica.
+        trained: Places of the trained parameters.
+        num_rows: See `update.num_rows`.
+        state_bytes: Of one device.
     """
-    [runner, *_], [update, *_], plan = programs.runners, updates.each, programs.plan
-    loss = programs.graph.program
+    loss, update = graph.program, updates.each[0]
     if not (isinstance(runner, ChainRunner) and isinstance(update, ReplicaUpdate)):
         return None
     has_more = runner.per_call < plan.num_microbatches or bool(update.groups.groups)
     if has_more or not runner.is_one_program or loss.effects or calls_host(loss):
         return None
-    if not _is_small(plan, programs.state_bytes):
+    if not _is_small(plan, state_bytes):
         return None
-    parts = runner, programs.reducer, updates
-    return StepProgram(*parts, programs.trained, len(plan.parameters), programs.num_rows)
+    return StepProgram(runner, reducer, updates, trained, len(plan.parameters), num_rows)
 
 
 def _is_small(plan: Plan, state_bytes: int) -> bool:
@@ -61,7 +73,6 @@ class StepProgram:
 
     Args:
         trained: Places of the trained parameters.
-        num_rows: See `update.num_rows`.
     """
 
     name = "a step"

@@ -27,7 +27,6 @@ from .compile import extra_bytes, update_options
 from .decisions import guarded
 from .exact_norms import norm_of, squares_of_gradient, sum_programs, summed
 from .gather import gathered_dtype
-from .group_arithmetic import GroupArithmetic, GroupArrays
 from .offload import (
     DEVICE,
     HOST,
@@ -41,7 +40,7 @@ from .offload import (
 from .replica import Replica
 from .sum import Reducer
 from .units import Group, ShardedUpdate, UnitsPart, at_once, streamed, units_of
-from .update import UpdateInputs, UpdateSpec, new_aux, sums_of
+from .update import GroupArithmetic, GroupArrays, UpdateInputs, UpdateSpec, new_aux, sums_of
 
 
 class ReplicaUpdate:

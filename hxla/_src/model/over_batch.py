@@ -297,7 +297,6 @@ def trace_over_batch(
     """Find the shapes of a loss over the batch.
 
     Args:
-        call: See `embedding`.
         batch: The shapes of a microbatch.
         batch_size: Examples of a global batch.
     """

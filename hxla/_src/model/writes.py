@@ -38,7 +38,6 @@ def kept_collections(call: AbstractCall, variables: PyTree, *, is_whole: bool) -
     """The names of the collections that persist from call to call.
 
     Args:
-        call: See `AbstractCall`.
         variables: The initial variables, `params` included.
         is_whole: Whether `variables` is complete, as after initialisation by hxla.
 

@@ -47,7 +47,7 @@ from .parts import (
 from .precision import Precision
 
 
-def deciding(plan: Any) -> dict[str, Any]:
+def deciding(plan: "Plan") -> dict[str, Any]:
     """The fields that decide bits: what `Plan.numerics` hashes."""
     found: dict[str, Any] = {
         "made_with": plan.made_with.model_dump(),
@@ -79,7 +79,8 @@ def deciding(plan: Any) -> dict[str, Any]:
         each = [[s.first, s.keep] for s in segments]
         found["keep"] = each if len({s.keep for s in segments}) > 1 else segments[0].keep
         found["has_weight"] = plan.pipeline.has_weight
-    if plan.num_segments > 1:  # whatever is recomputed, the programs are the same
+    # Whatever is recomputed, the programs are the same.
+    if plan.chain is not None and plan.num_segments > 1:
         found["chain"] = plan.chain.points
         if plan.is_uneven:  # all segments are one program
             found["sequence"] = plan.chain.sequence

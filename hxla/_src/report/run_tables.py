@@ -49,7 +49,6 @@ class Summary:
     """The figures of a run with at least one step.
 
     Attributes:
-        unit: `tokens` or `examples`.
         num_units: All tokens or examples trained on, repetitions included.
         whole: All steps but the first, which may include compilation; the counts are the last
             step's, and steps on another number of devices are left out.

@@ -81,7 +81,7 @@ class Callback:
             session: The session after the step.
 
         Returns:
-            True to end training after the next step; False or None to go on.
+            True to end training after one more step; False or None to go on.
         """
         return None
 
@@ -93,7 +93,7 @@ class Callback:
             session: The session that was evaluated.
 
         Returns:
-            True to end training after the next step; False or None to go on.
+            True to end training after one more step; False or None to go on.
         """
         return None
 

@@ -5,17 +5,19 @@ A profile has the job's links, and the segments of its model, alone and in train
 
 import dataclasses
 import pathlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
 from ..choose.counts import candidate_sizes
-from ..choose.make_plan import make_plan, workloads
+from ..choose.make_plan import plan_job, workloads
 from ..choose.planning import PlanRequest, check_enough, plan_for, size_asked
 from ..choose.short_profile import everywhere, measured_links, segment_profile
 from ..choose.split_times import split_time
 from ..choose.workload import SearchOptions
 from ..cluster.cluster import Cluster
+from ..cluster.job_devices import resolve
 from ..cluster.mesh_file import load_cluster
 from ..core.errors import ConfigError, PlanError
 from ..core.files import local_path
@@ -48,7 +50,7 @@ from .measure import ObservedSteps, SessionMeasure, run_trial
 def plan_script(
     command: Sequence[str],
     *,
-    meshes: Sequence[str],
+    meshes: Sequence[str | None],
     search: SearchOptions,
     profile: str | None = None,
     write: str | None = None,
@@ -56,24 +58,35 @@ def plan_script(
 ) -> None:
     """Plan the job of a script; print the plan, write it and draw it.
 
-    A script with annotations, a mesh or stages is planned by them, any other by search.
+    A script with annotations, a mesh or stages is planned by them, any other by search. For this
+    machine a search needs measured times; without them the plan is the one that training makes.
 
     Args:
         command: A Python script and its arguments.
-        meshes: One cluster, or two to compare.
+        meshes: One cluster, or two to compare; None: the devices of this machine.
         write: File for the first cluster's plan.
         draw: Folder for pictures and traces.
 
     Raises:
         HxlaError: If the script has no job, or no plan fits.
     """
-    clusters = [load_cluster(mesh) for mesh in meshes]  # before a script that may take long
+    # Before a script that may take long.
+    described = [None if mesh is None else load_cluster(mesh) for mesh in meshes]
     job, request = job_of(command)
     plans = []
-    for cluster in clusters:
-        made = make_plan(job, cluster, request, SessionMeasure, profile=profile, search=search)
+    for cluster in described:
+        auto = None
+        if cluster is None:
+            cluster = _this_machine(job, request)
+            kinds = Counter(device.label for device in cluster.devices).items()
+            devices = ", ".join(f"{num} x {kind}" for kind, num in kinds)
+            print(f"--mesh is not given: the plan is for the devices of this machine, {devices}")
+            auto = None if profile is not None else job.settings.auto.auto_parallel
+        made = plan_job(
+            job, cluster, request, SessionMeasure, auto=auto, profile=profile, search=search
+        )
         plans.append(made.plan)
-        print(f"{made.plan.cluster}: {made.plan.explain()}")
+        print(f"{_name(made.plan)}: {made.plan.explain()}")
         print(f"  {determinism(job.graph(made.plan.microbatch_size), made.plan)}")
         if draw is not None:
             _draw(local_path(draw, "--draw", ConfigError), made.plan, made.timelines)
@@ -84,16 +97,29 @@ def plan_script(
         print(f"written: {write}")
 
 
+def _this_machine(job: JobContext, request: PlanRequest) -> Cluster:
+    """The devices of `hxla.train` on this machine, and of `hxla run` if they are unlike."""
+    mesh = request.mesh if isinstance(request.mesh, jax.sharding.Mesh) else None
+    visible = job.settings.cluster.visible_devices
+    devices = resolve(mesh, None, visible, runs=False)
+    return job.cluster(devices)
+
+
+def _name(plan: Plan) -> str:
+    return plan.cluster or "this machine"
+
+
 def _draw(folder: pathlib.Path, plan: Plan, timelines: Mapping[int, Timeline]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / f"{plan.cluster}.png"]
+    stem = _name(plan).replace(" ", "-")
+    files = [folder / f"{stem}.png"]
     plan.draw(files[0])
     step = plan.prediction.step_seconds if plan.prediction is not None else 0.0
     for replica, timeline in timelines.items():
         names = plan.stage_names[replica]
-        name = f"{plan.cluster}-replica{replica}"
+        name = f"{stem}-replica{replica}"
         picture, trace = folder / f"{name}.svg", folder / f"{name}.perfetto.json"
-        title = f"{plan.cluster}, replica {replica}: step {step:.4g} s"
+        title = f"{_name(plan)}, replica {replica}: step {step:.4g} s"
         lanes = lanes_of_timeline(timeline, names, title=title, end_seconds=step)
         write_picture(lanes, picture)
         trace.write_text(perfetto(timeline, names))

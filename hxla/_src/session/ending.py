@@ -34,10 +34,12 @@ class Requests:
 
     Args:
         sources: Functions that return a present request of this process, or 0.
+        is_member: Whether the process is a member of an elastic run.
     """
 
-    def __init__(self, *sources: Callable[[], float]):
+    def __init__(self, *sources: Callable[[], float], is_member: bool):
         self._sources, self._stop, self.agreed = sources, 0.0, 0.0
+        self._is_alone = jax.process_count() == 1 and not is_member
 
     def stop(self) -> None:
         """Ask to end the run; does nothing once it ends."""
@@ -48,13 +50,24 @@ class Requests:
         """The request that this process sends with a step's sums."""
         return max(self._stop, *(source() for source in self._sources))
 
+    def settle(self) -> None:
+        """After a step, obey a signal at once where there is nobody to agree with.
+
+        A stop by the script waits for the sums of one more step even then, so that the number of
+        updates does not depend on the number of processes.
+        """
+        if self._is_alone:
+            self.agree(max(source() for source in self._sources))
+
     def agree(self, request: float) -> None:
         """Obey the largest request of all processes in a step."""
         if request > SAVE:
             self._stop, self.agreed = 0.0, request
 
 
-_INTERRUPT_NOTE = b"\nhxla: Ctrl-C: training ends after this step; once more ends it at once\n"
+_INTERRUPT_NOTE = (
+    b"\nhxla: Ctrl-C: the running step is finished, then training ends; once more ends it at once\n"
+)
 
 
 class Preempted(SystemExit):

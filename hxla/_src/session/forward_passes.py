@@ -16,7 +16,7 @@ from ..core.types import PyTree
 from ..data.data import eval_batches
 from ..job.agreement import facts_of_data
 from ..job.context import JobContext
-from ..lower.first_pass import Begun, OverBatchPass, Work
+from ..lower.forward import Begun, OverBatchPass, Work
 from ..lower.lower import Programs
 from ..lower.store import Store
 from ..lower.sum import Reducer

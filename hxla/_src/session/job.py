@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import jax
 
-from ..choose.make_plan import check_joined, make_plan
+from ..choose.make_plan import check_joined, plan_job
 from ..choose.microbatch_counts import Counts, counts_can_move
 from ..choose.planning import PlanRequest
 from ..cluster.cluster import Cluster
@@ -275,7 +275,7 @@ class Job(JobArguments):
             kept=chosen_before(job, checkpoint_dir),
         )
         offer(job, request)
-        made = make_plan(job, cluster, request, SessionMeasure, auto=auto, profile=profile)
+        made = plan_job(job, cluster, request, SessionMeasure, auto=auto, profile=profile)
         return made.plan
 
     @suggests_keywords("Job.open")

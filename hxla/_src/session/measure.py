@@ -48,7 +48,6 @@ class ObservedSteps:
     Attributes:
         micro_seconds: Seconds of a microbatch's forward and backward, by device.
         counts: Microbatch counts of most of the steps.
-        peak_bytes: See `Profile.peaks`.
         end_step: First step whose data was not read.
         form: The memory layout, as `Plan.memory_form` names it.
     """

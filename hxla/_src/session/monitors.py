@@ -81,7 +81,7 @@ def stop_early(
 ) -> Callback:
     """End training when evaluations no longer improve: a callback of `hxla.train`.
 
-    Training ends after the next step. The count of evaluations is saved with checkpoints, so a
+    Training ends after one more step. The count of evaluations is saved with checkpoints, so a
     resumed run ends at the same step; a run that has ended so is not resumed.
 
     Args:

@@ -160,10 +160,6 @@ def opened_session(
     """Compile a plan's programs, put the state in its places and run everything once.
 
     Every process must call this. An elastic session compiles before its generation is formed.
-
-    Args:
-        stack: Closes what is opened.
-        tell: Called with what begins.
     """
     cluster = job.cluster(devices)
     agree_on_asked(plan, job, options)

@@ -20,12 +20,12 @@ from ..lower.initial_state import State
 from ..plan.plan import Plan
 from ..report.history import EvalRecord, History, StepRecord
 from ..weights.save_weights import weights_of
-from .balancer import RunningPlan
 from .ending import LEAVE, MOVE, Ending, Requests, Termination
 from .forward_passes import evaluated
 from .member import ran
 from .opening import opened_session
 from .recorder import LearningRate, recorder_of, step_record
+from .running_plan import RunningPlan
 from .saved_state import Saver
 from .state_access import ReplicaChecksum, StateAccess, agreed_arrays
 from .step import Feed, Outcome, left_out
@@ -95,7 +95,7 @@ class Session:
             self._saver = Saver(*saves, is_alone=opened.waits_for_saves)
             self.after_save = self._saver.after_save
             asks = (self._member or self._termination).request
-            self._requests = Requests(asks, self._saver.request)
+            self._requests = Requests(asks, self._saver.request, is_member=bool(self._member))
             self.running_plan = RunningPlan(opened, job, options)
             self._learning_rate = LearningRate(self._programs, self._store, options.learning_rate)
             bits = determinism(self._programs.graph, self.plan)
@@ -180,7 +180,7 @@ class Session:
         self._job.agree("what the script compares", lambda: texts)
 
     def stop(self) -> None:
-        """Ask all processes to stop after the next step; iterating then ends."""
+        """Ask all processes to stop: iterating ends after one more step, in which they agree."""
         self._requests.stop()
 
     def step(self, batch: PyTree | None = None) -> StepRecord:
@@ -195,8 +195,7 @@ class Session:
         Raises:
             NonFiniteError: If a gradient was not finite and the job has `nonfinite="stop"`.
             DataError: If the data ends, or the batch has another size.
-            Preempted: After SIGTERM or Ctrl-C on any process in an earlier step, once a checkpoint
-                is written.
+            Preempted: After SIGTERM or Ctrl-C on a process, once a checkpoint is written.
         """
         self._settle()
         step = self.step_number
@@ -217,7 +216,7 @@ class Session:
                 step,
                 ids,
                 batches,
-                stop=self._requests.present,
+                request=lambda: self._requests.present,
                 on_phase=functools.partial(self._watchdog.beat, step),
                 on_update=None if waits else functools.partial(self._begin_update, updating),
             )
@@ -258,6 +257,7 @@ class Session:
         if self._is_settled:
             return
         self._is_settled = True
+        self._requests.settle()
         if self._saver.is_due(self.step_number):
             self.save()
         if self._member is not None and self.step_number != self._options.steps:

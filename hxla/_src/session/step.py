@@ -145,7 +145,6 @@ class Stepper:
 
     Attributes:
         scales: The scales of the sums and of the loss.
-        forwards: The passes without gradients.
         is_late: Whether the times of an outcome are of the step before. Where no host waits for its
             microbatches, processes send the times of a step with the sums of the next one.
     """
@@ -285,7 +284,7 @@ class Stepper:
         ids: Sequence[range],
         batches: Sequence[Sequence[PyTree]],
         *,
-        stop: float = 0.0,
+        request: Callable[[], float] = lambda: 0.0,
         on_phase: Callable[[str], object] = lambda _: None,
         on_update: Callable[[], object] | None = None,
     ) -> Outcome:
@@ -294,7 +293,8 @@ class Stepper:
         Args:
             ids: Microbatch ids of each local replica.
             batches: Host arrays of those microbatches.
-            stop: The request of this process to all; the largest wins.
+            request: Returns the request of this process to all, of which the largest wins. It is
+                called as late as the sums allow, so that a signal ends the step that it meets.
             on_phase: Called with the phase that begins; in `reduce` processes wait for each other.
             on_update: Called before an update, which counts only if the sums do. It is called again
                 if the step is redone. None: the caller updates after this.
@@ -310,7 +310,7 @@ class Stepper:
                 on_update()
                 decisions = self._run_at_once(self._step_program, step, ids, inputs)
             else:
-                decisions = self._sum(step, ids, inputs, stop, on_reduce)
+                decisions = self._sum(step, ids, inputs, request, on_reduce)
                 if on_update is not None and not settles:
                     on_update()
                     self.update()
@@ -322,7 +322,7 @@ class Stepper:
                 if on_update is not None and settles:
                     on_update()
                     self.update()
-                return self._outcome(told, ids, stop, redone)
+                return self._outcome(told, ids, request, redone)
         raise AssertionError("a redo with scales taken from the step itself fits")
 
     @property
@@ -357,18 +357,18 @@ class Stepper:
         step: int,
         ids: Sequence[range],
         batches: Sequence[Sequence[PyTree]],
-        stop: float,
+        request: Callable[[], float],
         on_reduce: Callable[[], object],
     ) -> tuple[Decisions, ...]:
         """Dispatch the microbatches and their sums; the decisions on each local replica."""
         stats = self._tells_nothing
         if self.is_late:
-            stats = self._stats(self._seconds() or [(0.0, 0.0)] * len(ids), stop)
+            stats = self._stats(self._seconds() or [(0.0, 0.0)] * len(ids), request())
         self._watches = self._run_all(step, ids, batches, True)
         sums = self._local_sums()  # while the devices are busy
         self._first_seconds = self.forwards.take_seconds()
         if not self._is_alone and not self.is_late:
-            stats = self._stats(self._seconds(), stop)
+            stats = self._stats(self._seconds(), request())
         on_reduce()
         return self._reduce(stats, sums).decisions
 
@@ -387,7 +387,9 @@ class Stepper:
         """Seconds of the last microbatches of each local replica."""
         return [busy for busy, _ in self._seconds()]
 
-    def _outcome(self, told: Told, ids: Sequence[range], stop: float, redone: int) -> Outcome:
+    def _outcome(
+        self, told: Told, ids: Sequence[range], request: Callable[[], float], redone: int
+    ) -> Outcome:
         loss, weight, metrics = means(told.rows_MS, self._programs.graph.metrics, ids[0])
         names, scale = self._programs.tensors.float_names, self._store.loss_scale
         nonfinite: tuple[str, ...] = ()
@@ -404,7 +406,7 @@ class Stepper:
             metrics=metrics,
             busy_seconds=tuple(map(float, seconds[:, 0])),
             update_seconds=tuple(map(float, seconds[:, 1])),
-            stop=stop if self._is_alone else float(told.stats_DN[:, 2].max()),
+            stop=request() if self._is_alone else float(told.stats_DN[:, 2].max()),
             nonfinite=nonfinite,
             redone=redone,
             overflowed=bool(nonfinite and weight),
@@ -539,11 +541,7 @@ def _known(seconds: float) -> _Seconds:
 
 
 def _watched(spans: "Spans[Any]", start: float, update: _Seconds | None) -> tuple[float, float]:
-    """Wait for a replica's microbatches; returns their seconds, and those of the update before.
-
-    Args:
-        start: When the step began.
-    """
+    """Wait for a replica's microbatches; returns their seconds, and those of the update before."""
     of_update = busy = 0.0
     try:
         if update is not None:
@@ -572,9 +570,6 @@ def _watched(spans: "Spans[Any]", start: float, update: _Seconds | None) -> tupl
 
 def left_out(step: int, outcome: Outcome, stepper: Stepper, *, stops: bool) -> str:
     """Skip the update of a step, and halve the loss scale if there is one.
-
-    Args:
-        stops: Whether to raise instead.
 
     Returns:
         A line for the log.

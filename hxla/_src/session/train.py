@@ -97,7 +97,7 @@ def train(
             `hxla.Callback`, such as `hxla.keep_best`, `hxla.stop_early` and `hxla.log_to`. They
             see the sharded state in `session.state`; `session.gather` gathers whole arrays of it,
             and `session.replace` replaces arrays. A function returns True, False or None. True
-            from any process ends training after the next step.
+            from any process ends training after one more step.
         quiet: Whether to show warnings only, see `Job.open`.
         log_every: The number of steps between progress lines, see `Job.open`.
 
