@@ -10,7 +10,7 @@ import math
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from ..core.format import si
 from ..jax.fused_attention import PRIMITIVES as ATTENTION
 from ..jax.fused_attention import attention_shape
 from ..jax.jaxpr import ClosedJaxpr
-from ..model.annotations import Scope, written
+from ..model.annotations import Kind, Scope, written
 from ..model.loss import MetricColumns
 from .factors import UNITS, Factor
 
@@ -224,7 +224,8 @@ class TaskGraph:
 
     Attributes:
         index: The place in the order of execution, from 0.
-        strategy: The annotation's kind, `replicate` or `split`.
+        strategy: The annotation's kind, `replicate` or `split`; `tokens` for
+            `split(dim="sequence")`.
         device_count: The number of devices that the annotation asks for; None means all.
         scope: The annotation's name in equations and HLO, `(default)` where there is none.
         source: The file and line of the first operation.
@@ -244,7 +245,7 @@ class TaskGraph:
     """
 
     index: int
-    strategy: Literal["replicate", "split"]
+    strategy: Kind
     device_count: int | None
     scope: str
     source: str
@@ -364,7 +365,7 @@ def table(task_graphs: Sequence[TaskGraph]) -> str:
     return "\n".join(line(r) for r in (head, *rows))
 
 
-_COLOURS = {"replicate": "#dbe9f6", "split": "#fbe3d0"}
+_COLOURS = {"replicate": "#dbe9f6", "split": "#fbe3d0", "tokens": "#e0f0dc"}
 _MAX_SHOWN = 24
 
 
