@@ -74,7 +74,14 @@ def as_plain(name, result):
     assert worst < MOST, path
 
 
-@pytest.mark.parametrize("name", rows([f"{m} on {f}" for m in ROWS for f in FORMS], "gpt on 2 x 2"))
+#: Each model on two or on four devices, and one in every form.
+CASES = [
+    *(f"gpt on {form}" for form in FORMS),
+    *(f"{model} on {2 + 2 * (i % 2)}" for i, model in enumerate(ROWS) if model != "gpt"),
+]
+
+
+@pytest.mark.parametrize("name", rows(CASES, "gpt on 2 x 2"))
 def test_a_model_is_trained_as_plain_jax_does(name):
     model, _, form = name.partition(" on ")
     result = train(ROWS[model], FORMS[form])
@@ -217,8 +224,9 @@ def test_queries_are_cut_wherever_they_stand():
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_cut_along_tokens_is_refused(name):
     make, loss, said = REFUSED[name]
+    graph = hxla.Job(make(), TEXT, loss, ROWS["gpt"].optimizer, batch_size=BATCH).graph(MICROBATCH)
     with pytest.raises(hxla.PlanError, match=said):
-        planned({"sequence": 2}, make, loss)
+        hxla.make_plan(graph, mesh={"sequence": 2})
 
 
 @pytest.mark.parametrize(

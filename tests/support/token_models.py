@@ -286,6 +286,13 @@ class Around(nnx.Module):
         return self.head(self.layer(self.embed(tokens)))
 
 
+def fused(x):
+    """cuDNN's attention, of one head."""
+    q = x.astype(jnp.bfloat16)[:, :, None]
+    out = jax.nn.dot_product_attention(q, q, q, is_causal=True, implementation="cudnn")
+    return out[:, :, 0].astype(jnp.float32)
+
+
 class Mixer(nnx.Module):
     def __init__(self, rngs):
         self.mix = nnx.Linear(LENGTH, LENGTH, rngs=rngs)
@@ -331,6 +338,11 @@ REFUSED = {
         lambda: GPT(nnx.Rngs(0)),
         flattened,
         "reshape in .*keep examples and tokens in dimensions apart",
+    ),
+    "fused attention": (
+        lambda: Around(lambda rngs: fused),
+        next_token,
+        "dot_product_attention_fwd_wrapper in .*leave implementation='cudnn' out",
     ),
     "mixer": (
         lambda: Around(Mixer),

@@ -23,6 +23,7 @@ from ..core.errors import PlanError
 from ..core.files import listed
 from ..graph.factors import UNITS, Factor, fits
 from ..graph.graph import Graph, Op, Value, leaves, origins
+from ..jax.fused_attention import FORWARD as FUSED
 from ..jax.jaxpr import scan_counts
 from .assignment_problem import Edge, State, all_gather_bytes, all_reduce_bytes, reshard_bytes
 from .sharding import AxisAssignment
@@ -36,6 +37,7 @@ _REMEDIES = {
     "reshape": "keep examples and tokens in dimensions apart: losses of optax take any number",
     "slice": "shift the tokens of the batch before the model reads them, as in "
     "`model(tokens[:, :-1])` with labels `tokens[:, 1:]`",
+    FUSED: "it has no form for some of the queries: leave implementation='cudnn' out",
     "pad": "the number of tokens must not change inside the model",
     "concatenate": "add tokens to the batch, not in the model",
 }
