@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import hxla
-from support import zoo
+from support import feature_pairs, zoo
 from support.inside.graph import leaves
 from support.inside.plan import assign_tokens
 from support.tiers import rows
@@ -27,6 +27,7 @@ from support.training import train_with
 from support.zoo.row import BATCH, MICROBATCH, SEED, STEPS
 
 MOST = 1e-5  # relative error
+REFUSED_BESIDE_TENSOR = [name for names, _ in feature_pairs.REFUSED.values() for name in names]
 FORMS = {"2": {"data": 1, "sequence": 2}, "4": {"sequence": 4}, "2 x 2": {"data": 2, "sequence": 2}}
 FLOAT = 4
 
@@ -108,6 +109,17 @@ def test_no_bit_depends_on_replicas_around_it():
 )
 def test_memory_settings_go_with_it(memory):
     as_plain("gpt", train(ROWS["gpt"], FORMS["2 x 2"], memory))
+
+
+OTHERS = [name for name in feature_pairs.FEATURES if name not in feature_pairs.FORMS]
+
+
+@pytest.mark.parametrize("name", rows(OTHERS, "zero 3", "2 executors"))
+def test_a_feature_goes_with_it_where_it_goes_with_tensor(name, monkeypatch):
+    form = {"plan": {"mesh": {"data": 4, "sequence": 2}}}
+    monkeypatch.setitem(feature_pairs.FEATURES, "sequence", form)
+    said = feature_pairs.refusal("sequence", name)
+    assert bool(said) == (f"tensor + {name}" in REFUSED_BESIDE_TENSOR), said
 
 
 # -- the compiled program --------------------------------------------------------------------------
@@ -210,15 +222,13 @@ def test_queries_are_cut_wherever_they_stand():
     batch = {"tokens": TEXT["tokens"][:2]}
     graph = hxla.trace(Scores(nnx.Rngs(0)), next_token, batch)
     found = assign_tokens(graph, 2).axis
-    square = {
-        op.outputs[0]: found.made[op.outputs[0]]
+    scores = [
+        v
         for op in leaves(graph.ops)
-        if graph.values[op.outputs[0]].shape[-2:] == (LENGTH, LENGTH)
-    }
-    assert square
-    at = {len(graph.values[v].shape) - 1 - dim for v, dim in square.items() if dim is not None}
-    assert at <= {0, 1}
-    assert found.sent_bytes < 40_000
+        for v in op.outputs
+        if graph.values[v].shape == (2, LENGTH, LENGTH)
+    ]
+    assert {found.made[v] for v in scores} == {2}
 
 
 @pytest.mark.parametrize("name", REFUSED)
