@@ -48,10 +48,8 @@ def next_token(model, batch):
     return cross_entropy(model(batch["tokens"][:, :-1]), batch["tokens"][:, 1:])
 
 
-def unmasked(model, batch):
-    """Of the tokens that are no padding."""
-    logits = model(batch["tokens"])
-    return cross_entropy(logits, batch["labels"]), (batch["tokens"] > 0).astype(jnp.float32)
+def labelled(model, batch):
+    return cross_entropy(model(batch["tokens"]), batch["labels"])
 
 
 class Feed(nnx.Module):
@@ -260,7 +258,7 @@ ROWS = {
     ),
     "llama": Row(make=lambda: Llama(nnx.Rngs(0)), loss=next_token, data=TEXT),
     "window": Row(make=lambda: Llama(nnx.Rngs(0), window=3), loss=weighted, data=TEXT),
-    "linen bert": Row(make=Bert, loss=unmasked, data=PADDED, inputs=inputs, by_microbatch=True),
+    "linen bert": Row(make=Bert, loss=labelled, data=PADDED, inputs=inputs, by_microbatch=True),
     "linen scan": Row(
         make=LinenScanned, loss=next_token, data=TEXT, inputs=inputs, by_microbatch=True
     ),
