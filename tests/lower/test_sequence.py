@@ -170,6 +170,23 @@ def test_the_plan_says_what_is_cut_and_sent():
     assert plan.prediction.sent_bytes > 2 * 2 * 2 * keys / 2  # forward and backward
 
 
+def test_the_plan_says_how_much_is_not_cut():
+    class Described(GPT):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.picture = nnx.Linear(512, 512, rngs=rngs)
+            self.inward = nnx.Linear(512, WIDTH, rngs=rngs)
+
+    def loss(model, batch):
+        known = model.inward(model.picture(batch["picture"]))[:, None]
+        return next_token(lambda tokens: model(tokens) + known.mean(), batch)
+
+    data = {"tokens": TEXT["tokens"], "picture": np.ones((2 * BATCH, 512), np.float32)}
+    plan, _ = planned({"sequence": 2}, lambda: Described(nnx.Rngs(0)), loss, data)
+    assert any("of a forward's operations belong to no token" in line for line in plan.reasons)
+    assert "belong to no token" not in planned({"sequence": 2})[0].explain()
+
+
 def test_how_tokens_are_cut_decides_bits():
     meshes = ({"data": 2}, {"data": 1, "sequence": 2}, {"sequence": 4})
     numerics = [planned(mesh)[0].numerics for mesh in meshes]

@@ -283,8 +283,11 @@ def _token_axes(
     [count] = asked
     request = Request(kind="tokens", device_count=count)
     virtual = assign_devices([request], num_devices, nodes=nodes, layout=layout)
-    size, role = len(virtual.replica(0)), ("tokens",) * len(tasks)
-    return (virtual, ((TOKEN_AXIS, size),), {TOKEN_AXIS: role}) if size > 1 else (virtual, (), {})
+    size = len(virtual.replica(0))
+    if size == 1:
+        return virtual, (), {}
+    roles: dict[str, tuple[Role, ...]] = {TOKEN_AXIS: ("tokens",) * len(tasks)}
+    return virtual, ((TOKEN_AXIS, size),), roles
 
 
 def roles_of_mesh(graph: Graph, axes: Axes, *, by_rules: bool) -> Roles:

@@ -10,7 +10,7 @@ import math
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from ..core.format import si
 from ..jax.fused_attention import PRIMITIVES as ATTENTION
 from ..jax.fused_attention import attention_shape
 from ..jax.jaxpr import ClosedJaxpr
-from ..model.annotations import Kind, Scope, written
+from ..model.annotations import Scope, written
 from ..model.loss import MetricColumns
 from .factors import UNITS, Factor
 
@@ -245,7 +245,7 @@ class TaskGraph:
     """
 
     index: int
-    strategy: Kind
+    strategy: Literal["replicate", "split", "tokens"]
     device_count: int | None
     scope: str
     source: str

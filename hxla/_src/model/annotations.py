@@ -77,7 +77,7 @@ class Strategy:
     module, or of a function.
     """
 
-    def __init__(self, kind: Kind, device_count: int | None):
+    def __init__(self, kind: Literal["replicate", "split", "tokens"], device_count: int | None):
         name = "replicate" if kind == "replicate" else "split"
         if callable(device_count):
             raise AnnotationError(

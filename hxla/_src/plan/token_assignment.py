@@ -30,6 +30,7 @@ from .sharding import AxisAssignment
 
 _PARAM, _BATCH = 1, 2  # what a value depends on
 _MOST_GATHERS = 4  # in words
+_MUCH_REPEATED = 0.05  # of the operations of a forward
 _WITHOUT = "train without a mesh axis 'sequence'"
 _REMEDIES = {
     "scan": "a loop over tokens, such as an LSTM, needs each token before the next",
@@ -226,7 +227,7 @@ class _Assigner:
             for v, wanted in zip(op.inputs, known or (None,) * len(op.inputs), strict=True):
                 if isinstance(v, int) and v in data:
                     wants[v].add(wanted)
-        self._made.update((v, *dims) for v, dims in wants.items() if len(dims) == 1)
+        self._made |= {v: next(iter(dims)) for v, dims in wants.items() if len(dims) == 1}
 
     def _all_ops(self, ops: Sequence[Op]) -> Iterator[Op]:
         for op in ops:
@@ -299,6 +300,14 @@ class _Assigner:
         ]
         if len(sent) > _MOST_GATHERS:
             lines.append(f"gathered over sequence: {len(sent) - _MOST_GATHERS} arrays more")
+        equations = list(self._equations())
+        whole = sum(op.flops for op in equations if self._factors[op.outputs[0]] is None)
+        repeated = whole / (sum(op.flops for op in equations) or 1)
+        if repeated > _MUCH_REPEATED:
+            lines.append(
+                f"{repeated:.0%} of a forward's operations belong to no token: each device of a "
+                "replica computes all of them"
+            )
         return tuple(lines)
 
 
