@@ -215,6 +215,7 @@ PLANS: dict[str, tuple[Callable[[], hxla.Job], dict[str, Any]]] = {
         {"mesh": {"data": 2}, "reduction": "float"},
     ),
     "tensor": (small_gpt, {"mesh": {"data": 2, "tensor": 2}, "rules": "decoder"}),
+    "sequence": (small_gpt, {"mesh": {"sequence": 2}}),
     "pipeline": (small_gpt, {"mesh": {"data": 2, "stage": 2}}),
     "tensor stages": (small_gpt, {"mesh": {"stage": 2, "tensor": 2}, "rules": "decoder"}),
     "bf16": (functools.partial(small_gpt, "bf16"), {"mesh": {"data": 1}}),

@@ -67,6 +67,20 @@ EXPECTED = {
         "evaluation": (INSIDE, MORE),
         "sum 0": (SUM | {ASKED + "tensor"}, set()),
     },
+    "sequence": {
+        "microbatch": (
+            {f"{kind} of f32 over sequence" for kind in ("all-gather", "reduce-scatter")},
+            {
+                *("all-reduce of f32 over sequence", "all-reduce of s32 over sequence"),
+                # Positions, and the tokens that are shifted.
+                *("all-gather of f32+s32 over sequence", "all-gather of s32 over sequence"),
+                "collective-permute of s32 over sequence",
+            },
+        ),
+        "update": NONE,
+        "evaluation": NONE,
+        "sum 0": ({ASKED + "sequence"}, set()),
+    },
     "pipeline": {
         "fill": (CUT, set()),
         "ticks": (PASSED, set()),

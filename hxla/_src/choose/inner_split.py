@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from ..cluster.cluster import Cluster, Device
 from ..core.errors import AnnotationError, PlanError
+from ..core.types import TOKEN_AXIS
 from ..graph.factors import fits
 from ..graph.graph import Graph, Op, leaves
 from ..graph.local_ops import EXTREMES, SUMS, run_custom, run_part
@@ -216,6 +217,8 @@ def _why_even(structure: ReplicaGroups) -> str:
     if len(structure.inner) != 1:
         names = ", ".join(name for name, _ in structure.inner)
         return f"parts of unlike sizes are for replicas with one axis, these have {names or 'none'}"
+    if structure.inner[0][0] == TOKEN_AXIS:
+        return f"{TOKEN_AXIS!r} cuts tokens evenly"
     return "a single device has all of it" if structure.inner[0][1] < 2 else ""
 
 
@@ -228,7 +231,7 @@ def _sharded(
     if structure.rules is not None:
         resolved = resolve_rules(graph, structure.rules, structure.inner, unlike=unlike)
         dims, warnings = resolved.dims, resolved.report()
-        if not any(dims):
+        if not any(dims) and TOKEN_AXIS not in dict(structure.inner):
             over = ", ".join(f"{name}={size}" for name, size in structure.inner)
             notes = (
                 f"rules {structure.rules.name!r} cut nothing of this model over {over}: every "

@@ -128,7 +128,7 @@ def _check_devices(job: JobContext, size: int | None, cluster: Cluster) -> None:
 def _is_annotated(work: Workload) -> bool:
     """Whether annotations or settings decide how devices share the model."""
     tasks = work.graph.task_graphs
-    annotated = any(t.strategy == "split" or t.device_count for t in tasks)
+    annotated = any(t.strategy != "replicate" or t.device_count for t in tasks)
     return annotated or work.settings.auto.num_stages is not None
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 from ..core.errors import AnnotationError, PlanError
 from ..core.files import nearest
-from ..core.types import DATA_AXIS, STAGE_AXIS, TENSOR_AXIS
+from ..core.types import DATA_AXIS, STAGE_AXIS, TENSOR_AXIS, TOKEN_AXIS
 from ..graph.graph import Graph
 from ..graph.parts import stacked_dims
 from ..model.annotations import Kind
@@ -194,17 +194,24 @@ def _groups(sizes: Sequence[int], need: int, prefer_intra_node: bool) -> list[li
     return sorted(groups)
 
 
-#: Inner axes that shard the batch, not parameters.
-BATCH_AXES = ("fsdp", "sequence")
+#: Inner axes that shard the examples of the batch, or their tokens, not parameters.
+BATCH_AXES = ("fsdp", TOKEN_AXIS)
 
 
 def resolve_rules(graph: Graph, rules: RuleSet, axes: Axes, *, unlike: bool = False) -> Resolved:
     """The sharding of a graph's parameters on a mesh by rules: see `RuleSet.resolve`.
 
     Raises:
-        AnnotationError: As `RuleSet.resolve`, or if an axis is neither usual nor in a rule, so that
-            all devices along it would do the same.
+        AnnotationError: As `RuleSet.resolve`, if an axis is neither usual nor in a rule, so that
+            all devices along it would do the same, or if a rule cuts parameters over tokens.
     """
+    if dict(axes).get(TOKEN_AXIS, 1) > 1:
+        for rule in rules.rules:
+            if any(TOKEN_AXIS in dim for dim in rule.axes):
+                raise AnnotationError(
+                    f"rule set {rules.name!r}, {rule}: {TOKEN_AXIS!r} cuts tokens, and no "
+                    "parameters: name another axis, such as 'fsdp' or 'tensor'"
+                )
     known = [*AXES, *(axis for rule in rules.rules for dim in rule.axes for axis in dim)]
     for name, _ in axes:
         if name not in known:
@@ -236,6 +243,8 @@ def axes_of_annotations(
     Raises:
         PlanError: If the devices do not fit, or stages are unlike in strategy or count.
     """
+    if any(t.strategy == "tokens" for t in graph.task_graphs):
+        return _token_axes(graph, num_devices, nodes, layout)
     requests = requests_of(graph)
     virtual = assign_devices(
         requests,
@@ -258,12 +267,55 @@ def axes_of_annotations(
     return virtual, axes, roles
 
 
+def _token_axes(
+    graph: Graph, num_devices: int, nodes: Sequence[int] | None, layout: DeviceLayout
+) -> tuple[VirtualDevices, Axes, Roles]:
+    """Replicas whose devices share the tokens of the whole loss."""
+    tasks = graph.task_graphs
+    asked = {t.device_count for t in tasks if t.strategy == "tokens"}
+    others = (t.strategy == "split" or t.device_count for t in tasks if t.strategy != "tokens")
+    if len(asked) > 1 or any(others):
+        labels = ", ".join(dict.fromkeys(t.label for t in tasks))
+        raise PlanError(
+            "hxla.split(dim='sequence') splits the tokens of the whole loss, with one count and "
+            f"beside no other annotation that asks for devices; the model has {labels}"
+        )
+    [count] = asked
+    request = Request(kind="tokens", device_count=count)
+    virtual = assign_devices([request], num_devices, nodes=nodes, layout=layout)
+    size = len(virtual.replica(0))
+    if size == 1:
+        return virtual, (), {}
+    roles: dict[str, tuple[Role, ...]] = {TOKEN_AXIS: ("tokens",) * len(tasks)}
+    return virtual, ((TOKEN_AXIS, size),), roles
+
+
 def roles_of_mesh(graph: Graph, axes: Axes, *, by_rules: bool) -> Roles:
     """The role of each inner axis of a user's mesh for each TaskGraph.
 
     Raises:
         PlanError: If nothing gives an axis a role, or an annotation disagrees.
     """
+    sizes = {name: size for name, size in axes if size > 1}
+    if TOKEN_AXIS in sizes and len(sizes) > 1:
+        others = ", ".join(repr(name) for name in sizes if name != TOKEN_AXIS)
+        raise PlanError(
+            f"the mesh axis {TOKEN_AXIS!r} cuts tokens, and hxla does not cut them beside "
+            f"{others}: use {DATA_AXIS!r} for replicas around it, or leave one of the axes out"
+        )
+    for task in graph.task_graphs:
+        if TOKEN_AXIS in sizes and task.strategy == "split":
+            raise PlanError(
+                f"hxla.{task.label} at {task.source} splits parameters, and the mesh axis "
+                f"{TOKEN_AXIS!r} cuts tokens: leave one of the two out"
+            )
+        num = dict(axes).get(TOKEN_AXIS, 0)
+        if task.strategy == "tokens" and task.device_count not in ((None, num) if num else ()):
+            raise PlanError(
+                f"hxla.{task.label} at {task.source} splits tokens, and the mesh has "
+                f"{f'{num} devices along' if num else 'no axis'} {TOKEN_AXIS!r}: use a mesh that "
+                "agrees, or leave the annotation out"
+            )
     kinds = [t.strategy for t in graph.task_graphs]
     size = math.prod(n for name, n in axes if name not in BATCH_AXES)
     for task in graph.task_graphs:
@@ -276,7 +328,9 @@ def roles_of_mesh(graph: Graph, axes: Axes, *, by_rules: bool) -> Roles:
             )
     roles: dict[str, tuple[Role, ...]] = {}
     for name, _ in axes:
-        if name in BATCH_AXES:
+        if name == TOKEN_AXIS:
+            roles[name] = tuple("tokens" for _ in kinds)
+        elif name in BATCH_AXES:
             roles[name] = tuple("replicate" for _ in kinds)
         elif by_rules:
             roles[name] = tuple("rules" for _ in kinds)

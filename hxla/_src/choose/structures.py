@@ -16,7 +16,7 @@ from ..cluster.cluster import Cluster
 from ..core.config import ClusterConfig
 from ..core.errors import ConfigError, PlanError
 from ..core.keywords import check_whole_numbers
-from ..core.types import DATA_AXIS, STAGE_AXIS
+from ..core.types import DATA_AXIS, STAGE_AXIS, TOKEN_AXIS
 from ..graph.graph import Graph
 from ..plan.axis_assignment import Axes
 from ..plan.parts import Role
@@ -109,6 +109,11 @@ def shares_of(mesh: Mapping[str, Any] | None) -> tuple[int, ...]:
     if len(stated) > 1:
         raise ConfigError(f"the mesh states shares for {', '.join(stated)}: one axis may have them")
     for name, shares in stated.items():
+        if name == TOKEN_AXIS:
+            raise ConfigError(
+                f"the mesh states shares {tuple(shares)} for {name!r}, which cuts tokens evenly: "
+                f"give the number of its devices, {{{name!r}: {len(shares)}}}"
+            )
         if name in (DATA_AXIS, STAGE_AXIS, *BATCH_AXES):
             raise ConfigError(
                 f"the mesh states shares {tuple(shares)} for {name!r}, which cuts no parameters: "
@@ -291,7 +296,8 @@ def check_unannotated(graph: Graph, what: str) -> None:
     Raises:
         ConfigError: If the model is annotated.
     """
-    annotated = [t.label for t in graph.task_graphs if t.strategy == "split" or t.device_count]
+    tasks = graph.task_graphs
+    annotated = [t.label for t in tasks if t.strategy != "replicate" or t.device_count]
     if annotated:
         raise ConfigError(
             f"{what} cuts a model that annotations cut already ({', '.join(annotated)}): remove "

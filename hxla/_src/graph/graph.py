@@ -224,7 +224,8 @@ class TaskGraph:
 
     Attributes:
         index: The place in the order of execution, from 0.
-        strategy: The annotation's kind, `replicate` or `split`.
+        strategy: The annotation's kind, `replicate` or `split`; `tokens` for
+            `split(dim="sequence")`.
         device_count: The number of devices that the annotation asks for; None means all.
         scope: The annotation's name in equations and HLO, `(default)` where there is none.
         source: The file and line of the first operation.
@@ -244,7 +245,7 @@ class TaskGraph:
     """
 
     index: int
-    strategy: Literal["replicate", "split"]
+    strategy: Literal["replicate", "split", "tokens"]
     device_count: int | None
     scope: str
     source: str
@@ -364,7 +365,7 @@ def table(task_graphs: Sequence[TaskGraph]) -> str:
     return "\n".join(line(r) for r in (head, *rows))
 
 
-_COLOURS = {"replicate": "#dbe9f6", "split": "#fbe3d0"}
+_COLOURS = {"replicate": "#dbe9f6", "split": "#fbe3d0", "tokens": "#e0f0dc"}
 _MAX_SHOWN = 24
 
 

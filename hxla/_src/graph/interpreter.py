@@ -20,6 +20,10 @@ def _as_they_are(_: Any, arrays: list[Any]) -> list[Any]:
     return arrays
 
 
+def _run_equation(op: Op, operands: list[Any]) -> list[Any]:
+    return run_equation(op.eqn, operands)
+
+
 def run_experts(op: Op, operands: Sequence[Any]) -> list[Any]:
     """The results of a layer of experts, all of which are here."""
     experts = experts_of(op)
@@ -38,12 +42,14 @@ class ArrayPlacement:
         results: Places the results of an operation.
         carry: Places the carry of a scan, or other values, given by their numbers.
         experts: Runs a layer of experts.
+        equation: Runs an equation.
     """
 
     operands: Callable[[Op, list[Any]], list[Any]] = _as_they_are
     results: Callable[[Op, list[Any]], list[Any]] = _as_they_are
     carry: Callable[[Sequence[int], list[Any]], list[Any]] = _as_they_are
     experts: Callable[[Op, list[Any]], list[Any]] = run_experts
+    equation: Callable[[Op, list[Any]], list[Any]] = _run_equation
 
 
 def scope_of(op: Op, prefix: str) -> contextlib.AbstractContextManager[Any]:
@@ -104,7 +110,7 @@ def evaluate(op: Op, operands: list[Any], place: ArrayPlacement) -> list[Any]:
     if experts_of(op) is not None:
         return place.experts(op, operands)
     if not op.body or op.kind == "custom":
-        return run_equation(op.eqn, operands)
+        return place.equation(op, operands)
 
     def body(*inputs: Any) -> list[Any]:
         inner_env: Env = dict(op.body_consts)

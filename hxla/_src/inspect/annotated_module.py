@@ -24,7 +24,7 @@ _MACHINERY = re.compile(
     r"|rematted_computation|shard_map|run_state|custom_jvp_call|custom_vjp_call"
     r"|custom_vjp_call_jaxpr|custom_partitioning|branch_\d+_fun"
     r"|(?:jit|pjit|xla_call|core_call|custom_jvp_call|custom_vjp_call)\(.*\)"
-    r"|hxla\.(?:replicate|split)\[\w+\]\.\d+|hxla\.part\.\d+"
+    r"|hxla\.(?:replicate|split|tokens)\[\w+\]\.\d+|hxla\.part\.\d+"
 )
 _INSTALLED = sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")
 _LIBRARIES = (*_INSTALLED, "site-packages", "dist-packages", "/hxla/_")

@@ -22,11 +22,13 @@ import jax
 from flax import nnx
 
 from ..core.errors import AnnotationError
+from ..core.types import TOKEN_AXIS
 
-Kind = Literal["replicate", "split"]
+#: `tokens` is `split(dim="sequence")`.
+Kind = Literal["replicate", "split", "tokens"]
 
 _entries = itertools.count()  # distinguishes entries of one scope; its values carry no meaning
-_SCOPE = re.compile(r"hxla\.(replicate|split)\[(\d+|all)\]\.(\d+)")
+_SCOPE = re.compile(r"hxla\.(replicate|split|tokens)\[(\d+|all)\]\.(\d+)")
 
 
 class Scope(NamedTuple):
@@ -44,14 +46,16 @@ class Scope(NamedTuple):
 
 def written(kind: Kind, device_count: int | None) -> str:
     """An annotation as a person writes it: `split(4)`."""
-    return f"{kind}({'' if device_count is None else device_count})"
+    count = [] if device_count is None else [str(device_count)]
+    if kind == "tokens":
+        return f"split({', '.join([*count, f'dim={TOKEN_AXIS!r}'])})"
+    return f"{kind}({', '.join(count)})"
 
 
 def scopes_of(name_stack: str) -> list[Scope]:
     """The annotations around an equation, outermost first."""
     return [
-        Scope("replicate" if kind == "replicate" else "split", _count(count), int(entry))
-        for kind, count, entry in _SCOPE.findall(name_stack)
+        Scope(kind, _count(count), int(entry)) for kind, count, entry in _SCOPE.findall(name_stack)
     ]
 
 
@@ -73,17 +77,18 @@ class Strategy:
     module, or of a function.
     """
 
-    def __init__(self, kind: Literal["replicate", "split"], device_count: int | None):
+    def __init__(self, kind: Literal["replicate", "split", "tokens"], device_count: int | None):
+        name = "replicate" if kind == "replicate" else "split"
         if callable(device_count):
             raise AnnotationError(
-                f"hxla.{kind} got {device_count!r} where a number of devices belongs: write "
-                f"@hxla.{kind}() with parentheses"
+                f"hxla.{name} got {device_count!r} where a number of devices belongs: write "
+                f"@hxla.{name}() with parentheses"
             )
         if device_count is not None and (
             not isinstance(device_count, int) or isinstance(device_count, bool) or device_count < 1
         ):
             raise AnnotationError(
-                f"hxla.{kind}({device_count!r}): device_count is a whole number of at least 1, or "
+                f"hxla.{name}({device_count!r}): device_count is a whole number of at least 1, or "
                 "None for all devices"
             )
         self.kind = kind
@@ -230,7 +235,7 @@ def replicate(device_count: int | None = None) -> Strategy:
     return Strategy("replicate", device_count)
 
 
-def split(device_count: int | None = None) -> Strategy:
+def split(device_count: int | None = None, *, dim: Literal["sequence"] | None = None) -> Strategy:
     """Annotate operations whose parameters and work are sharded over devices.
 
     The sharded dimension of each parameter follows from the rules, or else from an integer program
@@ -238,12 +243,16 @@ def split(device_count: int | None = None) -> Strategy:
 
     Args:
         device_count: The devices that share this TaskGraph; None means all devices.
+        dim: `"sequence"` splits the tokens of each example and no parameters, as a mesh axis
+            `sequence` does. It holds for the whole loss, so one annotation is enough. None splits
+            parameters.
 
     Returns:
         A context manager and decorator, see `Strategy`.
 
     Raises:
-        AnnotationError: If the count is below 1, or the decorated target cannot be annotated.
+        AnnotationError: If the count is below 1, `dim` is another word, or the decorated target
+            cannot be annotated.
 
     Example:
         >>> import hxla, jax
@@ -264,7 +273,12 @@ def split(device_count: int | None = None) -> Strategy:
         Jia et al., "Whale", USENIX ATC 2022, sections 3.1.1 (parallel primitives) and 3.2.2
         (sharding patterns).
     """
-    return Strategy("split", device_count)
+    if dim not in (None, TOKEN_AXIS):
+        raise AnnotationError(
+            f"hxla.split(dim={dim!r}): use {TOKEN_AXIS!r} to split tokens, or None to split "
+            "parameters"
+        )
+    return Strategy("split" if dim is None else "tokens", device_count)
 
 
 def stage() -> Strategy:

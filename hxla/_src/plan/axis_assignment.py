@@ -10,6 +10,7 @@ from ..jax.jaxpr import scan_counts
 from .assignment_problem import ChoiceNode, Edge, Problem, State, all_reduce_bytes, cost, solve
 from .parts import Role
 from .sharding import AxisAssignment, Sharded
+from .token_assignment import assign_tokens
 
 Axes = tuple[tuple[str, int], ...]  # names and sizes
 Roles = Mapping[str, tuple[Role, ...]]
@@ -46,6 +47,10 @@ def shard_graph(
     solved: dict[str, AxisAssignment] = {}
     for name, size in reversed(list(axes)):  # the innermost axis has the fastest links
         fixed: dict[int, int | None] = {}
+        if "tokens" in roles[name]:
+            tokens = assign_tokens(graph, size)
+            solved[name], warnings = tokens.axis, (*warnings, *tokens.lines)
+            continue
         if dims is not None:
             fixed = {i: dim_of.get(name) for i, dim_of in enumerate(dims)}
         solved[name] = assign(

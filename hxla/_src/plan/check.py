@@ -14,7 +14,7 @@ import pydantic
 
 from ..core.errors import PlanError
 from ..core.files import listed, parse_json, shown
-from ..core.types import DATA_AXIS, STAGE_AXIS
+from ..core.types import DATA_AXIS, STAGE_AXIS, TOKEN_AXIS
 from ..schedule.schedules import Schedule, make_schedule, schedule_from_table
 from ..schedule.segment_sequence import (
     CUT,
@@ -182,9 +182,25 @@ def _axis_faults(plan: Any) -> Iterator[str]:
                 f"axes.{axis.name}.shares: uneven shards need replicas with one axis, this plan "
                 f"has {', '.join(names)}: leave the shares out, or the other axes"
             )
+    yield from _token_faults(plan)
     roles = {len(axis.roles) for axis in plan.axes if axis.name != STAGE_AXIS}
     if len(roles) > 1:
         yield "axes: `roles` must have one entry for each TaskGraph, these differ in length"
+
+
+def _token_faults(plan: Any) -> Iterator[str]:
+    others = [axis.name for axis in plan.axes if axis.size > 1 and axis.name != TOKEN_AXIS]
+    for axis in plan.axes:
+        if (axis.name == TOKEN_AXIS) != ("tokens" in axis.roles):
+            yield f"axes.{axis.name}.roles: {TOKEN_AXIS!r} cuts 'tokens', and no other axis does"
+        if axis.name != TOKEN_AXIS or axis.size == 1:
+            continue
+        if set(axis.roles) != {"tokens"}:
+            yield f"axes.{axis.name}.roles: it cuts the 'tokens' of all TaskGraphs"
+        if axis.shares:
+            yield f"axes.{axis.name}.shares: tokens are cut evenly, leave the shares out"
+        if others:
+            yield f"axes.{axis.name}: tokens are not cut beside {', '.join(others)}: leave one out"
 
 
 def _parameter_faults(plan: Any) -> Iterator[str]:
@@ -201,6 +217,8 @@ def _parameter_faults(plan: Any) -> Iterator[str]:
         for axis in used:
             if axis not in sizes:
                 yield f"{key}: there is no axis {axis!r}"
+            elif axis == TOKEN_AXIS:
+                yield f"{key}: {axis!r} cuts tokens, and no parameters"
             elif used[axis] > 1:
                 yield f"{key}: {axis!r} cuts it twice"
         unlike = p.sizes or ((),) * len(p.shape)

@@ -11,8 +11,8 @@ from ..jax.settings import bit_settings, jax_versions, processor
 from ..schedule.schedules import needs_even_counts
 from .layout import PlanValue
 
-#: What a mesh axis shards of a TaskGraph: the batch, the parameters, or what rules say.
-Role = Literal["replicate", "split", "rules"]
+#: What a mesh axis shards of a TaskGraph: the batch, the parameters, what rules say, or tokens.
+Role = Literal["replicate", "split", "rules", "tokens"]
 
 
 ZERO_STAGES = (0, 1, 2, 3)
@@ -81,7 +81,7 @@ class Axis(PlanValue):
         name: The name: `stage`, `tensor`, ...
         size: The number of devices along it.
         roles: For each TaskGraph whether the axis shards its batch (`replicate`), its parameters
-            (`split`), or what rules say (`rules`); empty for `stage`.
+            (`split`), what rules say (`rules`), or its tokens (`tokens`); empty for `stage`.
         shares: The ratio of the devices' shards, rounded to whole units. The sizes of parameters
             are in their layouts; the sizes of other arrays follow from this ratio. Empty: all
             shards are alike.

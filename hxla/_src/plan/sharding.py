@@ -24,6 +24,7 @@ from ..graph.factors import UNITS
 from ..graph.graph import Graph, Op, bytes_of, leaves, origins
 from ..graph.interpreter import ArrayPlacement, run_experts, run_graph
 from ..graph.local_ops import run_some_experts
+from ..jax.jaxpr import run_equation
 from .layout import piece_shape, to_spec
 
 
@@ -36,6 +37,7 @@ class AxisAssignment:
         wanted: For each equation (by its first result) the dimension of each operand; None: whole.
         factors: For each equation (by its first result) its factor's name, or None.
         sent_bytes: For each device and microbatch.
+        regathers: Equations (by their first results) whose backward gathers operands again.
     """
 
     num_devices: int
@@ -43,6 +45,7 @@ class AxisAssignment:
     wanted: dict[int, tuple[int | None, ...]]
     factors: dict[int, str | None]
     sent_bytes: float
+    regathers: frozenset[int] = frozenset()
 
 
 def spec(rank: int, states: Mapping[str, int | None]) -> P:
@@ -287,6 +290,15 @@ class Sharded:
             return place_in(mesh, x, spec(x.ndim, states))
 
         def operands(op: Op, arrays: list[Any]) -> list[Any]:
+            return arrays if self._regathers(op) else as_wanted(op, arrays)
+
+        def equation(op: Op, arrays: list[Any]) -> list[Any]:
+            if not self._regathers(op):
+                return run_equation(op.eqn, arrays)
+            # A gathered operand is no residual.
+            return jax.checkpoint(lambda *xs: run_equation(op.eqn, as_wanted(op, xs)))(*arrays)
+
+        def as_wanted(op: Op, arrays: Sequence[Any]) -> list[Any]:
             out = []
             for k, (v, x) in enumerate(zip(op.inputs, arrays, strict=True)):
                 if isinstance(v, int) and op.outputs:
@@ -310,7 +322,14 @@ class Sharded:
             cut = tuple(n for n, a in self.axes.items() if a.factors.get(op.outputs[0]) == "expert")
             return run_experts_on(mesh, cut, op, arrays) if cut else run_experts(op, arrays)
 
-        return ArrayPlacement(operands=operands, results=results, carry=as_made, experts=experts)
+        return ArrayPlacement(
+            operands=operands, results=results, carry=as_made, experts=experts, equation=equation
+        )
+
+    def _regathers(self, op: Op) -> bool:
+        return any(
+            axis.regathers and op.outputs[0] in axis.regathers for axis in self.axes.values()
+        )
 
     def _constrains_results(self, op: Op) -> bool:
         """Whether results need constraints; elsewhere XLA's propagation agrees with the plan."""

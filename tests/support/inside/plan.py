@@ -10,3 +10,4 @@ from hxla._src.plan.ownership import Shares
 from hxla._src.plan.plan import deciding
 from hxla._src.plan.precision import MOST_SCALE_EXPONENT, as_precision
 from hxla._src.plan.sharding import Sharded
+from hxla._src.plan.token_assignment import assign_tokens

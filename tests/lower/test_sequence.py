@@ -1,0 +1,294 @@
+"""The mesh axis `sequence`: devices of a replica share the tokens of its examples."""
+
+import functools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import hxla
+from support import feature_pairs, zoo
+from support.inside.graph import leaves
+from support.inside.plan import assign_tokens
+from support.tiers import rows
+from support.token_models import (
+    GPT,
+    LENGTH,
+    REFUSED,
+    ROWS,
+    TEXT,
+    WIDTH,
+    next_token,
+    weighted,
+)
+from support.training import train_with
+from support.zoo.row import BATCH, MICROBATCH, SEED, STEPS
+
+MOST = 1e-5  # relative error
+REFUSED_BESIDE_TENSOR = [name for names, _ in feature_pairs.REFUSED.values() for name in names]
+FORMS = {"2": {"data": 1, "sequence": 2}, "4": {"sequence": 4}, "2 x 2": {"data": 2, "sequence": 2}}
+FLOAT = 4
+
+
+def devices(num):
+    return hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * num)
+
+
+def planned(mesh, model=None, loss=weighted, data=TEXT, **options):
+    """The plan of a job, and the job."""
+    num = math.prod(len(n) if isinstance(n, tuple) else n for n in mesh.values())
+    make = model or (lambda: GPT(nnx.Rngs(0)))
+    own = hxla.Job(make, data, loss, ROWS["gpt"].optimizer, batch_size=BATCH)
+    return own.plan(devices(num), microbatch_size=MICROBATCH, mesh=mesh, **options), own
+
+
+def train(row, mesh, memory=None):
+    visible = list(range(math.prod(mesh.values())))
+    return train_with(
+        row.make(),
+        row.data,
+        row.loss,
+        row.optimizer,
+        batch_size=BATCH,
+        microbatch_size=MICROBATCH,
+        steps=STEPS,
+        seed=SEED,
+        shuffle=False,
+        variables=row.variables,
+        mixes_examples=row.by_microbatch,
+        mesh=mesh,
+        config={"cluster": {"visible_devices": visible}, "memory": memory or {}},
+    )
+
+
+@functools.cache
+def expected(name):
+    return zoo.plain(ROWS[name])
+
+
+def as_plain(name, result):
+    values, state = expected(name)
+    np.testing.assert_allclose([s.loss for s in result.history.steps], values, rtol=MOST)
+    worst, path = zoo.error(result.state, state, ROWS[name].floor)
+    assert worst < MOST, path
+
+
+#: Each model on two or on four devices, and one in every form.
+CASES = [
+    *(f"gpt on {form}" for form in FORMS),
+    *(f"{model} on {2 + 2 * (i % 2)}" for i, model in enumerate(ROWS) if model != "gpt"),
+]
+
+
+@pytest.mark.parametrize("name", rows(CASES, "gpt on 2 x 2"))
+def test_a_model_is_trained_as_plain_jax_does(name):
+    model, _, form = name.partition(" on ")
+    result = train(ROWS[model], FORMS[form])
+    assert result.plan.axis_sizes["sequence"] > 1
+    as_plain(model, result)
+
+
+@pytest.mark.slow
+def test_no_bit_depends_on_replicas_around_it():
+    found = [train(ROWS["dropout"], FORMS[form]) for form in ("2", "2 x 2")]
+    assert len({(r.sha256, r.plan.numerics) for r in found}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "memory",
+    [
+        {"zero": 1},
+        {"recompute": "boundaries"},
+        {"zero": 3, "recompute": "boundaries"},
+        {"recompute": "boundaries", "offload": {"stash": "host"}},
+    ],
+    ids=str,
+)
+def test_memory_settings_go_with_it(memory):
+    as_plain("gpt", train(ROWS["gpt"], FORMS["2 x 2"], memory))
+
+
+OTHERS = [name for name in feature_pairs.FEATURES if name not in feature_pairs.FORMS]
+
+
+@pytest.mark.parametrize("name", rows(OTHERS, "zero 3", "2 executors"))
+def test_a_feature_goes_with_it_where_it_goes_with_tensor(name, monkeypatch):
+    form = {"plan": {"mesh": {"data": 4, "sequence": 2}}}
+    monkeypatch.setitem(feature_pairs.FEATURES, "sequence", form)
+    said = feature_pairs.refusal("sequence", name)
+    assert bool(said) == (f"tensor + {name}" in REFUSED_BESIDE_TENSOR), said
+
+
+# -- the compiled program --------------------------------------------------------------------------
+
+
+def microbatch(mesh, model, data, loss=next_token):
+    """The compiled program of a microbatch."""
+    plan, own = planned(mesh, model, loss, data)
+    with own.open(plan, steps=1) as session:
+        return session._programs.runners[0]._programs.of(0)["loss"]
+
+
+@pytest.mark.parametrize("num", [pytest.param(2), pytest.param(4, marks=pytest.mark.slow)])
+def test_only_keys_and_values_are_gathered(num):
+    found = hxla.inspect(microbatch({"sequence": num}, None, TEXT)).main
+    keys = FLOAT * MICROBATCH * LENGTH * WIDTH
+    gathered = sum(c.num_bytes * (c.runs or 1) for c in found.select("all-gather"))
+    assert gathered == pytest.approx(2 * 2 * keys, rel=0.05)  # two layers, keys and values
+    others = [c for c in found.collectives if c.kind not in ("all-gather", "all-reduce")]
+    assert all("s32" in str(c.arrays) for c in others)  # tokens, cut before and after a shift
+
+
+@pytest.mark.slow
+def test_a_device_needs_its_share_of_the_memory():
+    length = 1024
+    tokens = {"tokens": np.zeros((BATCH, length + 1), np.int32)}
+
+    def temporary(mesh):
+        program = microbatch(mesh, lambda: GPT(nnx.Rngs(0), length=length), tokens)
+        return program.memory_analysis().temp_size_in_bytes
+
+    alone = temporary({"data": 1})
+    for num in (2, 4):
+        assert temporary({"sequence": num}) <= 1.1 * alone / num
+
+
+# -- decisions -------------------------------------------------------------------------------------
+
+
+def test_the_plan_says_what_is_cut_and_sent():
+    plan, _ = planned({"data": 2, "sequence": 2})
+    assert [axis.roles[0] for axis in plan.axes] == ["tokens"]
+    assert not any(names for p in plan.parameters for names in p.spec)
+    keys = FLOAT * MICROBATCH * LENGTH * WIDTH
+    text = plan.explain()
+    assert "sequence cuts the tokens (dimension 1 of float32[2,16]) into 2" in text
+    assert f"a device receives {2 * 2 * keys // 2:,} bytes of keys and values" in text
+    assert plan.prediction.sent_bytes > 2 * 2 * 2 * keys / 2  # forward and backward
+
+
+def test_the_plan_says_how_much_is_not_cut():
+    class Described(GPT):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.picture = nnx.Linear(512, 512, rngs=rngs)
+            self.inward = nnx.Linear(512, WIDTH, rngs=rngs)
+
+    def loss(model, batch):
+        known = model.inward(model.picture(batch["picture"]))[:, None]
+        return next_token(lambda tokens: model(tokens) + known.mean(), batch)
+
+    data = {"tokens": TEXT["tokens"], "picture": np.ones((2 * BATCH, 512), np.float32)}
+    plan, _ = planned({"sequence": 2}, lambda: Described(nnx.Rngs(0)), loss, data)
+    assert any("of a forward's operations belong to no token" in line for line in plan.reasons)
+    assert "belong to no token" not in planned({"sequence": 2})[0].explain()
+
+
+def test_how_tokens_are_cut_decides_bits():
+    meshes = ({"data": 2}, {"data": 1, "sequence": 2}, {"sequence": 4})
+    numerics = [planned(mesh)[0].numerics for mesh in meshes]
+    assert len(set(numerics)) == 3
+    assert planned({"data": 2, "sequence": 2})[0].numerics == numerics[1]
+
+
+def test_an_annotation_splits_tokens_as_a_mesh_does():
+    class Annotated(GPT):
+        def __call__(self, tokens):
+            with hxla.split(2, dim="sequence"):
+                return super().__call__(tokens)
+
+    own = hxla.Job(
+        lambda: Annotated(nnx.Rngs(0)), TEXT, weighted, ROWS["gpt"].optimizer, batch_size=16
+    )
+    plan = own.plan(devices(4), microbatch_size=MICROBATCH)
+    wanted, _ = planned({"data": 2, "sequence": 2})
+    assert plan.axis_sizes == {"sequence": 2}
+    assert (plan.replicas, plan.parameters) == (wanted.replicas, wanted.parameters)
+    assert (
+        plan.numerics
+        == own.plan(
+            devices(4), microbatch_size=MICROBATCH, mesh={"data": 2, "sequence": 2}
+        ).numerics
+    )
+    with pytest.raises(hxla.PlanError, match="splits tokens, and the mesh has no axis 'sequence'"):
+        own.plan(
+            devices(4), microbatch_size=MICROBATCH, mesh={"data": 2, "tensor": 2}, rules="decoder"
+        )
+    with pytest.raises(hxla.AnnotationError, match="use 'sequence' to split tokens"):
+        hxla.split(dim="length")
+
+
+class Scores(nnx.Module):
+    """Attention in which products have the keys before the queries."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(13, WIDTH, rngs=rngs)
+        self.key = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        scores = jnp.einsum("bkd,bqd->bkq", self.key(x), x)
+        weights = nnx.softmax(scores + jnp.tril(jnp.ones(2 * tokens.shape[1:])).T, 1)
+        return self.embed.attend(jnp.einsum("bkq,bkd->bqd", weights, x))
+
+
+def test_queries_are_cut_wherever_they_stand():
+    batch = {"tokens": TEXT["tokens"][:2]}
+    graph = hxla.trace(Scores(nnx.Rngs(0)), next_token, batch)
+    found = assign_tokens(graph, 2).axis
+    scores = [
+        v
+        for op in leaves(graph.ops)
+        for v in op.outputs
+        if graph.values[v].shape == (2, LENGTH, LENGTH)
+    ]
+    assert {found.made[v] for v in scores} == {2}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_cut_along_tokens_is_refused(name):
+    make, loss, said = REFUSED[name]
+    graph = hxla.Job(make(), TEXT, loss, ROWS["gpt"].optimizer, batch_size=BATCH).graph(MICROBATCH)
+    with pytest.raises(hxla.PlanError, match=said):
+        hxla.make_plan(graph, mesh={"sequence": 2})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "said"),
+    [
+        ({"sequence": 3}, {}, r"16 tokens do not divide: pad them to 18"),
+        ({"sequence": (2, 1)}, {}, r"cuts tokens evenly: .* \{'sequence': 2\}"),
+        ({"sequence": 2, "tensor": 2}, {"rules": "decoder"}, "does not cut them beside 'tensor'"),
+        ({"sequence": 2, "fsdp": 2}, {}, "does not cut them beside 'fsdp'"),
+        ({"stage": 2, "sequence": 2}, {}, "axes sequence would cut the batch inside a stage"),
+    ],
+    ids=str,
+)
+def test_other_forms_are_refused(mesh, options, said):
+    with pytest.raises(hxla.HxlaError, match=said):
+        planned(mesh, **options)
+
+
+def test_rules_and_edited_plans_cannot_cut_parameters_over_tokens():
+    rule = hxla.Rule(path=".*kernel", axes=((), ("sequence",)), rank=2)
+    rules = hxla.RuleSet(name="mine", rules=(rule,))
+    with pytest.raises(hxla.AnnotationError, match="'sequence' cuts tokens, and no parameters"):
+        planned({"sequence": 2}, rules=rules)
+    plan, _ = planned({"sequence": 2})
+    [axis] = plan.axes
+    other = axis.model_copy(update={"roles": ("replicate",) * len(axis.roles)})
+    with pytest.raises(hxla.PlanError, match="'sequence' cuts 'tokens', and no other axis does"):
+        plan.replaced(axes=(other,))
+
+
+def test_a_split_of_parameters_disagrees():
+    class Split(GPT):
+        def __call__(self, tokens):
+            with hxla.split():
+                return super().__call__(tokens)
+
+    with pytest.raises(hxla.PlanError, match="splits parameters, and the mesh axis 'sequence'"):
+        planned({"sequence": 2}, lambda: Split(nnx.Rngs(0)))
