@@ -45,6 +45,7 @@ from .pipeline import Pipeline
 from .replica import Replica, StateSpecs, device_bytes
 from .runners import Runner, chains, param_groups, pipeline_spec
 from .sharded_params import ShardedParams
+from .stage_chain import StageChain, stage_chain_spec
 from .state_layout import StateLayout
 from .step_program import step_program_of
 from .store import Store
@@ -86,7 +87,7 @@ class Programs:
         ]
         self.trained = tuple(i for i, trained in enumerate(model.is_trained) if trained)
         names = [*leaf_names(model.trained), *leaf_names(model.aux)]
-        self.tensors = tensors_of(graph, names, self.trained)
+        self.tensors = whole_tensors = tensors_of(graph, names, self.trained)
         specs = [to_spec(layout.spec) for layout in plan.parameters]
         self.sharded = sharded = sharded_of(graph, plan)
         uneven = uneven_of(sharded, plan)
@@ -140,6 +141,11 @@ class Programs:
                 elements = pack_sizes(self.tensors, self.packs, tensor_specs, plan.axis_sizes)
                 groups = sum_groups(last_packs(chain), elements)
                 sums_of = [packs for _, packs in groups]
+        elif plan.unlike_stages:
+            self.packs = packs_of(self.tensors, None)
+            forms = stage_chain_spec(training, graph, plan, whole_tensors, self.trained)
+            self.contribution = forms.chains[0].contribution
+            runner = functools.partial(StageChain, forms)
         else:
             self.packs = packs_of(self.tensors, None)
             stages = pipeline_spec(training, graph, plan, self.tensors, self.trained, sharded)
@@ -328,9 +334,11 @@ class Programs:
         """
         if self._updates.each[0].compiled:
             return
-        local = self.reducer.local
+        local, plan = self.reducer.local, self.plan
+        # Programs of stages run on some devices of a replica: each replica compiles its own.
+        key = (lambda i: i) if plan.unlike_stages else self.state_layout.program_key
         tell("tracing and lowering the programs")
-        firsts = sorted(set(first_of_kind(local, self.state_layout.program_key)))
+        firsts = sorted(set(first_of_kind(local, key)))
         lowered = {i: self._lowered(i) for i in firsts}
         sums = self.reducer.lower()
         gatherer = self.gather or self.sharded_params
@@ -365,16 +373,14 @@ class Programs:
             gatherer.adopt(list(flat))
         if len(local) > len(compiled):
             tell(f"loading the programs for all {len(local)} replicas")
-        programs = for_others(
-            local, lowered, compiled, self._lowered, over, self.state_layout.program_key
-        )
+        programs = for_others(local, lowered, compiled, self._lowered, over, key)
         for runner, update, replica_programs in zip(
             self.runners, self._updates.each, programs, strict=True
         ):
             runner.adopt(replica_programs[: len(runner.names)])
             update.compiled = replica_programs[len(runner.names) :]
         self.over_batch.compile(tell)
-        if check is not None and self.runners[0].text:
+        if check is not None and self.runners[0].text and not plan.unlike_stages:
             check(orders_of(programs[0], self.reducer.programs))
         trim_heap()
 
