@@ -228,8 +228,9 @@ class Route:
             receives[b] = True
             rows_a, rows_b = source.rows[self._devices[a]], target.rows[self._devices[b]]
             for dim, (have, want) in enumerate(zip(rows_a, rows_b, strict=True)):
-                where = {int(row): i for i, row in enumerate(have) if row >= 0}
-                found = [where.get(int(row), -1) for row in want]
+                where = np.full(1 + max(have.max(), want.max()), -1)
+                where[have[have >= 0]] = np.flatnonzero(have >= 0)
+                found = np.where(want >= 0, where[want], -1)
                 keeps[dim][b] = found
                 picks[dim][a if at_sender else b] = found
         return _Copy(receives=receives, picks=picks, keeps=keeps, at_sender=at_sender)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from ..core.types import PyTree
+from ..core.types import DEVICE_AXIS, PyTree
 from ..graph.graph import Graph, bytes_of, params_of, shapes_of
 from ..graph.parts import graph_at
 from ..jax.devices import is_here
@@ -157,7 +157,6 @@ class StageChain:
     """
 
     unit = 1  # it takes any number of microbatches
-    per_call = num_executors = 1
     kept_bytes = 0
 
     def __init__(self, spec: StageChainSpec, replica: Replica):
@@ -171,7 +170,7 @@ class StageChain:
         self._local = [stage for stage in self._stages if stage.replica.is_local]
         parts = [stage.part for stage in self._stages]
         self._crossing = crossing_values([part.stage.part for part in parts])
-        self._operations = ChainOperations(first, parts, _ProgramsOf(self._stages), None)  # type: ignore[arg-type]
+        self._operations = ChainOperations(first, parts, _ProgramsOf(self._stages), None)
         # Gloo mixes up collectives that do not depend on each other.
         self._in_turn = replica.spans_processes and replica.devices[0].platform == "cpu"
         self._fills = [x for s in self._stages for x in self._fill_routes(s)]
@@ -272,20 +271,18 @@ class StageChain:
 
     def _jit_join(self) -> Any:
         """The small sums of all stages, from those of each device: rows, peaks, words."""
-        names = tuple(name for name, _ in self._replica.axes)
         last = self._replica.devices.index(self._stages[-1].replica.devices[0])
 
         def hxla_join(small: Any, peaks_T: jax.Array, words: Any) -> Any:
-            is_last = jax.lax.axis_index(names) == last
+            is_last = jax.lax.axis_index(DEVICE_AXIS) == last
             rest = [jnp.where(is_last, x, jnp.zeros_like(x)) for x in (small, *words)]
-            small, *words = (jax.lax.psum(x, names) for x in rest)
-            return small, jax.lax.pmax(peaks_T, names), words
+            small, *words = (jax.lax.psum(x, DEVICE_AXIS) for x in rest)
+            return small, jax.lax.pmax(peaks_T, DEVICE_AXIS), words
 
-        spec = P(names)
         mapped = jax.shard_map(
             hxla_join,
             mesh=self._replica.mesh,
-            in_specs=(spec, spec, spec),
+            in_specs=P(DEVICE_AXIS),
             out_specs=P(),
             check_vma=False,
         )
@@ -299,9 +296,8 @@ class StageChain:
 
     def _row(self, x: Any) -> tuple[tuple[int, ...], Any]:
         """The shape and sharding of the arrays of all devices, one after another."""
-        names = tuple(name for name, _ in self._replica.axes)
         shape = (len(self._replica.devices) * x.shape[0], *x.shape[1:])
-        return shape, self._replica.sharding(P(names))
+        return shape, self._replica.sharding(P(DEVICE_AXIS))
 
     def _jit_empty(self) -> Any:
         chain = self._spec.chains[0]
@@ -364,9 +360,6 @@ class StageChain:
         """Sums of no microbatch."""
         return self._empty()  # type: ignore[no-any-return]
 
-    def wait(self) -> None:
-        """Nothing is under way between calls but programs."""
-
     def run(
         self,
         params: Sequence[jax.Array],
@@ -392,15 +385,19 @@ class StageChain:
             for stage in self._local
         }
         del filled
-        pairs = zip(ids, batches, strict=True)
-        microbatches = [self._microbatch(running, step, *pair) for pair in pairs]
+        begun: dict[int, MicrobatchArrays] = {}
         for tick in self._spec.schedule(len(ids)).table_TS:
             actions = [(s, action) for s, action in enumerate(tick) if action is not None]
             for s, action in actions:
-                self._run(running, microbatches[action.microbatch], s, action.kind)
+                m = action.microbatch
+                if m not in begun:
+                    begun[m] = self._microbatch(running, step, ids[m], batches[m])
+                self._run(running, begun[m], s, action.kind)
             for s, action in actions:
-                self._send(microbatches[action.microbatch], s, action.kind)
-        assert not any(microbatch.waits for microbatch in microbatches)
+                self._send(begun[action.microbatch], s, action.kind)
+                if (s, action.kind) == (0, BACKWARD):
+                    ended = begun.pop(action.microbatch)
+                    assert not ended.waits
         return self._end(running)
 
     def _filled(self, params: Sequence[jax.Array]) -> list[dict[int, jax.Array]]:
@@ -558,6 +555,8 @@ class StageChain:
 
 class _ProgramsOf:
     """The programs of all stages, as `ChainOperations` asks for them."""
+
+    clip = None
 
     def __init__(self, stages: Sequence[_Stage]):
         self._stages = stages
