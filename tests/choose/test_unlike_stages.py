@@ -144,6 +144,8 @@ def test_other_arguments_that_do_not_go_with_them_are_refused():
         planned(ONE, TWO, reduction="float")
     with pytest.raises(hxla.ConfigError, match="leave the mesh out"):
         planned(ONE, TWO, mesh={"data": 1, "tensor": 3})
+    with pytest.raises(hxla.ConfigError, match="no stage has this axis"):
+        planned(ONE, DATA, rules="decoder")
     with pytest.raises(hxla.PlanError, match=re.escape("stages of 1 + 2 devices: use 3, 6, ")):
         planned(ONE, TWO, num=4)
 

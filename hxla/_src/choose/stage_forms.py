@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from ..core.config import Config
 from ..core.errors import ConfigError, PlanError
 from ..core.files import listed
+from ..core.keywords import as_whole_number
 from ..core.types import DATA_AXIS, TENSOR_AXIS
 from ..graph.graph import Graph
 from ..graph.parts import ChainPart, stacked_dims
@@ -84,7 +85,7 @@ def _fault(table: Any) -> str:
     unknown = [str(key) for key in table if key not in _KEYS]
     if unknown:
         return f"there is no key {', '.join(map(repr, unknown))}, use {', '.join(_KEYS)}"
-    for name, value in table.items():
+    for name, value in ((name, as_whole_number(value)) for name, value in table.items()):
         if isinstance(value, tuple | list):
             return f"{name}={value!r}: shards inside a stage are alike, give one number"
         if name == "work":
@@ -125,9 +126,6 @@ def check_settings(settings: Config) -> None:
         "memory.offload.parameters": offload.parameters,
         "memory.offload.stash": offload.stash,
         "communication.sparse_embeddings": settings.communication.sparse_embeddings or None,
-        "pipeline.num_chunks": settings.pipeline.num_chunks
-        if settings.pipeline.num_chunks > 1
-        else None,
     }
     faults = [f"{name}={value!r}" for name, value in asked.items() if value not in (None, "device")]
     schedule = settings.pipeline.schedule

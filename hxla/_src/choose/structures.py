@@ -216,8 +216,14 @@ def unlike_stages(
         rules: Decide which parameters the axes of stages cut; None: the least communication.
 
     Raises:
+        ConfigError: If no stage has an axis for the rules.
         PlanError: If the devices are no multiple of those of the stages.
     """
+    if rules is not None and not any(dict(form.axes).keys() - {DATA_AXIS} for form in forms):
+        raise ConfigError(
+            f"rules {rules.name!r} cut parameters over 'tensor', and no stage has this axis: give "
+            "it to one, or leave the rules out"
+        )
     sizes = [form.num_devices for form in forms]
     num = sum(sizes)
     if not ranks or len(ranks) % num:

@@ -56,6 +56,7 @@ class Place:
         return {
             device: tuple(rows[index] for rows, index in zip(whole, each, strict=True))
             for device, each in indices.items()
+            if each is not None
         }
 
 

@@ -42,6 +42,7 @@ from .replica import Replica, device_bytes
 from .route import Place, Route
 from .segment_part import SegmentPart
 from .segment_programs import ChainParts, SegmentPrograms, crossing_values, some_parts
+from .stage import map_specs
 
 _BUCKET_BYTES = 64 << 20  # of a device's arrays that take a route together
 
@@ -311,8 +312,8 @@ class StageChain:
 
         values: Any = [(spec,) * num for spec, _ in stored]
         words: Any = [P()] * len(chain.tensors.words)
-        specs: Any = DeviceSums(P(), P(), values, words)  # type: ignore[arg-type]
-        where = jax.tree.map(self._replica.sharding, specs, is_leaf=lambda x: isinstance(x, P))
+        specs: Any = [P(), P(), values, words]
+        where = map_specs(self._replica.sharding, DeviceSums(*specs))
         return jax.jit(hxla_empty, out_shardings=where)
 
     # -- compilation -----------------------------------------------------------------------------

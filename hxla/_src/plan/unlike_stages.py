@@ -56,16 +56,16 @@ def sharded_stages(
     """
     out = []
     for part, stage in zip(parts, stages, strict=True):
-        known = {layout.name: layout for layout in stage.parameters}
-        dims: list[dict[str, int]] = [{} for _ in parameters]
-        for p, parameter in enumerate(parameters):
-            layout = known.get(parameter.name)
-            for axis in stage.axes if layout is not None else ():
-                if (dim := layout.dim_of(axis.name)) is not None:
-                    dims[p][axis.name] = dim
+        inside = {layout.name: _dims(layout) for layout in stage.parameters}
+        dims = [inside.get(parameter.name, {}) for parameter in parameters]
         axes = tuple((axis.name, axis.size) for axis in stage.axes)
         out.append(shard_stage(graph, part, axes, {a.name: a.roles for a in stage.axes}, dims))
     return out
+
+
+def _dims(layout: Layout) -> dict[str, int]:
+    """The dimension of a parameter that each axis cuts."""
+    return {name: dim for dim, names in enumerate(layout.spec) for name in names}
 
 
 def unlike_stage_faults(plan: Any) -> Iterator[str]:
