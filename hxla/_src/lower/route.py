@@ -174,7 +174,7 @@ class Route:
         shards = {} if x is None else {s.device: s.data for s in x.addressable_shards}
         shape = place.local_shape or (1,)
         parts = [
-            shards[d].reshape(shape) if d in shards else jnp.zeros(shape, place.dtype, device=d)
+            _shaped(shards[d], shape) if d in shards else jnp.zeros(shape, place.dtype, device=d)
             for d in self._local
         ]
         sharding = NamedSharding(self._mesh, P(_AXIS))
@@ -183,9 +183,8 @@ class Route:
 
     def _placed(self, place: Place, x: jax.Array) -> jax.Array | None:
         shards = {s.device: s.data for s in x.addressable_shards}
-        here = [
-            shards[d].reshape(place.local_shape) for d in place.sharding.device_set if d in shards
-        ]
+        places = [d for d in place.sharding.device_set if d in shards]
+        here = [_shaped(shards[d], place.local_shape) for d in places]
         if not here:
             return None
         return jax.make_array_from_single_device_arrays(place.shape, place.sharding, here)
@@ -277,6 +276,11 @@ class Route:
                     x = _pick(x, copy.picks, me)
                 out[k] = jnp.where(_kept(copy, me), x, out[k])
         return [x.reshape(p.local_shape or (1,)) for x, p in zip(out, self._targets, strict=True)]
+
+
+def _shaped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The array; a scalar has a dimension on its way, along which shards are stacked."""
+    return x if x.shape == shape else x.reshape(shape)
 
 
 def _pick(x: jax.Array, picks: Sequence[np.ndarray], me: jax.Array) -> jax.Array:
