@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from hxla import testing
-from support.inside.lower import Padding, Place, Route
+from support.inside.lower import Padding, RouteEnd, Route
 
 SHAPES = [(8, 3), (7, 5), (6, 4), (), (0, 4), (5,), (4, 2)]
 DTYPES = ["float32", "float32", "bfloat16", "int32", "float32", "bool", "uint8"]
@@ -62,7 +62,7 @@ WAYS = {
 def places(first, axes):
     each = zip(arrays(), *on(first, **axes), strict=True)
     return [
-        Place(shape=padding.like(x).shape, dtype=x.dtype, sharding=where, padding=padding)
+        RouteEnd(shape=padding.like(x).shape, dtype=x.dtype, sharding=where, padding=padding)
         for x, where, padding in each
     ]
 
@@ -86,8 +86,8 @@ def test_arrays_arrive_bit_for_bit(way):
 
 def test_a_device_gets_the_rows_that_it_lacks_only():
     sharding = on(0, device=3)[0][0]
-    whole = Place(shape=(6, 4), dtype=np.float32, sharding=SingleDeviceSharding(jax.devices()[0]))
-    third = Place(
+    whole = RouteEnd(shape=(6, 4), dtype=np.float32, sharding=SingleDeviceSharding(jax.devices()[0]))
+    third = RouteEnd(
         shape=(6, 4), dtype=np.float32, sharding=NamedSharding(sharding.mesh, P("device"))
     )
     text = Route(jax.devices()[:3], [whole], [third]).lower().compile().as_text()

@@ -79,6 +79,7 @@ class ChainRunner:
     """
 
     unit = 1  # it takes any number of microbatches
+    most_inputs = 1
 
     def __init__(
         self,

@@ -30,8 +30,8 @@ Rows = tuple[np.ndarray, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
-    """An array on some devices.
+class RouteEnd:
+    """An array at one end of a route, on some devices.
 
     Attributes:
         shape: The shape of the whole array, with padding.
@@ -90,7 +90,7 @@ class _Copy:
     at_sender: bool
 
 
-def _needed(source: Place, target: Place) -> dict[jax.Device, list[jax.Device]]:
+def _needed(source: RouteEnd, target: RouteEnd) -> dict[jax.Device, list[jax.Device]]:
     """For each device that receives the devices that have its rows, itself first."""
     sent: dict[jax.Device, int] = dict.fromkeys(source.rows, 0)
     needed: dict[jax.Device, list[jax.Device]] = {}
@@ -129,7 +129,10 @@ class Route:
     """
 
     def __init__(
-        self, devices: Sequence[jax.Device], sources: Sequence[Place], targets: Sequence[Place]
+        self,
+        devices: Sequence[jax.Device],
+        sources: Sequence[RouteEnd],
+        targets: Sequence[RouteEnd],
     ):
         self._devices = tuple(devices)
         self._sources, self._targets = tuple(sources), tuple(targets)
@@ -169,7 +172,7 @@ class Route:
         first, *rest = shape or (1,)
         return (len(self._devices) * first, *rest)
 
-    def _stack(self, place: Place, x: jax.Array | None) -> jax.Array:
+    def _stack(self, place: RouteEnd, x: jax.Array | None) -> jax.Array:
         """One array with the shard of every device, zeros where it has none."""
         shards = {} if x is None else {s.device: s.data for s in x.addressable_shards}
         shape = place.local_shape or (1,)
@@ -181,7 +184,7 @@ class Route:
         whole = self._stacked(place.local_shape)
         return jax.make_array_from_single_device_arrays(whole, sharding, parts)
 
-    def _placed(self, place: Place, x: jax.Array) -> jax.Array | None:
+    def _placed(self, place: RouteEnd, x: jax.Array) -> jax.Array | None:
         shards = {s.device: s.data for s in x.addressable_shards}
         places = [d for d in place.sharding.device_set if d in shards]
         here = [_shaped(shards[d], place.local_shape) for d in places]

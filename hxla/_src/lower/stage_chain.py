@@ -8,7 +8,6 @@ the replica to their stages, and after them the sums go back; see `plan.unlike_s
 Legend of shape suffixes: M microbatches of a step, S sums of a microbatch, T float tensors.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,134 +19,28 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ..core.types import DEVICE_AXIS, PyTree
-from ..graph.graph import Graph, bytes_of, params_of, shapes_of
-from ..graph.parts import graph_at
+from ..graph.graph import Graph, params_of, shapes_of
 from ..jax.devices import is_here
-from ..model.loss import num_columns
-from ..model.plain_arrays import in_bytes
-from ..plan.check import schedule_of
-from ..plan.layout import check_layers_whole, to_spec
 from ..plan.plan import Plan
-from ..plan.sharding import Sharded
-from ..plan.unlike_stages import sharded_stages
-from ..schedule.schedules import BACKWARD, FORWARD, Schedule
+from ..schedule.schedules import BACKWARD, FORWARD
 from ..schedule.segment_sequence import CUT, INPUT, SegmentOperation
 from .chain_operations import ChainOperations, MicrobatchArrays, Running
-from .chain_spec import ChainSpec, direct_parts
-from .contribution import Contribution, DeviceSums, Tensors, buckets, num_terms, pack_shapes
+from .contribution import Contribution, DeviceSums, Tensors
 from .inputs import Training
-from .padding import NOT_PADDED, Padding
 from .program_text import ProgramText
 from .replica import Replica, device_bytes
-from .route import Place, Route
-from .segment_part import SegmentPart
 from .segment_programs import ChainParts, SegmentPrograms, crossing_values, some_parts
 from .stage import map_specs
-
-_BUCKET_BYTES = 64 << 20  # of a device's arrays that take a route together
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StageChainSpec:
-    """The inputs of the programs of a pipeline.
-
-    Attributes:
-        chains: For each stage the whole chain as its devices shard it.
-        axes: For each stage the names and sizes of its axes.
-        param_specs: For each stage the PartitionSpec of each parameter inside it.
-        stored: PartitionSpec and padding of each parameter between steps, over all devices.
-        schedule: From a number of microbatches to their schedule.
-        recompute: Whether stages keep their inputs only.
-    """
-
-    chains: tuple[ChainSpec, ...]
-    axes: tuple[tuple[tuple[str, int], ...], ...]
-    param_specs: tuple[tuple[P, ...], ...]
-    stored: tuple[tuple[P, Padding], ...]
-    schedule: Callable[[int], Schedule]
-    recompute: bool
+from .stage_chain_spec import StageChainSpec, stage_chain_spec
+from .stage_routes import Stage, fill_routes, hop, return_routes
 
 
-def stage_chain_spec(
+def stage_chains(
     training: Training, graph: Graph, plan: Plan, tensors: Tensors, trained: tuple[int, ...]
-) -> StageChainSpec:
-    """The `StageChainSpec` of a plan.
-
-    Args:
-        tensors: Without padding.
-    """
-    planned, num = plan.pipeline, plan.num_microbatches
-    assert planned is not None
-    ordered, points = graph_at(graph, planned.cut_by, planned.points)
-    check_layers_whole(ordered, plan.parameters)
-    parts = direct_parts(ordered, points)
-    floats = range(len(tensors.floats))
-    chains, param_specs = [], []
-    for stage, sharded in zip(
-        planned.stages, sharded_stages(ordered, parts, planned.stages, plan.parameters), strict=True
-    ):
-        inside = {layout.name: to_spec(layout.spec) for layout in stage.parameters}
-        specs = tuple(inside.get(layout.name, P()) for layout in plan.parameters)
-        param_specs.append(specs)
-        of_tensors = [specs[p] for p in trained]
-        chains.append(
-            ChainSpec(
-                graph=ordered,
-                parts=parts,
-                tensors=tensors,
-                packs=[[t] for t in floats],
-                trained=trained,
-                contribution=Contribution.of(plan.sums, num_terms(ordered, parts, num)),
-                num_microbatches=num,
-                num_columns=num_columns(ordered.metrics),
-                seed=training.seed,
-                specs=(*of_tensors, *(P() for _ in floats[len(trained) :])),
-                sharded=sharded,
-                mean=training.mean,
-            )
-        )
-    return StageChainSpec(
-        chains=tuple(chains),
-        axes=tuple(tuple(stage.axis_sizes.items()) for stage in planned.stages),
-        param_specs=tuple(param_specs),
-        stored=tuple((to_spec(p.spec), Padding(p.sizes)) for p in plan.parameters),
-        schedule=functools.cache(
-            lambda count: schedule_of(planned.schedule, plan.num_stages, count, 1)
-        ),
-        recompute=planned.recompute,
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Stage:
-    """A stage on its devices.
-
-    Attributes:
-        part: Its part of the chain.
-        programs: None where this process has none of its devices.
-        params: Places of the parameters that it reads, each once.
-    """
-
-    index: int
-    chain: ChainSpec
-    replica: Replica
-    part: SegmentPart
-    programs: SegmentPrograms | None
-    params: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Moved:
-    """A route, and the places of the arrays that take it.
-
-    Attributes:
-        items: Values of the graph, places of parameters, or packs.
-    """
-
-    stage: int
-    items: tuple[int, ...]
-    route: Route
-    name: str
+) -> tuple[Contribution, Callable[[Replica], "StageChain"]]:
+    """How gradients join the sums, and a function that makes the runner of a replica."""
+    spec = stage_chain_spec(training, graph, plan, tensors, trained)
+    return spec.chains[0].contribution, functools.partial(StageChain, spec)
 
 
 class StageChain:
@@ -162,6 +55,8 @@ class StageChain:
 
     def __init__(self, spec: StageChainSpec, replica: Replica):
         self._spec, self._replica = spec, replica
+        self._stash = spec.schedule(spec.most).peak_stash
+        self.most_inputs = max(self._stash)
         first = spec.chains[0]
         #: The traced loss: processes of unlike stages have unlike programs.
         self.text = str(first.graph.program)
@@ -174,11 +69,13 @@ class StageChain:
         self._operations = ChainOperations(first, parts, _ProgramsOf(self._stages), None)
         # Gloo mixes up collectives that do not depend on each other.
         self._in_turn = replica.spans_processes and replica.devices[0].platform == "cpu"
-        self._fills = [x for s in self._stages for x in self._fill_routes(s)]
-        self._returns = [x for s in self._stages for x in self._return_routes(s)]
-        later = range(1, len(self._stages))
-        self._hops = {(s - 1, FORWARD): self._hop(s, FORWARD) for s in later}
-        self._hops |= {(s, BACKWARD): self._hop(s, BACKWARD) for s in later}
+        self._fills = [x for s in self._stages for x in fill_routes(spec, replica, s)]
+        self._returns = [x for s in self._stages for x in return_routes(spec, replica, s)]
+        self._hops = {
+            (s - (kind == FORWARD), kind): hop(self._stages, self._crossing[s], s, kind)
+            for s in range(1, len(self._stages))
+            for kind in (FORWARD, BACKWARD)
+        }
         moved = [*self._fills, *self._hops.values(), *self._returns]
         self._moved = [x for x in moved if x.route.is_local and x.items]
         self._join = self._jit_join()
@@ -190,12 +87,12 @@ class StageChain:
             "empty sums",
         )
 
-    def _stage(self, s: int, devices: Sequence[jax.Device]) -> _Stage:
+    def _stage(self, s: int, devices: Sequence[jax.Device]) -> Stage:
         chain = self._spec.chains[s]
         replica = Replica(self._replica.index, tuple(devices), self._spec.axes[s])
         [part] = some_parts(chain, replica, [s])
         param_of = params_of(chain.graph)
-        return _Stage(
+        return Stage(
             index=s,
             chain=chain,
             replica=replica,
@@ -207,66 +104,6 @@ class StageChain:
             else None,
             params=tuple(sorted({param_of[entry] for entry in part.stage.params})),
         )
-
-    # -- routes ----------------------------------------------------------------------------------
-
-    def _fill_routes(self, stage: _Stage) -> Iterator[_Moved]:
-        """The routes of the parameters of a stage, from where they are between steps."""
-        graph = stage.chain.graph
-        for params in _buckets(stage.params, lambda p: _param_bytes(graph, p)):
-            sources, targets = [], []
-            for p in params:
-                [shape] = shapes_of(graph, [graph.param_values[p]])
-                spec, padding = self._spec.stored[p]
-                inside = self._spec.param_specs[stage.index][p]
-                sources.append(_place(self._replica, padding.like(shape), spec, padding))
-                targets.append(_place(stage.replica, shape, inside))
-            route = Route(self._replica.devices, sources, targets)
-            name = f"the parameters of stage {stage.index}"
-            yield _Moved(stage=stage.index, items=params, route=route, name=name)
-
-    def _return_routes(self, stage: _Stage) -> Iterator[_Moved]:
-        """The routes of the sums of a stage, to where they are between steps."""
-        chain, packs = stage.chain, stage.part.packs
-        shapes, num = pack_shapes(chain.tensors, chain.packs), chain.contribution.form.num_parts
-        dtype = chain.contribution.dtype
-        for some in _buckets(packs, lambda k: 4 * num * int(np.prod(shapes[k]))):
-            sources, targets = [], []
-            for k in some:
-                whole = jax.ShapeDtypeStruct(shapes[k], dtype)
-                spec, padding = self._stored_tensor(k)
-                sources += [_place(stage.replica, whole, chain.specs[k])] * num
-                targets += [_place(self._replica, padding.like(whole), spec, padding)] * num
-            route = Route(self._replica.devices, sources, targets)
-            name = f"the sums of stage {stage.index}"
-            yield _Moved(stage=stage.index, items=tuple(some), route=route, name=name)
-
-    def _stored_tensor(self, t: int) -> tuple[P, Padding]:
-        trained = self._spec.chains[0].trained
-        return self._spec.stored[trained[t]] if t < len(trained) else (P(), NOT_PADDED)
-
-    def _hop(self, s: int, kind: str) -> _Moved:
-        """The route between a stage and the one before: of values, or of their gradients."""
-        early, late = self._stages[s - 1], self._stages[s]
-        values = self._crossing[s]
-        if kind == BACKWARD:
-            floats = {v for stage in self._stages[s:] for v in stage.part.floats}
-            values = tuple(v for v in values if v in floats)
-
-        def places(stage: _Stage) -> list[Place]:
-            sharded: Sharded = stage.chain.sharded
-            spec_of = sharded.waiting_spec if kind == FORWARD else sharded.spec_of
-            shapes = in_bytes(shapes_of(stage.chain.graph, values))
-            return [
-                _place(stage.replica, x, spec_of(v)) for v, x in zip(values, shapes, strict=True)
-            ]
-
-        source, target = (early, late) if kind == FORWARD else (late, early)
-        devices = (*early.replica.devices, *late.replica.devices)
-        route = Route(devices, places(source), places(target))
-        what = "values" if kind == FORWARD else "gradients"
-        name = f"the {what} from stage {source.index} to stage {target.index}"
-        return _Moved(stage=source.index, items=values, route=route, name=name)
 
     # -- small programs --------------------------------------------------------------------------
 
@@ -303,7 +140,7 @@ class StageChain:
     def _jit_empty(self) -> Any:
         chain = self._spec.chains[0]
         num = chain.contribution.form.num_parts
-        stored = [self._stored_tensor(t) for t in range(len(chain.tensors.floats))]
+        stored = [self._spec.stored_tensor(t) for t in range(len(chain.tensors.floats))]
 
         def hxla_empty() -> DeviceSums:
             sums = chain.empty_sums()
@@ -411,7 +248,7 @@ class StageChain:
 
     def _begin(
         self,
-        stage: _Stage,
+        stage: Stage,
         params: Mapping[int, jax.Array],
         aux: Sequence[jax.Array],
         exponents: jax.Array,
@@ -540,7 +377,7 @@ class StageChain:
         """Bytes that one device needs beside the state while it runs microbatches."""
         return sums_bytes + max(map(self._stage_bytes, self._local), default=0)
 
-    def _stage_bytes(self, stage: _Stage) -> int:
+    def _stage_bytes(self, stage: Stage) -> int:
         programs, graph, replica = stage.programs, stage.chain.graph, stage.replica
         assert programs is not None
         specs, limbs = self._spec.param_specs[stage.index], programs.sums_shapes.values
@@ -549,9 +386,8 @@ class StageChain:
         held = [*params, *(x for k in stage.part.packs for x in limbs[k])]
         stash = sum(map(stage.chain.sharded.waiting_bytes, self._crossing[stage.index]))
         stash += 0 if self._spec.recompute else programs.residual_bytes(0)
-        count = max(1, stage.chain.num_microbatches)
-        kept = self._spec.schedule(count).peak_stash[stage.index]
-        return sum(map(device_bytes, held)) + kept * stash + max(programs.temporary_bytes(0))
+        stash *= self._stash[stage.index]
+        return sum(map(device_bytes, held)) + stash + max(programs.temporary_bytes(0))
 
 
 class _ProgramsOf:
@@ -559,7 +395,7 @@ class _ProgramsOf:
 
     clip = None
 
-    def __init__(self, stages: Sequence[_Stage]):
+    def __init__(self, stages: Sequence[Stage]):
         self._stages = stages
 
     def of(self, i: int) -> dict[str, Any]:
@@ -569,25 +405,8 @@ class _ProgramsOf:
         return programs.of(0)
 
 
-def _place(replica: Replica, x: Any, spec: P, padding: Padding = NOT_PADDED) -> Place:
-    return Place(
-        shape=tuple(x.shape), dtype=x.dtype, sharding=replica.sharding(spec), padding=padding
-    )
-
-
 def _like(_x: Any, shape: tuple[int, ...], sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, _x.dtype, sharding=sharding)
-
-
-def _param_bytes(graph: Graph, p: int) -> int:
-    value = graph.values[graph.param_values[p]]
-    return bytes_of(value.shape, value.dtype)
-
-
-def _buckets(items: Sequence[int], num_bytes: Callable[[int], int]) -> list[tuple[int, ...]]:
-    """Consecutive items that take a route together."""
-    groups = buckets(list(map(num_bytes, items)), _BUCKET_BYTES)
-    return [tuple(items[i] for i in group) for group in groups]
 
 
 def _present(items: Sequence[int], arrays: Sequence[jax.Array | None]) -> dict[int, jax.Array]:
