@@ -383,7 +383,7 @@ class StageChain:
         specs, limbs = self._spec.param_specs[stage.index], programs.sums_shapes.values
         shapes = shapes_of(graph, [graph.param_values[p] for p in stage.params])
         params = [replica.like(x, specs[p]) for x, p in zip(shapes, stage.params, strict=True)]
-        held = [*params, *(x for k in stage.part.packs for x in limbs[k])]
+        held: list[Any] = [*params, *(x for k in stage.part.packs for x in limbs[k])]
         stash = sum(map(stage.chain.sharded.waiting_bytes, self._crossing[stage.index]))
         stash += 0 if self._spec.recompute else programs.residual_bytes(0)
         stash *= self._stash[stage.index]
