@@ -30,6 +30,7 @@ COMMANDS = {
     "14_schedule": ("python", "--steps 80 --arrival 10"),
     "15_digits": ("python", ""),
     "16_lora": ("python", ""),
+    "17_unlike_stages": ("hxla run -n 3", "--steps 5"),
 }
 
 

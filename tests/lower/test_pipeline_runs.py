@@ -240,22 +240,6 @@ class AnnotatedTokens(nnx.Module):
             return self.out(x)
 
 
-class SplitStages(AnnotatedTokens):
-    def __call__(self, tokens):
-        with hxla.split(2):
-            x = self.embed(tokens)
-        with hxla.split(4):
-            return self.out(x)
-
-
-class UnevenStages(AnnotatedTokens):
-    def __call__(self, tokens):
-        with hxla.replicate(1):
-            x = self.embed(tokens)
-        with hxla.replicate(3):
-            return self.out(x)
-
-
 TABLE = [["F0", ""], ["", "F0"], ["", "B0"], ["B0", ""]]
 
 
@@ -331,16 +315,6 @@ def train(num_devices=None, net=models.NnxNet, loss=models.token_loss, **options
             hxla.ConfigError,
             "clip='after'",
             {"stages": 2, "config": {"communication": {"clip_norm": 1.0, "clip": "before"}}},
-        ),
-        (
-            hxla.PlanError,
-            "all are hxla.replicate, or all hxla.split, of the same count",
-            {"net": SplitStages, "num_devices": 6},
-        ),
-        (
-            hxla.PlanError,
-            "all are hxla.replicate, or all hxla.split, of the same count",
-            {"net": UnevenStages, "num_devices": 4},
         ),
         (
             hxla.PlanError,

@@ -323,6 +323,12 @@ def test_the_example_of_a_pipeline_runs(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_the_example_of_unlike_stages_runs():
+    script = str(EXAMPLES / "17_unlike_stages.py")
+    _runs(["-m", "hxla", "run", "-n", "3", script, "--steps", "2"], ["stage 1 on", "tensor 2"])
+
+
+@pytest.mark.slow
 def test_the_example_of_a_scanned_decoder_runs_ranges_of_its_layers():
     script = str(EXAMPLES / "09_scanned_pipeline.py")
     command = ["-m", "hxla", "run", "--mesh", "cpu-1.0-0.5", script, "--steps", "2"]

@@ -11,7 +11,16 @@ from ..core.errors import PlanError
 from ..core.types import STAGE_AXIS
 from ..graph.graph import Graph, params_of
 from ..graph.parts import ChainPart, graph_at, parts_of, uncut_scans
-from ..plan.layout import Layout, check_layers_whole, dtype_name, from_spec, storage_specs
+from ..lower.chain_spec import direct_parts
+from ..plan.layout import (
+    Layout,
+    check_layers_whole,
+    device_layout,
+    dtype_name,
+    from_spec,
+    storage_specs,
+    to_spec,
+)
 from ..plan.parts import (
     Axis,
     Placement,
@@ -30,6 +39,7 @@ from ..profile.profile import Profile
 from .counts import even_counts
 from .inner_split import Sizes, inner_split, lines_of, state_factor
 from .split_times import microbatch_seconds
+from .stage_forms import planned_stages
 from .structures import ReplicaGroups
 
 _MOST_NAMES = 3
@@ -113,7 +123,16 @@ def complete(
         sent = sum(axis.sent_bytes for axis in sharded.axes.values())
         prediction = (prediction or Prediction()).model_copy(update={"sent_bytes": float(sent)})
     pipeline: PlannedPipeline | None = None
-    if structure.pipeline is not None:
+    if structure.pipeline is not None and structure.pipeline.forms:
+        _refuse_order(graph)
+        pipeline, notes, sent = _unlike_pipeline(graph, structure)
+        lines += notes
+        prediction = (prediction or Prediction()).model_copy(update={"sent_bytes": sent})
+        [(_, num_devices)] = structure.axes
+        cuts = [device_layout(shape, num_devices) for shape in graph.param_shapes]
+        specs, sizes = [to_spec(spec) for spec, _ in cuts], [size for _, size in cuts]
+        shares = (1,) * num_devices if any(sizes) else ()
+    elif structure.pipeline is not None:
         pipeline = structure.pipeline.planned(graph)
         specs = storage_specs(
             graph.param_shapes, specs, dict(structure.inner), structure.pipeline.num
@@ -181,6 +200,22 @@ def complete(
         "reasons": (*lines, *reasons),
     }
     return Plan.checked(fields)
+
+
+def _unlike_pipeline(
+    graph: Graph, structure: ReplicaGroups
+) -> tuple[PlannedPipeline, list[str], float]:
+    """The pipeline of stages with axes of their own, lines for the plan, and bytes sent."""
+    request = structure.pipeline
+    assert request is not None
+    pipeline = request.planned(graph)
+    ordered, points = graph_at(graph, pipeline.cut_by, pipeline.points)
+    parts = direct_parts(ordered, points)
+    stages, lines, sent = planned_stages(graph, ordered, parts, request.forms, structure.rules)
+    if pipeline.cut_by == "work":
+        lines += uncut_scans(graph)
+    lines.append(_shares_of_work(parts, request.num))
+    return pipeline.model_copy(update={"stages": stages}), lines, sent
 
 
 def placement_for(

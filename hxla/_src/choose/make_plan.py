@@ -28,6 +28,7 @@ from .complete import complete
 from .counts import default_sizes
 from .pipeline_request import asked
 from .planning import PlanRequest, plan_for, size_asked
+from .stage_forms import check_settings
 from .structures import grid_of, shares_of, structure_of
 from .workload import Measure, PlanResult, SearchOptions, Workload, Workloads
 
@@ -153,7 +154,7 @@ def make_plan(
     *,
     mesh: Mapping[str, int | tuple[int, ...]] | None = None,
     rules: str | RuleSet | None = None,
-    stages: int | Sequence[float] | None = None,
+    stages: int | Sequence[float] | Sequence[Mapping[str, float]] | None = None,
     batch_size: int | None = None,
     reduction: Literal["exact", "float"] = "exact",
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
@@ -168,7 +169,8 @@ def make_plan(
             in which its devices share the work, `{"tensor": (2, 1)}`; None: the model's annotations
             say how devices are used.
         rules: The rule set, or the name or file of one, that decides what the inner axes shard.
-        stages: The number of stages of a pipeline, or the share of the work of each.
+        stages: The number of stages of a pipeline, the share of the work of each, or a table of
+            devices for each, see `Job.plan`.
         batch_size: The examples of a global batch; None: one microbatch for each replica.
         reduction: The form of the sums of gradients, `exact` or `float`.
         config: Further settings.
@@ -213,6 +215,8 @@ def make_plan(
         grid,
         as_rules(rules),
     )
+    if structure.pipeline is not None and structure.pipeline.forms:
+        check_settings(settings)
     if stated := shares_of(mesh):
         structure = dataclasses.replace(structure, shares=stated)
     size = graph.values[graph.batch_values[0]].shape[0]

@@ -351,8 +351,8 @@ def _cut_may_share(plan: Plan) -> bool:
 
     Sharding changes their bits, and the next generation of an elastic job might not shard.
     """
-    is_one = len(plan.replicas) == 1
-    return not (is_one or plan.is_uneven or plan.sums.sparse or own_member() is not None)
+    is_fixed = len(plan.replicas) == 1 or plan.unlike_stages or plan.is_uneven
+    return not (is_fixed or plan.sums.sparse or own_member() is not None)
 
 
 def _may_share(plan: Plan) -> bool:

@@ -16,7 +16,7 @@ from typing import Literal
 
 from ..core.errors import AnnotationError, PlanError
 from ..core.files import nearest
-from ..core.types import DATA_AXIS, STAGE_AXIS, TENSOR_AXIS, TOKEN_AXIS
+from ..core.types import DATA_AXIS, DEVICE_AXIS, STAGE_AXIS, TENSOR_AXIS, TOKEN_AXIS
 from ..graph.graph import Graph
 from ..graph.parts import stacked_dims
 from ..model.annotations import Kind
@@ -240,8 +240,10 @@ def axes_of_annotations(
 ) -> tuple[VirtualDevices, Axes, Roles]:
     """Virtual devices, and the mesh axes inside a replica; none if every device is a replica.
 
+    The only axis is `device` if TaskGraphs of unlike strategies or counts are stages.
+
     Raises:
-        PlanError: If the devices do not fit, or stages are unlike in strategy or count.
+        PlanError: If the devices do not fit, or some belong to several stages.
     """
     if any(t.strategy == "tokens" for t in graph.task_graphs):
         return _token_axes(graph, num_devices, nodes, layout)
@@ -258,7 +260,9 @@ def axes_of_annotations(
         counts = {len(devices) for devices in virtual.devices[0]}
         kinds = {r.kind for r in requests}
         if len(counts) > 1 or len(kinds) > 1 or any(r.copies > 1 for r in requests):
-            raise PlanError(_no_pipeline(requests, virtual))
+            if len(virtual.replica(0)) < sum(map(len, virtual.devices[0])):
+                raise PlanError(_no_pipeline(requests, virtual))
+            return virtual, ((DEVICE_AXIS, len(virtual.replica(0))),), {}
         inner, roles = split_over(graph, counts.pop()) if kinds == {"split"} else ((), {})
         return virtual, ((STAGE_AXIS, len(requests)), *inner), roles
     if all(r.kind == "replicate" for r in requests):
@@ -400,9 +404,9 @@ def _no_pipeline(requests: Sequence[Request], virtual: VirtualDevices) -> str:
         for i, (r, devices) in enumerate(zip(requests, virtual.devices[0], strict=True))
     ]
     return (
-        "TaskGraphs on different devices are stages of a pipeline, which hxla runs where all are "
-        "hxla.replicate, or all hxla.split, of the same count:\n"
+        "TaskGraphs on different devices are stages of a pipeline, and a device belongs to one "
+        "stage:\n"
         + "\n".join(lines)
-        + "\nlet them share devices with config={'cluster': {'share_devices': True}}, or give "
-        "them no counts"
+        + "\ngive each TaskGraph a count, or none of them; or let them share devices with "
+        "config={'cluster': {'share_devices': True}}"
     )

@@ -24,6 +24,7 @@ from ..schedule.schedules import needs_even_counts
 from .best_pipeline import best_pipeline
 from .chain import UNBOUNDED, Chain, Group
 from .microbatch_counts import Counts
+from .stage_forms import StageForm, forms_asked
 
 _FINE = 4  # segments that each part is chosen from
 _MOST_SEGMENTS = 32
@@ -45,6 +46,7 @@ class PipelineRequest:
         by_annotations: Whether the cuts are those of the annotations.
         num_segments: Segments of the chain; 0: chosen by the number of parts.
         cut: Segments of each part; None: by `shares`.
+        forms: The devices of each stage, where each has axes of its own; empty: all are alike.
     """
 
     num: int
@@ -56,6 +58,7 @@ class PipelineRequest:
     by_annotations: bool = False
     num_segments: int = 0
     cut: tuple[int, ...] | None = None
+    forms: tuple[StageForm, ...] = ()
 
     @property
     def num_parts(self) -> int:
@@ -175,7 +178,11 @@ def _too_few(graph: Graph, names: Sequence[str], request: PipelineRequest) -> Pl
     )
 
 
-def asked(stages: int | Sequence[float] | None, settings: Config) -> PipelineRequest:
+#: What a user may ask of stages: their number, their shares of the work, or a table for each.
+Stages = int | Sequence[float] | Sequence[Mapping[str, float]]
+
+
+def asked(stages: Stages | None, settings: Config) -> PipelineRequest:
     """The pipeline by arguments and configuration; `auto` recomputation waits for the memory.
 
     Raises:
@@ -183,11 +190,15 @@ def asked(stages: int | Sequence[float] | None, settings: Config) -> PipelineReq
     """
     config, recompute = settings.pipeline, settings.memory.recompute
     num, shares = 0, None
+    forms: tuple[StageForm, ...] = ()
     if isinstance(stages, SupportsIndex):
         num = operator.index(stages)
+    elif isinstance(stages, list | tuple) and any(isinstance(x, Mapping) for x in stages):
+        forms = forms_asked(stages)
+        num, shares = len(forms), tuple(form.work for form in forms)
     elif stages is not None:
         try:
-            shares = tuple(map(float, stages))
+            shares = tuple(map(float, stages))  # type: ignore[arg-type]
         except (TypeError, ValueError):
             raise ConfigError(
                 f"stages={stages!r} is neither a number of stages nor one share of the work for "
@@ -211,6 +222,7 @@ def asked(stages: int | Sequence[float] | None, settings: Config) -> PipelineReq
         num_chunks=config.num_chunks,
         recompute=None if recompute in (None, "auto") else recompute == "boundaries",
         shares=shares,
+        forms=forms,
     )
     if request.recompute and request.has_weight:
         raise ConfigError(

@@ -17,7 +17,7 @@ from ..graph.graph import Graph, rows_touched
 from ..graph.parts import graph_of
 from ..graph.segments import segments
 from ..jax.devices import share_cores
-from ..launch.member import Pinned, pinned
+from ..launch.member import Pinned, own_member, pinned
 from ..model.functional import Functional, tree_bytes
 from ..plan.axis_assignment import Axes, shard_graph
 from ..plan.parts import Prediction, SparseRows, SumsForm
@@ -29,8 +29,16 @@ from .complete import complete
 from .counts import best_counts, best_size, candidate_sizes, default_sizes
 from .layer_times import Alternative, layer_times
 from .microbatch_counts import Counts, asked_counts, predicted, share_one_process
-from .pipeline_request import PipelineRequest, asked, best_cut, check_even, microbatch_size
+from .pipeline_request import (
+    PipelineRequest,
+    Stages,
+    asked,
+    best_cut,
+    check_even,
+    microbatch_size,
+)
 from .reduction import with_sums_and_memory
+from .stage_forms import check_settings
 from .structures import ReplicaGroups, grid_of, pipelined, shares_of, structure_of
 from .workload import Measure, Workload, Workloads
 
@@ -43,7 +51,7 @@ class PlanRequest:
         microbatch_size: Examples of a microbatch; None: by `default_sizes`.
         mesh: A mesh of devices, or its axes and their sizes; None: as annotated.
         rules: Decide what the inner axes of the mesh shard.
-        stages: The number of pipeline stages, or each stage's share of the work.
+        stages: The number of pipeline stages, each stage's share of the work, or a table for each.
         counts: `measured`, `even`, or one count for each replica.
         reduction: `exact` or `float`.
         kept: Choices of the checkpoint that training resumes from, for settings left out.
@@ -52,7 +60,7 @@ class PlanRequest:
     microbatch_size: int | Literal["measured"] | None = None
     mesh: Mesh | Mapping[str, int | tuple[int, ...]] | None = None
     rules: RuleSet | None = None
-    stages: int | Sequence[float] | None = None
+    stages: Stages | None = None
     counts: Counts = "measured"
     reduction: str = "exact"
     kept: Pinned = dataclasses.field(default_factory=Pinned)
@@ -221,6 +229,7 @@ def plan_for(
     def with_measured_split(plan: Plan) -> Plan:
         """The plan with the sizes of a split by a trial on the devices here."""
         is_free = request.counts != "even" and profile is None and plan.is_uneven
+        is_free = is_free and plan.pipeline is None
         if measure is None or structure.shares or not is_free:
             return plan
         trial = measure.split_sizes(plan)
@@ -265,6 +274,13 @@ def _structure(
         grid,
         request.rules,
     )
+    if structure.pipeline is not None and structure.pipeline.forms:
+        check_settings(settings)
+        if own_member() is not None:
+            raise ConfigError(
+                "stages with axes of their own do not run in an elastic job yet: start it without "
+                "--elastic, or use stages of one form"
+            )
     shares = request.shares or _pinned_shares(structure, request.pinned)
     return dataclasses.replace(structure, shares=shares) if shares else structure
 

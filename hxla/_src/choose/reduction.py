@@ -118,7 +118,8 @@ def _terms(work: Workload, plan: Plan) -> int:
     graph, num = work.graph, plan.num_microbatches
     if plan.pipeline is not None:
         ordered, points = graph_at(graph, plan.pipeline.cut_by, plan.pipeline.points)
-        return num_terms(ordered, parts_of(ordered, points), num)
+        parts = direct_parts if plan.unlike_stages else parts_of
+        return num_terms(ordered, parts(ordered, points), num)
     if plan.chain is not None:
         ordered, points = graph_at(graph, "work", plan.chain.points)
         return num_terms(ordered, direct_parts(ordered, points), num)

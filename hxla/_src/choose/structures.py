@@ -16,13 +16,14 @@ from ..cluster.cluster import Cluster
 from ..core.config import ClusterConfig
 from ..core.errors import ConfigError, PlanError
 from ..core.keywords import check_whole_numbers
-from ..core.types import DATA_AXIS, STAGE_AXIS, TOKEN_AXIS
+from ..core.types import DATA_AXIS, DEVICE_AXIS, STAGE_AXIS, TOKEN_AXIS
 from ..graph.graph import Graph
 from ..plan.axis_assignment import Axes
 from ..plan.parts import Role
 from ..plan.rules import RuleSet
 from .mesh_axes import BATCH_AXES, axes_of_annotations, roles_of_mesh
 from .pipeline_request import PipelineRequest
+from .stage_forms import StageForm, forms_annotated
 
 Ranks = tuple[int, ...]
 
@@ -53,7 +54,7 @@ class ReplicaGroups:
     @property
     def inner(self) -> Axes:
         """The axes inside a replica, or inside each of its stages."""
-        return tuple(axis for axis in self.axes if axis[0] != STAGE_AXIS)
+        return tuple(axis for axis in self.axes if axis[0] not in (STAGE_AXIS, DEVICE_AXIS))
 
 
 def structure_of(
@@ -78,7 +79,14 @@ def structure_of(
         PlanError: If the devices do not fit.
     """
     if axes is not None and set(dict(axes)) != {DATA_AXIS}:
+        if request.forms:
+            raise ConfigError(
+                "stages give the axes of each stage, and a mesh those of all: leave the mesh out"
+            )
         return from_mesh(graph, axes, grid, rules, request)
+    if request.forms:
+        check_unannotated(graph, "stages=[...]")
+        return unlike_stages(range(len(cluster.devices)), request, request.forms, rules)
     if rules is not None:
         raise ConfigError(
             f"rules {rules.name!r} need a mesh whose axes they name, such as "
@@ -167,6 +175,11 @@ def from_annotations(
     )
     if not axes:
         return replicated(range(len(cluster.devices)))
+    if axes[0][0] == DEVICE_AXIS:
+        forms = forms_annotated(virtual, graph)
+        ranks = [rank for i in range(virtual.num_replicas) for rank in virtual.replica(i)]
+        staged_request = dataclasses.replace(request, num=len(forms), by_annotations=True)
+        return unlike_stages(ranks, staged_request, forms, None)
     if axes[0][0] == STAGE_AXIS:
         staged_request = dataclasses.replace(request, num=axes[0][1], by_annotations=True)
         if axes[1:]:
@@ -193,6 +206,42 @@ def pipelined(ranks: Sequence[int], request: PipelineRequest) -> ReplicaGroups:
             "leave devices out with cluster.visible_devices"
         )
     return _pipelines([tuple(ranks[i : i + num]) for i in range(0, len(ranks), num)], request)
+
+
+def unlike_stages(
+    ranks: Sequence[int],
+    request: PipelineRequest,
+    forms: tuple[StageForm, ...],
+    rules: RuleSet | None,
+) -> ReplicaGroups:
+    """Pipelines of consecutive devices whose stages have axes of their own.
+
+    Args:
+        rules: Decide which parameters the axes of stages cut; None: the least communication.
+
+    Raises:
+        ConfigError: If no stage has an axis for the rules.
+        PlanError: If the devices are no multiple of those of the stages.
+    """
+    if rules is not None and not any(dict(form.axes).keys() - {DATA_AXIS} for form in forms):
+        raise ConfigError(
+            f"rules {rules.name!r} cut parameters over 'tensor', and no stage has this axis: give "
+            "it to one, or leave the rules out"
+        )
+    sizes = [form.num_devices for form in forms]
+    num = sum(sizes)
+    if not ranks or len(ranks) % num:
+        raise PlanError(
+            f"{len(ranks)} devices cannot make pipelines of stages of "
+            f"{' + '.join(map(str, sizes))} devices: use {num}, {2 * num}, ... devices, or leave "
+            "some out with cluster.visible_devices"
+        )
+    return ReplicaGroups(
+        replicas=tuple(tuple(ranks[i : i + num]) for i in range(0, len(ranks), num)),
+        axes=((DEVICE_AXIS, num),),
+        rules=rules,
+        pipeline=dataclasses.replace(request, forms=forms),
+    )
 
 
 def from_mesh(

@@ -20,6 +20,9 @@ TOKEN_AXIS = "sequence"
 #: Mesh axis over the stages of a pipeline.
 STAGE_AXIS = "stage"
 
+#: Mesh axis over all devices of a replica whose stages have forms of their own.
+DEVICE_AXIS = "device"
+
 #: Exit codes of a training process, documented in docs/how-to/launching.md.
 EXIT_PREEMPTED = 75  # SIGTERM arrived, a checkpoint was written: run again to resume
 EXIT_WATCHDOG = 76  # a process died or hung: the watchdog ended the job

@@ -6,7 +6,7 @@ Legend of shape suffixes: M microbatches of a step, T float tensors.
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -16,7 +16,7 @@ from .chain_spec import ChainSpec
 from .contribution import DeviceSums
 from .offload import Known, Stash, nothing_known
 from .segment_part import SegmentPart
-from .segment_programs import SegmentPrograms, crossing_values
+from .segment_programs import crossing_values
 
 
 @dataclasses.dataclass(slots=True)
@@ -98,6 +98,17 @@ class Running:
     microbatches: list[MicrobatchArrays] = dataclasses.field(default_factory=list)
 
 
+class PartPrograms(Protocol):
+    """The compiled programs of the parts of a chain."""
+
+    @property
+    def clip(self) -> Any:
+        """Clips the gradients of all parts and adds them to the sums."""
+
+    def of(self, i: int) -> dict[str, Any]:
+        """The compiled programs of a part: `forward` and `backward`, or `loss`."""
+
+
 class ChainOperations:
     """Runs operations on the devices of a replica; dispatches, and waits only for transfers.
 
@@ -110,7 +121,7 @@ class ChainOperations:
         self,
         spec: ChainSpec,
         parts: Sequence[SegmentPart],
-        programs: SegmentPrograms,
+        programs: PartPrograms,
         stash: Stash | None,
     ):
         self._spec, self._parts, self._programs, self._stash = spec, parts, programs, stash

@@ -27,7 +27,7 @@ from ..schedule.segment_sequence import (
     replay_sequence,
 )
 from .chain_operations import ChainOperations, MicrobatchArrays, Running
-from .chain_spec import ChainSpec
+from .chain_spec import ChainSpec, first_packs
 from .contribution import DeviceSums
 from .executors import Calls, Executors, PartExecutors, fair_share
 from .offload import Stash
@@ -79,6 +79,7 @@ class ChainRunner:
     """
 
     unit = 1  # it takes any number of microbatches
+    most_inputs = 1
 
     def __init__(
         self,
@@ -90,7 +91,9 @@ class ChainRunner:
     ):
         self._spec, self.sequence, self._replica = spec, sequence, replica
         self._parts, self._batch_specs = parts.each, spec.batch_specs()
-        self._programs = programs = SegmentPrograms(spec, parts, replica, by_part)
+        self._programs = programs = SegmentPrograms(
+            spec, parts, replica, first_packs(spec) if by_part else ()
+        )
         self.names, self.lower, self.adopt = programs.names, programs.lower, programs.adopt
         stash = Stash(replica) if sequence.offloads else None
         self._operations = ChainOperations(spec, self._parts, programs, stash)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..core.types import DEVICE_AXIS
 from ..jax.portable import lowered_for, portable
 from ..plan.parts import SumsForm
 from .replica import Replica
@@ -113,6 +114,7 @@ def first_of_kind(replicas: Sequence[Replica], more: Key | None = None) -> list[
     """For each replica the first one of its kind, perhaps itself.
 
     A replica of several processes is the only one of its kind: not every process may have another.
+    So is one whose stages have devices of their own, for other devices cannot load its programs.
 
     Args:
         more: A key that must be equal, too.
@@ -121,7 +123,8 @@ def first_of_kind(replicas: Sequence[Replica], more: Key | None = None) -> list[
     for i, replica in enumerate(replicas):
         kinds = tuple((d.platform, d.device_kind) for d in replica.devices)
         key = None if more is None else more(replica.index)
-        keys.append((replica.axes, kinds, i if replica.spans_processes else None, key))
+        is_alone = replica.spans_processes or DEVICE_AXIS in dict(replica.axes)
+        keys.append((replica.axes, kinds, i if is_alone else None, key))
     return firsts_alike(keys)
 
 

@@ -44,6 +44,7 @@ from .pipeline import Pipeline
 from .replica import Replica, StateSpecs, device_bytes
 from .runners import Runner, chains, param_groups, pipeline_spec
 from .sharded_params import ShardedParams
+from .stage_chain import stage_chains
 from .state_layout import StateLayout
 from .step_program import step_program_of
 from .store import Store
@@ -85,7 +86,7 @@ class Programs:
         ]
         self.trained = tuple(i for i, trained in enumerate(model.is_trained) if trained)
         names = [*leaf_names(model.trained), *leaf_names(model.aux)]
-        self.tensors = tensors_of(graph, names, self.trained)
+        self.tensors = whole = tensors_of(graph, names, self.trained)
         specs = [to_spec(layout.spec) for layout in plan.parameters]
         self.sharded = sharded = sharded_of(graph, plan)
         uneven = uneven_of(sharded, plan)
@@ -119,7 +120,6 @@ class Programs:
             *self._of_trained(specs),
             *itertools.compress(aux, self.tensors.is_summed),
         ]
-        is_whole = plan.pipeline is None and not plan.axes  # one device has a whole replica
         # Whether only nonzero rows are sent must not change a bit.
         by_rows = rows_read(graph)
         could_be_rows = [i for i, p in enumerate(self.trained) if p in by_rows]
@@ -130,7 +130,7 @@ class Programs:
         sums_of: Sequence[Sequence[int]] | None = None
         runner: Callable[[Replica], Runner]
         if plan.pipeline is None:
-            alone = could_be_rows if is_whole else range(len(tensor_specs))
+            alone = range(len(tensor_specs)) if plan.axes else could_be_rows
             inputs = training, graph, plan, self.tensors, self.trained
             chain = chain_spec(*inputs, alone, tensor_specs, uneven or sharded)
             self.packs = chain.packs
@@ -139,6 +139,9 @@ class Programs:
                 elements = pack_sizes(self.tensors, self.packs, tensor_specs, plan.axis_sizes)
                 groups = sum_groups(last_packs(chain), elements)
                 sums_of = [packs for _, packs in groups]
+        elif plan.unlike_stages:
+            self.packs = packs_of(self.tensors, None)
+            self.contribution, runner = stage_chains(training, graph, plan, whole, self.trained)
         else:
             self.packs = packs_of(self.tensors, None)
             stages = pipeline_spec(training, graph, plan, self.tensors, self.trained, sharded)
@@ -327,9 +330,9 @@ class Programs:
         """
         if self._updates.each[0].compiled:
             return
-        local = self.reducer.local
+        local, key = self.reducer.local, self.state_layout.program_key
         tell("tracing and lowering the programs")
-        firsts = sorted(set(first_of_kind(local, self.state_layout.program_key)))
+        firsts = sorted(set(first_of_kind(local, key)))
         lowered = {i: self._lowered(i) for i in firsts}
         sums = self.reducer.lower()
         gatherer = self.gather or self.sharded_params
@@ -364,16 +367,14 @@ class Programs:
             gatherer.adopt(list(flat))
         if len(local) > len(compiled):
             tell(f"loading the programs for all {len(local)} replicas")
-        programs = for_others(
-            local, lowered, compiled, self._lowered, over, self.state_layout.program_key
-        )
+        programs = for_others(local, lowered, compiled, self._lowered, over, key)
         for runner, update, replica_programs in zip(
             self.runners, self._updates.each, programs, strict=True
         ):
             runner.adopt(replica_programs[: len(runner.names)])
             update.compiled = replica_programs[len(runner.names) :]
         self.over_batch.compile(tell)
-        if check is not None and self.runners[0].text:
+        if check is not None and self.runners[0].text and not self.plan.unlike_stages:
             check(orders_of(programs[0], self.reducer.programs))
         trim_heap()
 
@@ -399,8 +400,7 @@ class Programs:
     @property
     def most_inputs(self) -> int:
         """The most microbatches whose inputs are on a device at once."""
-        runner = self.runners[0]
-        return runner.spec.most if isinstance(runner, Pipeline) else 1
+        return self.runners[0].most_inputs
 
     def memory_bytes(self, state_bytes: int) -> int:
         """Bytes that one device needs for its state, its sums and the largest of its programs."""

@@ -93,7 +93,7 @@ class Pipeline:
 
     def __init__(self, spec: PipelineSpec, replica: Replica):
         self.spec = spec
-        self.unit = spec.unit
+        self.unit, self.most_inputs = spec.unit, spec.most
         self.replica = replica
         self.program = PipelineProgram(spec, replica)
         self._mesh = replica.mesh

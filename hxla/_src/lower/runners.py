@@ -23,8 +23,9 @@ from .pipeline_program import PipelineSpec
 from .replica import Replica
 from .segment_programs import ChainParts, parts_for
 from .slots import Slots, make_slots
+from .stage_chain import StageChain
 
-Runner = ChainRunner | Pipeline
+Runner = ChainRunner | Pipeline | StageChain
 
 
 def chains(plan: Plan, spec: ChainSpec) -> Callable[[Replica], ChainRunner]:
@@ -133,6 +134,7 @@ def param_groups(
             [[number[p] for p in params] for params in of_slots],
             [{number[p]: read[p] for p in params if p in read} for params in of_slots],
         )
+    assert isinstance(runner, ChainRunner), "stages with axes of their own share no state"
     groups, low = [], []
     for i in range(runner.num_parts):
         groups.append(list(dict.fromkeys(number[p] for p in runner.params_of(i) if p in number)))

@@ -8,7 +8,7 @@ Legend of shape suffixes: T float tensors.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ from ..plan.layout import piece_shape
 from ..plan.sharding import Sharded
 from ..schedule.segment_sequence import CUT, INPUT, Residuals, SegmentCost
 from .call_loop import clip_of_call
-from .chain_spec import ChainSpec, first_packs, wanted_values
+from .chain_spec import ChainSpec, wanted_values
 from .compile import (
     adds_in_order,
     compiler_options,
@@ -171,11 +171,16 @@ def parts_for(spec: ChainSpec, replica: Replica) -> ChainParts:
 
 
 def _parts(spec: ChainSpec, replica: Replica) -> tuple[SegmentPart, ...]:
+    return tuple(some_parts(spec, replica, range(len(spec.parts))))
+
+
+def some_parts(spec: ChainSpec, replica: Replica, places: Iterable[int]) -> Iterator[SegmentPart]:
+    """The parts at some places of a chain, for a replica."""
     shared = spec.shared
     wanted = wanted_values(spec.graph, spec.trained)
     platform, several = replica.devices[0].platform, replica if replica.axes else None
-    return tuple(
-        SegmentPart(
+    for i in places:
+        yield SegmentPart(
             spec,
             i,
             shared=shared,
@@ -184,31 +189,37 @@ def _parts(spec: ChainSpec, replica: Replica) -> tuple[SegmentPart, ...]:
             in_order=adds_in_order(platform, spec.contribution.form),
             replica=several,
         )
-        for i in range(len(spec.parts))
-    )
 
 
 class SegmentPrograms:
     """The programs of a chain on a replica.
 
     Args:
-        by_part: Whether sums exist only while their part runs; see `LayerwiseStep`.
+        parts: All parts, or those that run on this replica.
+        first_packs: For each part the packs whose sums begin with its backward, if sums exist only
+            while their part runs; empty: sums exist all the time.
 
     Attributes:
         names: Names of all programs, in the order of `lower`.
         same: For each part the first one with the same programs.
         shared: Packs to which several parts add, whose sums begin with a step.
-        first_packs: For each part the packs whose sums begin with its backward; empty if not
-            `by_part`.
     """
 
-    def __init__(self, spec: ChainSpec, parts: ChainParts, replica: Replica, by_part: bool):
-        self._spec, self._replica, self._by_part = spec, replica, by_part
+    def __init__(
+        self,
+        spec: ChainSpec,
+        parts: ChainParts,
+        replica: Replica,
+        first_packs: Sequence[tuple[int, ...]] = (),
+    ):
+        self._spec, self._replica, self._by_part = spec, replica, bool(first_packs)
         self._parts, self.same, self._traced_for = parts
         self._distinct = sorted(set(self.same))
         shared = spec.shared
         shared_packs = [k for k, pack in enumerate(spec.packs) if not shared.isdisjoint(pack)]
-        self.shared = [] if by_part else shared_packs  # by part zeros are made when they are needed
+        self.shared = (
+            [] if first_packs else shared_packs
+        )  # by part zeros are made when they are needed
         options = compiler_options if spec.is_whole else update_options
         options = options if spec.per_call == 1 else loop_options
         self._options = options(replica.devices[0].platform, spec.contribution.form)
@@ -227,7 +238,7 @@ class SegmentPrograms:
             clip = clip_of_call(join_clipped(spec, self._traced), spec.per_call)
             self._clip = self._jit(clip, joined, donate_argnums=(0, 1))
         self.zeros = self._jit_placed(self._empty, self._sums_specs)
-        self.first_packs = first_packs(spec) if by_part else []
+        self.first_packs = list(first_packs)
         shapes = pack_shapes(spec.tensors, spec.packs)
         self._first_shapes = [
             tuple(zip((shapes[k] for k in packs), spec.sums_specs(packs), strict=True))
@@ -255,7 +266,7 @@ class SegmentPrograms:
         if self._spec.is_whole:
             return ["a microbatch"]
         return [
-            f"the {which} of {self._spec.parts[i].segment.name}"
+            f"the {which} of {self._parts[i].stage.part.segment.name}"
             for i in self._distinct
             for which in self._kinds(i)
         ]

@@ -14,7 +14,7 @@ import pydantic
 
 from ..core.errors import PlanError
 from ..core.files import listed, parse_json, shown
-from ..core.types import DATA_AXIS, STAGE_AXIS, TOKEN_AXIS
+from ..core.types import DATA_AXIS, DEVICE_AXIS, STAGE_AXIS, TOKEN_AXIS
 from ..schedule.schedules import Schedule, make_schedule, schedule_from_table
 from ..schedule.segment_sequence import (
     CUT,
@@ -24,6 +24,7 @@ from ..schedule.segment_sequence import (
     replay_sequence,
     sequence_from_texts,
 )
+from .unlike_stages import unlike_stage_faults
 
 
 def schedule_of(schedule: Any, num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
@@ -57,6 +58,8 @@ def faults(plan: Any) -> Iterator[str]:
     yield from _parameter_faults(plan)
     if plan.pipeline is not None:
         yield from _pipeline_faults(plan)
+        if plan.unlike_stages:
+            yield from unlike_stage_faults(plan)
     if plan.chain is not None:
         yield from _chain_faults(plan)
     yield from _stash_faults(plan)
@@ -170,8 +173,10 @@ def _axis_faults(plan: Any) -> Iterator[str]:
         yield f"axes: {DATA_AXIS!r} is the axis of `replicas`, leave it out"
     if STAGE_AXIS in names[1:]:
         yield f"axes: {STAGE_AXIS!r} must be the first"
-    if (STAGE_AXIS in names) != (plan.pipeline is not None):
+    if (STAGE_AXIS in names) != (plan.pipeline is not None and not plan.unlike_stages):
         yield f"pipeline: needed if and only if {STAGE_AXIS!r} is one of the axes"
+    if DEVICE_AXIS in names and not plan.unlike_stages:
+        yield f"axes: {DEVICE_AXIS!r} is for stages with axes of their own, `pipeline.stages`"
     for axis in plan.axes:
         if not axis.shares:
             continue
@@ -183,7 +188,8 @@ def _axis_faults(plan: Any) -> Iterator[str]:
                 f"has {', '.join(names)}: leave the shares out, or the other axes"
             )
     yield from _token_faults(plan)
-    roles = {len(axis.roles) for axis in plan.axes if axis.name != STAGE_AXIS}
+    outer = STAGE_AXIS, DEVICE_AXIS
+    roles = {len(axis.roles) for axis in plan.axes if axis.name not in outer}
     if len(roles) > 1:
         yield "axes: `roles` must have one entry for each TaskGraph, these differ in length"
 
@@ -358,7 +364,7 @@ def _pipeline_faults(plan: Any) -> Iterator[str]:
     if len({segment.keep for segment in pipeline.segments}) > 1:
         yield "pipeline.segments: all must `keep` the same"
     inner = math.prod(axis.size for axis in plan.axes) // max(num_stages, 1)
-    if inner > 1 and not pipeline.recompute:
+    if inner > 1 and not pipeline.recompute and not plan.unlike_stages:
         yield (
             f"pipeline.segments: stages of {inner} devices keep `inputs`, residuals are for stages "
             "of one"

@@ -13,7 +13,15 @@ from ..core.files import local_path
 from ..core.format import num_bytes
 from ..schedule.segment_sequence import sequence_from_texts
 from .layout import Layout
-from .parts import DevicePrediction, HeldBytes, PlannedChain, PlannedPipeline, Prediction, RunnerUp
+from .parts import (
+    DevicePrediction,
+    HeldBytes,
+    PlannedChain,
+    PlannedPipeline,
+    PlannedStage,
+    Prediction,
+    RunnerUp,
+)
 
 
 def pipeline_in_words(pipeline: PlannedPipeline, num_stages: int) -> Iterator[str]:
@@ -27,6 +35,22 @@ def pipeline_in_words(pipeline: PlannedPipeline, num_stages: int) -> Iterator[st
         first, last = names[0][0], names[-1][-1]
         between = first if first == last else f"{first} .. {last}"
         yield f"  stage {part % num_stages}: {between}"
+
+
+def stages_in_words(
+    stages: Sequence[PlannedStage], names: Sequence[Sequence[str]]
+) -> Iterator[str]:
+    """A line for each stage that has a form of its own.
+
+    Args:
+        names: For each replica the devices of each stage.
+    """
+    for s, stage in enumerate(stages):
+        axes = ", ".join(f"{axis.name} {axis.size}" for axis in stage.axes) or "one device"
+        sizes = stage.axis_sizes
+        held = sum(layout.device_bytes(sizes) for layout in stage.parameters)
+        where = "; ".join(replica[s] for replica in names[:4]) + "; ..." * (len(names) > 4)
+        yield f"  stage {s} on {where}: {axes}, parameters {held:,} bytes on a device in a step"
 
 
 def chain_in_words(chain: PlannedChain) -> Iterator[str]:

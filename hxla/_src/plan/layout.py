@@ -15,7 +15,7 @@ from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ..core.errors import PlanError
-from ..core.types import STAGE_AXIS
+from ..core.types import DEVICE_AXIS, STAGE_AXIS
 from ..graph.graph import Graph, params_of
 
 
@@ -204,6 +204,25 @@ def storage_specs(
     ]
 
 
+def device_layout(
+    shape: tuple[int, ...], num_devices: int
+) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[int, ...], ...]]:
+    """The spec and sizes of a parameter that is sharded over all devices of a replica.
+
+    The first dimension that divides is cut evenly, else the longest in sizes that differ by one. An
+    array with fewer rows than devices is whole.
+    """
+    none: tuple[tuple[int, ...], ...] = ((),) * len(shape)
+    dim, sizes = _dim(shape, num_devices), none
+    if dim is None and max(shape, default=0) > num_devices:
+        dim = shape.index(max(shape))
+        each, rest = divmod(shape[dim], num_devices)
+        parts = (*(each + 1 for _ in range(rest)), *(each for _ in range(num_devices - rest)))
+        sizes = (*none[:dim], parts, *none[dim + 1 :])
+    spec = tuple((DEVICE_AXIS,) if d == dim else () for d in range(len(shape)))
+    return spec, sizes if any(sizes) else ()
+
+
 def without_stages(spec: P) -> tuple[P, int | None]:
     """The PartitionSpec inside a stage, and the dimension that is cut over stages."""
     parts = from_spec(spec, len(spec))
@@ -239,7 +258,8 @@ def check_layers_whole(graph: Graph, parameters: Sequence[Layout]) -> None:
     for p, v in zip(params_of(graph), graph.param_values, strict=True):
         layout, rows = parameters[p], graph.values[v].rows
         dim = None if rows is None else rows[0]
-        names = () if dim is None else [n for n in layout.spec[dim] if n != STAGE_AXIS]
+        outer = STAGE_AXIS, DEVICE_AXIS  # between steps only
+        names = () if dim is None else [n for n in layout.spec[dim] if n not in outer]
         for name in names:
             line = (
                 f"parameters.{layout.name}.spec: {name!r} cuts dimension {dim}, in which a scan's "

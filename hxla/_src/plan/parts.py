@@ -9,7 +9,7 @@ from ..core.files import shown
 from ..core.version import __version__
 from ..jax.settings import bit_settings, jax_versions, processor
 from ..schedule.schedules import needs_even_counts
-from .layout import PlanValue
+from .layout import Layout, PlanValue
 
 #: What a mesh axis shards of a TaskGraph: the batch, the parameters, what rules say, or tokens.
 Role = Literal["replicate", "split", "rules", "tokens"]
@@ -140,6 +140,28 @@ class PlannedSegment(ChainSegment):
     keep: Literal["residuals", "inputs"] = "residuals"
 
 
+class PlannedStage(PlanValue):
+    """A stage with devices and mesh axes of its own.
+
+    Attributes:
+        axes: The mesh axes inside the stage, the last running fastest; none for one device.
+        parameters: The layouts inside the stage of the parameters that it reads, while a step runs.
+    """
+
+    axes: tuple[Axis, ...] = ()
+    parameters: tuple[Layout, ...]
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """The sizes of the mesh axes inside the stage, by name."""
+        return {axis.name: axis.size for axis in self.axes}
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices of the stage."""
+        return math.prod(axis.size for axis in self.axes)
+
+
 class PlannedPipeline(PlanValue):
     """The stages of a pipeline and their schedule.
 
@@ -150,12 +172,15 @@ class PlannedPipeline(PlanValue):
         schedule: The schedule: `gpipe`, `1f1b`, `interleaved`, `zb-h1`, or a table of ticks and
             stages as `hxla.schedule_from_table` reads it.
         num_chunks: The parts of the model on each stage.
+        stages: The stages in order, where each has a form of its own. Its devices follow those of
+            the stage before in `ReplicaWork.devices`. Empty: all stages have the axes of the plan.
     """
 
     cut_by: Literal["work", "annotations"] = "work"
     segments: tuple[PlannedSegment, ...] = pydantic.Field(min_length=1)
     schedule: str | tuple[tuple[str, ...], ...] = "1f1b"
     num_chunks: pydantic.PositiveInt = 1
+    stages: tuple[PlannedStage, ...] = ()
 
     @property
     def points(self) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ import pydantic
 from ..core.errors import PlanError
 from ..core.files import MOST_JSON_BYTES, named, read_bytes
 from ..core.format import plural, si, span
-from ..core.types import STAGE_AXIS
+from ..core.types import DEVICE_AXIS, STAGE_AXIS
 from .check import faults, faults_of, from_json, refusal
 from .description import (
     DeviceRow,
@@ -30,6 +30,7 @@ from .description import (
     parts_in_words,
     pipeline_in_words,
     runners_up_in_words,
+    stages_in_words,
 )
 from .layout import Layout, PlanValue, whole
 from .parts import (
@@ -38,6 +39,7 @@ from .parts import (
     PlannedChain,
     PlannedDevice,
     PlannedPipeline,
+    PlannedStage,
     Prediction,
     ReplicaWork,
     RunnerUp,
@@ -79,6 +81,14 @@ def deciding(plan: "Plan") -> dict[str, Any]:
         each = [[s.first, s.keep] for s in segments]
         found["keep"] = each if len({s.keep for s in segments}) > 1 else segments[0].keep
         found["has_weight"] = plan.pipeline.has_weight
+    if plan.unlike_stages:
+        found["stages"] = [
+            [
+                [axis.model_dump() for axis in stage.axes],
+                [[layout.name, layout.spec] for layout in stage.parameters],
+            ]
+            for stage in plan.unlike_stages
+        ]
     # Whatever is recomputed, the programs are the same.
     if plan.chain is not None and plan.num_segments > 1:
         found["chain"] = plan.chain.points
@@ -208,7 +218,8 @@ class Plan(PlanValue):
     @property
     def inner_axes(self) -> tuple[tuple[str, int], ...]:
         """Names and sizes of the mesh axes inside a replica, or inside each of its stages."""
-        return tuple((axis.name, axis.size) for axis in self.axes if axis.name != STAGE_AXIS)
+        outer = STAGE_AXIS, DEVICE_AXIS
+        return tuple((axis.name, axis.size) for axis in self.axes if axis.name not in outer)
 
     @property
     def mesh_in_words(self) -> str:
@@ -219,7 +230,20 @@ class Plan(PlanValue):
     @property
     def num_stages(self) -> int:
         """The stages of each replica; 1 without a pipeline."""
-        return self.axis_sizes.get(STAGE_AXIS, 1)
+        return len(self.unlike_stages) or self.axis_sizes.get(STAGE_AXIS, 1)
+
+    @property
+    def unlike_stages(self) -> tuple[PlannedStage, ...]:
+        """The stages where each has devices and axes of its own; none where all have one form."""
+        return () if self.pipeline is None else self.pipeline.stages
+
+    @property
+    def stage_sizes(self) -> tuple[int, ...]:
+        """The number of devices of each stage of a replica."""
+        if self.unlike_stages:
+            return tuple(stage.num_devices for stage in self.unlike_stages)
+        size = math.prod(axis.size for axis in self.axes) // self.num_stages
+        return (size,) * self.num_stages
 
     @property
     def num_segments(self) -> int:
@@ -276,13 +300,9 @@ class Plan(PlanValue):
     def stage_names(self) -> tuple[tuple[str, ...], ...]:
         """Short names of the stages of each replica: their devices' kinds and ranks."""
         kinds = {device.rank: device.kind for device in self.devices}
-        size = math.prod(axis.size for axis in self.axes) // self.num_stages
+        spans = list(itertools.pairwise(itertools.accumulate(self.stage_sizes, initial=0)))
         return tuple(
-            tuple(
-                name_of_devices(r.devices[i : i + size], kinds)
-                for i in range(0, len(r.devices), size)
-            )
-            for r in self.replicas
+            tuple(name_of_devices(r.devices[a:b], kinds) for a, b in spans) for r in self.replicas
         )
 
     @property
@@ -483,12 +503,12 @@ class Plan(PlanValue):
         """
         known = {d.rank: d for d in self.prediction.devices} if self.prediction else {}
         kinds = {device.rank: device.kind for device in self.devices}
-        size = math.prod(axis.size for axis in self.axes) // self.num_stages
+        stages = [s for s, size in enumerate(self.stage_sizes) for _ in range(size)]
         rows = [
             DeviceRow(
                 label=f"{rank} {kinds[rank]}",
                 replica=r,
-                stage=i // size,
+                stage=stages[i],
                 num_microbatches=replica.num_microbatches,
                 prediction=known.get(rank),
             )
@@ -536,6 +556,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield from parts_in_words(plan.parameters, axis.name, axis.size)
     if plan.pipeline is not None:
         yield from pipeline_in_words(plan.pipeline, plan.num_stages)
+        yield from stages_in_words(plan.unlike_stages, plan.stage_names)
     if plan.chain is not None:
         yield from chain_in_words(plan.chain)
     yield from plan.precision.in_words()

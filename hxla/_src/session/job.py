@@ -199,7 +199,7 @@ class Job(JobArguments):
         microbatch_size: int | Literal["measured"] | None = None,
         mesh: jax.sharding.Mesh | Mapping[str, int | tuple[int, ...]] | None = None,
         rules: str | RuleSet | None = None,
-        stages: int | Sequence[float] | None = None,
+        stages: int | Sequence[float] | Sequence[Mapping[str, float]] | None = None,
         counts: Counts = "measured",
         reduction: Literal["exact", "float"] = "exact",
         checkpoint_dir: str | os.PathLike[str] | None = None,
@@ -228,7 +228,11 @@ class Job(JobArguments):
                 default every device is used as annotated.
             rules: The rule set, or its name or file, that shards over the inner axes.
             stages: The number of stages of a pipeline, which are then balanced for their devices,
-                or the share of the work of each stage.
+                or the share of the work of each stage. Or a table for each stage, whose devices
+                and axes may be unlike those of the others: `[{"devices": 1}, {"tensor": 2}]`. A
+                stage has the axes `tensor`, over which rules or the least communication shard its
+                parameters, and `data`, over which a microbatch is cut. `"work"` is its share of the
+                work; by default it is its number of devices.
             counts: The microbatch counts of replicas. `measured` and `even` plans begin with even
                 counts, which a session moves if it balances. A sequence gives one for each replica.
             reduction: The form of the sums of gradients: `exact`, or `float` for float32 sums whose

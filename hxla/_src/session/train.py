@@ -37,7 +37,7 @@ def train(
     microbatch_size: int | Literal["measured"] | None = None,
     mesh: jax.sharding.Mesh | Mapping[str, int | tuple[int, ...]] | None = None,
     rules: str | RuleSet | None = None,
-    stages: int | Sequence[float] | None = None,
+    stages: int | Sequence[float] | Sequence[Mapping[str, float]] | None = None,
     counts: Counts | None = None,
     reduction: Literal["exact", "float"] = "exact",
     eval_data: Any = None,
@@ -75,7 +75,8 @@ def train(
             `Job.plan`.
         mesh: The mesh axes and their sizes, see `Job.plan`.
         rules: The rule set for the inner axes of the mesh, see `Job.plan`.
-        stages: The number of stages of a pipeline or their shares of the work, see `Job.plan`.
+        stages: The number of stages of a pipeline, their shares of the work, or a table of devices
+            for each, see `Job.plan`.
         counts: The microbatch counts of replicas: `measured` (the default) adapts them to the
             devices, `even` keeps them even, and a sequence gives one for each replica.
         reduction: The form of the sums of gradients, see `Job.plan`.

@@ -10,14 +10,15 @@ from ..cluster.cluster import Cluster
 from ..cluster.job_devices import Devices
 from ..cluster.kinds import are_unlike, in_words, missing_attention, missing_dtypes
 from ..core.errors import ConfigError, PlanError
-from ..graph.graph import Graph, rows_touched
-from ..graph.parts import graph_of
+from ..graph.graph import Graph, params_of, rows_touched
+from ..graph.parts import graph_at, graph_of
 from ..graph.segments import segments_at
 from ..graph.trace import largest_head
 from ..jax.devices import process_of
 from ..jax.settings import unlike_settings
 from ..job.agreement import facts_of_plan, facts_of_versions
 from ..job.context import JobContext
+from ..lower.chain_spec import direct_parts
 from ..plan.layout import dtype_name
 from ..plan.parts import ChainSegment
 from ..plan.plan import Plan
@@ -56,6 +57,7 @@ def check_runnable(plan: Plan, job: JobContext, cluster: Cluster, devices: Devic
         missing_attention(largest_head(graph), [d.kind for d in plan.devices]),
         _parameter_differences(plan, graph),
         _segment_differences(plan, graph),
+        _stage_differences(plan, graph),
         _sum_differences(plan, graph, cluster),
     ):
         every = [f"  {difference}" for difference in differences]
@@ -124,7 +126,8 @@ def _parameter_differences(plan: Plan, graph: Graph) -> Iterator[str]:
             yield f"parameters.{name}: {in_plan} in the plan, {in_model} in the model"
     if planned == traced and list(planned) != list(traced):
         yield f"parameters: in another order than the model's, which is {', '.join(traced)}"
-    num_tasks = {len(axis.roles) for axis in plan.axes if axis.roles} - {len(graph.task_graphs)}
+    axes = (*plan.axes, *(axis for stage in plan.unlike_stages for axis in stage.axes))
+    num_tasks = {len(axis.roles) for axis in axes if axis.roles} - {len(graph.task_graphs)}
     if num_tasks:
         yield (
             f"axes: {num_tasks.pop()} TaskGraphs have roles in the plan, the model has "
@@ -157,6 +160,23 @@ def _segment_differences(plan: Plan, graph: Graph) -> Iterator[str]:
                 f"{key}.segments.{i}: {segment.name!r} begins at equation {segment.first} in "
                 f"the plan, {traced.name!r} in the loss"
             )
+
+
+def _stage_differences(plan: Plan, graph: Graph) -> Iterator[str]:
+    """Stages of unlike devices whose layouts are of other parameters than they read."""
+    if not plan.unlike_stages:
+        return
+    assert plan.pipeline is not None
+    ordered, points = graph_at(graph, plan.pipeline.cut_by, plan.pipeline.points)
+    for s, (part, stage) in enumerate(
+        zip(direct_parts(ordered, points), plan.unlike_stages, strict=True)
+    ):
+        param_of = params_of(ordered)
+        read = {graph.param_names[param_of[entry]] for entry in part.segment.params}
+        listed = {layout.name for layout in stage.parameters}
+        for name in sorted(read ^ listed):
+            says = "reads it" if name in read else "does not read it"
+            yield f"pipeline.stages.{s}.parameters: {name!r}: the stage {says}"
 
 
 def _sum_differences(plan: Plan, graph: Graph, cluster: Cluster) -> Iterator[str]:

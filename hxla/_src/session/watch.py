@@ -54,7 +54,9 @@ class PipelineWatch:
 
         Stages on shared cores slow each other down, so nothing is predicted for them.
         """
-        if plan.pipeline is None or share_cores(d for r in self._replicas for d in r.devices):
+        if plan.pipeline is None or plan.unlike_stages:
+            return ()
+        if share_cores(d for r in self._replicas for d in r.devices):
             return ()
         local_times = self._stepper.measure_pipelines(batch, repeats=_REPEATS)
         texts = self._gather("pipeline times", pipeline_report.to_text(local_times))

@@ -1,0 +1,142 @@
+"""What moves between the stages of a pipeline that have devices of their own.
+
+Parameters go from all devices of the replica, which store them between steps, to a stage; its sums
+come back. Values go from a stage to the next, and their gradients to the one before.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from ..graph.graph import Graph, bytes_of, shapes_of
+from ..model.plain_arrays import in_bytes
+from ..schedule.schedules import BACKWARD, FORWARD
+from .chain_spec import ChainSpec
+from .contribution import buckets, pack_shapes
+from .padding import NOT_PADDED, Padding
+from .replica import Replica
+from .route import Route, RouteEnd
+from .segment_part import SegmentPart
+from .segment_programs import SegmentPrograms
+from .stage_chain_spec import StageChainSpec
+
+_BUCKET_BYTES = 64 << 20  # of a device's arrays that take a route together
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A stage on its devices.
+
+    Attributes:
+        part: Its part of the chain.
+        programs: None where this process has none of its devices.
+        params: Places of the parameters that it reads, each once.
+    """
+
+    index: int
+    chain: ChainSpec
+    replica: Replica
+    part: SegmentPart
+    programs: SegmentPrograms | None
+    params: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageRoute:
+    """A route, and the places of the arrays that take it.
+
+    Attributes:
+        items: Values of the graph, places of parameters, or packs.
+    """
+
+    stage: int
+    items: tuple[int, ...]
+    route: Route
+    name: str
+
+
+def fill_routes(spec: StageChainSpec, replica: Replica, stage: Stage) -> Iterator[StageRoute]:
+    """The routes of the parameters of a stage, from where they are between steps.
+
+    Args:
+        replica: All devices of the pipeline.
+    """
+    graph = stage.chain.graph
+    for params in _buckets(stage.params, lambda p: _param_bytes(graph, p)):
+        sources, targets = [], []
+        for p in params:
+            [shape] = shapes_of(graph, [graph.param_values[p]])
+            stored, padding = spec.stored[p]
+            inside = spec.param_specs[stage.index][p]
+            sources.append(_end(replica, padding.like(shape), stored, padding))
+            targets.append(_end(stage.replica, shape, inside))
+        route = Route(replica.devices, sources, targets)
+        name = f"the parameters of stage {stage.index}"
+        yield StageRoute(stage=stage.index, items=params, route=route, name=name)
+
+
+def return_routes(spec: StageChainSpec, replica: Replica, stage: Stage) -> Iterator[StageRoute]:
+    """The routes of the sums of a stage, to where they are between steps.
+
+    Args:
+        replica: All devices of the pipeline.
+    """
+    chain, packs = stage.chain, stage.part.packs
+    shapes, num = pack_shapes(chain.tensors, chain.packs), chain.contribution.form.num_parts
+    for some in _buckets(packs, lambda k: 4 * num * math.prod(shapes[k])):
+        sources, targets = [], []
+        for k in some:
+            whole = jax.ShapeDtypeStruct(shapes[k], chain.contribution.dtype)
+            stored, padding = spec.stored_tensor(k)
+            sources += [_end(stage.replica, whole, chain.specs[k])] * num
+            targets += [_end(replica, padding.like(whole), stored, padding)] * num
+        route = Route(replica.devices, sources, targets)
+        name = f"the sums of stage {stage.index}"
+        yield StageRoute(stage=stage.index, items=some, route=route, name=name)
+
+
+def hop(stages: Sequence[Stage], crossing: Sequence[int], s: int, kind: str) -> StageRoute:
+    """The route between a stage and the one before: of values, or of their gradients.
+
+    Args:
+        crossing: The values that cross into the stage.
+        kind: `FORWARD` or `BACKWARD`.
+    """
+    early, late = stages[s - 1], stages[s]
+    values = tuple(crossing)
+    if kind == BACKWARD:
+        floats = {v for stage in stages[s:] for v in stage.part.floats}
+        values = tuple(v for v in values if v in floats)
+
+    def ends(stage: Stage) -> list[RouteEnd]:
+        sharded, graph = stage.chain.sharded, stage.chain.graph
+        spec_of = sharded.waiting_spec if kind == FORWARD else sharded.spec_of
+        pairs = zip(values, in_bytes(shapes_of(graph, values)), strict=True)
+        return [_end(stage.replica, x, spec_of(v)) for v, x in pairs]
+
+    source, target = (early, late) if kind == FORWARD else (late, early)
+    route = Route((*early.replica.devices, *late.replica.devices), ends(source), ends(target))
+    what = "values" if kind == FORWARD else "gradients"
+    name = f"the {what} from stage {source.index} to stage {target.index}"
+    return StageRoute(stage=source.index, items=values, route=route, name=name)
+
+
+def _end(replica: Replica, x: Any, spec: P, padding: Padding = NOT_PADDED) -> RouteEnd:
+    return RouteEnd(
+        shape=tuple(x.shape), dtype=x.dtype, sharding=replica.sharding(spec), padding=padding
+    )
+
+
+def _param_bytes(graph: Graph, p: int) -> int:
+    value = graph.values[graph.param_values[p]]
+    return bytes_of(value.shape, value.dtype)
+
+
+def _buckets(items: Sequence[int], num_bytes: Callable[[int], int]) -> list[tuple[int, ...]]:
+    """Consecutive items that take a route together."""
+    groups = buckets(list(map(num_bytes, items)), _BUCKET_BYTES)
+    return [tuple(items[i] for i in group) for group in groups]

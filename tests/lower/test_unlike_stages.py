@@ -1,0 +1,123 @@
+"""Stages with devices and axes of their own: a card alone beside two that share a stage."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from support import models
+from support.launched import end_of, start
+from support.tensor_gpt import BATCH, STEPS
+from support.tiers import rows
+from support.unlike_stages import CASES, ONE, TWO, params_of, reference, trained
+
+
+@pytest.mark.parametrize("name", rows(CASES, "one and two", "annotated", "gpt"))
+def test_unlike_stages_train_as_plain_jax_does(name):
+    case = CASES[name]
+    losses, params = reference(case)
+    result = trained(case)
+    np.testing.assert_allclose([s.loss for s in result.history.steps], losses, rtol=2e-5)
+    for got, expected in zip(params_of(result.model), params, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+CODE = """
+import os
+import hxla
+hxla.join()
+import jax
+import numpy as np
+from support.unlike_stages import CASES, STEPS, trained
+
+whole = []
+
+def keep(record, session):
+    if session.step_number == STEPS:
+        whole[:] = jax.tree.leaves(session.gather(session.state.params))
+
+for name in os.environ["NAMES"].split(";"):
+    result = trained(CASES[name], visible=False, callbacks=[keep])
+    if jax.process_index() == 0:
+        losses = [record.loss for record in result.history.steps]
+        arrays = {f"p{k:03}": x for k, x in enumerate(whole)}
+        np.savez(f"{name}.npz", losses=losses, **arrays)
+print("ended", jax.process_index())
+"""
+
+
+@pytest.fixture(scope="module")
+def job_of_three(tmp_path_factory):
+    """Three processes with a device each, and the folder of their results."""
+    folder = tmp_path_factory.mktemp("three")
+    names = "one and two;gpt;two and one"
+    out, err = end_of(start(folder, CODE, "-n", "3", env={"NAMES": names}))
+    assert out.count("ended") == 3, err[-3000:]
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one and two", "gpt", "two and one"])
+def test_processes_of_unlike_stages_train_as_plain_jax_does(job_of_three, name):
+    losses, params = reference(CASES[name])
+    found = np.load(job_of_three / f"{name}.npz")
+    np.testing.assert_allclose(found["losses"], losses, rtol=2e-5)
+    for k, expected in enumerate(params):
+        got = found[f"p{k:03}"]
+        np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+@pytest.mark.slow
+def test_checkpoints_and_evaluations_know_nothing_of_stages(tmp_path):
+    case = CASES["one and two"]
+    held_out = models.regression(10)
+    folder = {"checkpoint_dir": tmp_path, "checkpoint_every": 1, "eval_data": held_out}
+    losses, _ = reference(case)
+    trained(case, steps=1, **folder)
+    two = trained(case, steps=2, **folder)  # the same stages again
+    last = trained(CASES["two and one"], **folder)
+    alone = trained(dataclasses.replace(case, options={}, num_devices=1), eval_data=held_out)
+    resumed = [step.loss for r in (two, last) for step in r.history.steps]
+    np.testing.assert_allclose(resumed, losses[1:], rtol=2e-5)
+    evaluated = [r.history.evaluations[-1].loss for r in (last, alone)]
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_statistics_dropout_and_low_precision_are_those_of_one_device():
+    case = dataclasses.replace(
+        CASES["one and two"],
+        make=lambda: models.NnxNet(nnx.Rngs(0)),
+        loss=models.token_loss,
+        data=lambda: models.tokens(STEPS * BATCH),
+        options={"stages": [TWO, ONE], "rules": "decoder"},
+    )
+    for precision, rel in (("fp32", 1e-5), ("bf16", 2e-2)):
+        split = trained(case, precision=precision)
+        one = dataclasses.replace(case, options={}, num_devices=1)
+        alone = trained(one, precision=precision)
+        for a, b in zip(alone.history.steps, split.history.steps, strict=True):
+            assert a.loss == pytest.approx(b.loss, rel=rel)
+        statistics = [jax.tree.leaves(nnx.state(r.model, nnx.BatchStat)) for r in (alone, split)]
+        for a, b in zip(*statistics, strict=True):
+            np.testing.assert_allclose(a, b, rtol=rel, atol=rel / 10)
+
+
+@pytest.mark.slow
+def test_no_spread_of_microbatches_moves_a_bit():
+    one, two = CASES["one and two"], CASES["two pipelines"]
+    results = [trained(one), *(trained(two, counts=counts) for counts in ((5, 3), (2, 6)))]
+    assert len({result.plan.numerics for result in results}) == 1
+    assert len({result.sha256 for result in results}) == 1
+
+
+@pytest.mark.slow
+def test_gradients_are_clipped_by_the_norm_of_all_stages():
+    case = CASES["one and two"]
+    clipped = {"config": {"communication": {"clip_norm": 0.1}}}
+    alone = trained(dataclasses.replace(case, options={}, num_devices=1), **clipped)
+    split = trained(case, **clipped)
+    for a, b in zip(params_of(alone.model), params_of(split.model), strict=True):
+        np.testing.assert_allclose(b, a, rtol=0, atol=2e-5 * np.abs(a).max())
