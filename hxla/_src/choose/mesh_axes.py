@@ -288,10 +288,9 @@ def _token_axes(
     request = Request(kind="tokens", device_count=count)
     virtual = assign_devices([request], num_devices, nodes=nodes, layout=layout)
     size = len(virtual.replica(0))
-    if size == 1:
-        return virtual, (), {}
-    roles: dict[str, tuple[Role, ...]] = {TOKEN_AXIS: ("tokens",) * len(tasks)}
-    return virtual, ((TOKEN_AXIS, size),), roles
+    role: Role = "tokens"
+    axes: Axes = ((TOKEN_AXIS, size),) if size > 1 else ()
+    return virtual, axes, {name: (role,) * len(tasks) for name, _ in axes}
 
 
 def roles_of_mesh(graph: Graph, axes: Axes, *, by_rules: bool) -> Roles:
@@ -300,26 +299,7 @@ def roles_of_mesh(graph: Graph, axes: Axes, *, by_rules: bool) -> Roles:
     Raises:
         PlanError: If nothing gives an axis a role, or an annotation disagrees.
     """
-    sizes = {name: size for name, size in axes if size > 1}
-    if TOKEN_AXIS in sizes and len(sizes) > 1:
-        others = ", ".join(repr(name) for name in sizes if name != TOKEN_AXIS)
-        raise PlanError(
-            f"the mesh axis {TOKEN_AXIS!r} cuts tokens, and hxla does not cut them beside "
-            f"{others}: use {DATA_AXIS!r} for replicas around it, or leave one of the axes out"
-        )
-    for task in graph.task_graphs:
-        if TOKEN_AXIS in sizes and task.strategy == "split":
-            raise PlanError(
-                f"hxla.{task.label} at {task.source} splits parameters, and the mesh axis "
-                f"{TOKEN_AXIS!r} cuts tokens: leave one of the two out"
-            )
-        num = dict(axes).get(TOKEN_AXIS, 0)
-        if task.strategy == "tokens" and task.device_count not in ((None, num) if num else ()):
-            raise PlanError(
-                f"hxla.{task.label} at {task.source} splits tokens, and the mesh has "
-                f"{f'{num} devices along' if num else 'no axis'} {TOKEN_AXIS!r}: use a mesh that "
-                "agrees, or leave the annotation out"
-            )
+    _check_tokens(graph, axes)
     kinds = [t.strategy for t in graph.task_graphs]
     size = math.prod(n for name, n in axes if name not in BATCH_AXES)
     for task in graph.task_graphs:
@@ -347,6 +327,30 @@ def roles_of_mesh(graph: Graph, axes: Axes, *, by_rules: bool) -> Roles:
                 f"a mesh with the one axis {DATA_AXIS!r}"
             )
     return roles
+
+
+def _check_tokens(graph: Graph, axes: Axes) -> None:
+    """Refuse an axis of tokens beside others, and annotations that disagree with it."""
+    sizes = {name: size for name, size in axes if size > 1}
+    if TOKEN_AXIS in sizes and len(sizes) > 1:
+        others = ", ".join(repr(name) for name in sizes if name != TOKEN_AXIS)
+        raise PlanError(
+            f"the mesh axis {TOKEN_AXIS!r} cuts tokens, and hxla does not cut them beside "
+            f"{others}: use {DATA_AXIS!r} for replicas around it, or leave one of the axes out"
+        )
+    num = dict(axes).get(TOKEN_AXIS, 0)
+    for task in graph.task_graphs:
+        if TOKEN_AXIS in sizes and task.strategy == "split":
+            raise PlanError(
+                f"hxla.{task.label} at {task.source} splits parameters, and the mesh axis "
+                f"{TOKEN_AXIS!r} cuts tokens: leave one of the two out"
+            )
+        if task.strategy == "tokens" and task.device_count not in ((None, num) if num else ()):
+            raise PlanError(
+                f"hxla.{task.label} at {task.source} splits tokens, and the mesh has "
+                f"{f'{num} devices along' if num else 'no axis'} {TOKEN_AXIS!r}: use a mesh that "
+                "agrees, or leave the annotation out"
+            )
 
 
 def split_over(graph: Graph, num_devices: int) -> tuple[Axes, Roles]:
