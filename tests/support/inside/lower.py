@@ -28,7 +28,7 @@ from hxla._src.lower.offload import OffloadedLeaf
 from hxla._src.lower.padding import NOT_PADDED, Cut, Granules, Padding, padded, unpadded
 from hxla._src.lower.pipeline import PieceTimes, Pipeline
 from hxla._src.lower.replica import Replica
-from hxla._src.lower.route import RouteEnd, Route
+from hxla._src.lower.route import Route, RouteEnd
 from hxla._src.lower.segment_programs import segment_costs
 from hxla._src.lower.sharded_params import ShardedParams
 from hxla._src.lower.slots import make_slots
