@@ -1,4 +1,4 @@
-"""Plans of stages with devices and axes of their own."""
+"""Plans of unlike stages."""
 
 import functools
 import json
@@ -153,7 +153,7 @@ def test_other_arguments_that_do_not_go_with_them_are_refused():
 @pytest.mark.parametrize(
     ("edit", "fault"),
     [
-        (lambda p: p["axes"][0].update(size=4), "axes: stages with axes of their own have 3"),
+        (lambda p: p["axes"][0].update(size=4), "axes: unlike stages have 3"),
         (
             lambda p: p["pipeline"]["stages"][1]["axes"][0].update(name="fsdp"),
             "pipeline.stages.1.axes: a stage has no axis 'fsdp'",
@@ -162,7 +162,7 @@ def test_other_arguments_that_do_not_go_with_them_are_refused():
             lambda p: p["pipeline"]["stages"][1]["parameters"][0].update(name="no such"),
             "pipeline.stages.1.parameters.no such: there is no such parameter",
         ),
-        (lambda p: p["placement"].update(zero=1), "placement.zero: stages with axes of their own"),
+        (lambda p: p["placement"].update(zero=1), "placement.zero: unlike stages"),
     ],
 )
 def test_a_plan_edited_wrongly_is_refused_by_key(edit, fault):

@@ -85,13 +85,9 @@ def test_arrays_arrive_bit_for_bit(way):
 
 
 def test_a_device_gets_the_rows_that_it_lacks_only():
-    sharding = on(0, device=3)[0][0]
-    whole = RouteEnd(
-        shape=(6, 4), dtype=np.float32, sharding=SingleDeviceSharding(jax.devices()[0])
-    )
-    third = RouteEnd(
-        shape=(6, 4), dtype=np.float32, sharding=NamedSharding(sharding.mesh, P("device"))
-    )
+    one = SingleDeviceSharding(jax.devices()[0])
+    three = NamedSharding(on(0, device=3)[0][0].mesh, P("device"))
+    whole, third = (RouteEnd(shape=(6, 4), dtype=np.float32, sharding=s) for s in (one, three))
     text = Route(jax.devices()[:3], [whole], [third]).lower().compile().as_text()
     assert text.count("collective-permute(") == 2
     assert "u32[8]" in text  # two of six rows of four

@@ -1,4 +1,4 @@
-"""Stages with devices and axes of their own: a card alone beside two that share a stage."""
+"""Unlike stages: a card alone beside two that share a stage."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Models whose stages have devices and axes of their own, and plain JAX's result for each."""
+"""Models whose stages are unlike in devices and axes, and plain JAX's result for each."""
 
 import dataclasses
 import itertools
@@ -21,7 +21,7 @@ ONE, TWO, DATA = {"devices": 1}, {"tensor": 2}, {"data": 2}
 
 
 class Net(nnx.Module):
-    """Three parts, each in a scope of its own; sizes that three devices do not divide."""
+    """Three parts, each in a scope each; sizes that three devices do not divide."""
 
     def __init__(self, rngs, scopes=()):
         sizes = (6, 32, 16, 64, 3)

@@ -205,7 +205,7 @@ def complete(
 def _unlike_pipeline(
     graph: Graph, structure: ReplicaGroups
 ) -> tuple[PlannedPipeline, list[str], float]:
-    """The pipeline of stages with axes of their own, lines for the plan, and bytes sent."""
+    """The pipeline of unlike stages, lines for the plan, and bytes sent."""
     request = structure.pipeline
     assert request is not None
     pipeline = request.planned(graph)

@@ -46,7 +46,7 @@ class PipelineRequest:
         by_annotations: Whether the cuts are those of the annotations.
         num_segments: Segments of the chain; 0: chosen by the number of parts.
         cut: Segments of each part; None: by `shares`.
-        forms: The devices of each stage, where each has axes of its own; empty: all are alike.
+        forms: The devices of each stage, where they are unlike; empty: all are alike.
     """
 
     num: int

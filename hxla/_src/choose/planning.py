@@ -278,7 +278,7 @@ def _structure(
         check_settings(settings)
         if own_member() is not None:
             raise ConfigError(
-                "stages with axes of their own do not run in an elastic job yet: start it without "
+                "unlike stages do not run in an elastic job yet: start it without "
                 "--elastic, or use stages of one form"
             )
     shares = request.shares or _pinned_shares(structure, request.pinned)

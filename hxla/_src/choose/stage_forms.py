@@ -1,4 +1,4 @@
-"""Stages with devices and axes of their own, as the user or the annotations ask for them.
+"""Unlike stages, as the user or the annotations ask for them.
 
 References:
     Jia et al., "Whale", USENIX ATC 2022, figure 5 (TaskGraphs of unlike strategies and counts).
@@ -98,7 +98,7 @@ def _fault(table: Any) -> str:
 
 
 def forms_annotated(virtual: VirtualDevices, graph: Graph) -> tuple[StageForm, ...]:
-    """The forms of TaskGraphs on devices of their own."""
+    """The forms of TaskGraphs on distinct devices."""
     forms = []
     tasks = zip(graph.task_graphs, graph.nested, virtual.devices[0], strict=True)
     for task, copies, devices in tasks:
@@ -110,7 +110,7 @@ def forms_annotated(virtual: VirtualDevices, graph: Graph) -> tuple[StageForm, .
 
 
 def check_settings(settings: Config) -> None:
-    """Refuse settings that stages with axes of their own do not have yet.
+    """Refuse settings that unlike stages do not have yet.
 
     Raises:
         ConfigError: With every such setting.
@@ -133,7 +133,7 @@ def check_settings(settings: Config) -> None:
         faults.append(f"pipeline.schedule={schedule!r}")
     if faults:
         raise ConfigError(
-            f"stages with axes of their own do not run with {', '.join(faults)} yet: leave this "
+            f"unlike stages do not run with {', '.join(faults)} yet: leave this "
             "out, or use stages of one form"
         )
 

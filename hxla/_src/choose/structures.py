@@ -214,7 +214,7 @@ def unlike_stages(
     forms: tuple[StageForm, ...],
     rules: RuleSet | None,
 ) -> ReplicaGroups:
-    """Pipelines of consecutive devices whose stages have axes of their own.
+    """Pipelines of consecutive devices with unlike stages.
 
     Args:
         rules: Decide which parameters the axes of stages cut; None: the least communication.

@@ -20,7 +20,7 @@ TOKEN_AXIS = "sequence"
 #: Mesh axis over the stages of a pipeline.
 STAGE_AXIS = "stage"
 
-#: Mesh axis over all devices of a replica whose stages have forms of their own.
+#: Mesh axis over all devices of a replica with unlike stages.
 DEVICE_AXIS = "device"
 
 #: Exit codes of a training process, documented in docs/how-to/launching.md.

@@ -114,7 +114,7 @@ def first_of_kind(replicas: Sequence[Replica], more: Key | None = None) -> list[
     """For each replica the first one of its kind, perhaps itself.
 
     A replica of several processes is the only one of its kind: not every process may have another.
-    So is one whose stages have devices of their own, for other devices cannot load its programs.
+    So is one with unlike stages, for other devices cannot load its programs.
 
     Args:
         more: A key that must be equal, too.

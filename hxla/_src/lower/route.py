@@ -112,10 +112,10 @@ def _rounds(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     rounds: list[list[tuple[int, int]]] = []
     for source, to in pairs:
         free = (r for r in rounds if all(source != a and to != b for a, b in r))
-        found = next(free, None)
-        if found is None:
-            rounds.append(found := [])
-        found.append((source, to))
+        its_round = next(free, None)
+        if its_round is None:
+            rounds.append(its_round := [])
+        its_round.append((source, to))
     return rounds
 
 
@@ -205,8 +205,8 @@ class Route:
             for s, t in zip(self._sources, self._targets, strict=True)
         ]
         every = dict.fromkeys(itertools.chain(*each))
-        own = [pair for pair in every if pair[0] == pair[1]]
-        rounds = [own, *_rounds([pair for pair in every if pair[0] != pair[1]])]
+        local = [pair for pair in every if pair[0] == pair[1]]
+        rounds = [local, *_rounds([pair for pair in every if pair[0] != pair[1]])]
         return [
             (
                 pairs,
@@ -233,9 +233,9 @@ class Route:
             for dim, (have, want) in enumerate(zip(rows_a, rows_b, strict=True)):
                 where = np.full(1 + max(have.max(), want.max()), -1)
                 where[have[have >= 0]] = np.flatnonzero(have >= 0)
-                found = np.where(want >= 0, where[want], -1)
-                keeps[dim][b] = found
-                picks[dim][a if at_sender else b] = found
+                taken = np.where(want >= 0, where[want], -1)
+                keeps[dim][b] = taken
+                picks[dim][a if at_sender else b] = taken
         return _Copy(receives=receives, picks=picks, keeps=keeps, at_sender=at_sender)
 
     def _messages(self) -> Iterator[tuple[list[tuple[int, int]], list[int], BitcastPacking]]:
@@ -261,8 +261,8 @@ class Route:
         messages = self._messages()
         for pairs, copies in self._rounds:
             received: Mapping[int, jax.Array] = dict(enumerate(here))
-            is_own = pairs[0][0] == pairs[0][1]
-            if not is_own:
+            is_local_copy = pairs[0][0] == pairs[0][1]
+            if not is_local_copy:
                 _, sent, words = next(messages)
                 message = []
                 for k in sent:
@@ -275,7 +275,7 @@ class Route:
                 if copy is None:
                     continue
                 x = received[k]
-                if is_own or not copy.at_sender:
+                if is_local_copy or not copy.at_sender:
                     x = _pick(x, copy.picks, me)
                 out[k] = jnp.where(_kept(copy, me), x, out[k])
         return [x.reshape(p.local_shape or (1,)) for x, p in zip(out, self._targets, strict=True)]

@@ -134,7 +134,7 @@ def param_groups(
             [[number[p] for p in params] for params in of_slots],
             [{number[p]: read[p] for p in params if p in read} for params in of_slots],
         )
-    assert isinstance(runner, ChainRunner), "stages with axes of their own share no state"
+    assert isinstance(runner, ChainRunner), "unlike stages share no state"
     groups, low = [], []
     for i in range(runner.num_parts):
         groups.append(list(dict.fromkeys(number[p] for p in runner.params_of(i) if p in number)))

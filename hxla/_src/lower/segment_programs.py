@@ -217,9 +217,8 @@ class SegmentPrograms:
         self._distinct = sorted(set(self.same))
         shared = spec.shared
         shared_packs = [k for k, pack in enumerate(spec.packs) if not shared.isdisjoint(pack)]
-        self.shared = (
-            [] if first_packs else shared_packs
-        )  # by part zeros are made when they are needed
+        # By part zeros are made when they are needed.
+        self.shared = [] if first_packs else shared_packs
         options = compiler_options if spec.is_whole else update_options
         options = options if spec.per_call == 1 else loop_options
         self._options = options(replica.devices[0].platform, spec.contribution.form)

@@ -1,4 +1,4 @@
-"""Runs the microbatches of a pipeline whose stages have devices and axes of their own.
+"""Runs the microbatches of a pipeline whose stages are unlike in devices and axes.
 
 A stage is one part of a chain, with the programs of a chain over its devices. Between stages the
 values that cross take a route, and so do the gradients that come back: the processes of both stages
@@ -383,11 +383,11 @@ class StageChain:
         specs, limbs = self._spec.param_specs[stage.index], programs.sums_shapes.values
         shapes = shapes_of(graph, [graph.param_values[p] for p in stage.params])
         params = [replica.like(x, specs[p]) for x, p in zip(shapes, stage.params, strict=True)]
-        held: list[Any] = [*params, *(x for k in stage.part.packs for x in limbs[k])]
+        arrays: list[Any] = [*params, *(x for k in stage.part.packs for x in limbs[k])]
         stash = sum(map(stage.chain.sharded.waiting_bytes, self._crossing[stage.index]))
         stash += 0 if self._spec.recompute else programs.residual_bytes(0)
         stash *= self._stash[stage.index]
-        return sum(map(device_bytes, held)) + stash + max(programs.temporary_bytes(0))
+        return sum(map(device_bytes, arrays)) + stash + max(programs.temporary_bytes(0))
 
 
 class _ProgramsOf:

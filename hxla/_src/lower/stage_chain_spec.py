@@ -1,4 +1,4 @@
-"""A pipeline whose stages have devices and axes of their own: the inputs of its programs."""
+"""A pipeline whose stages are unlike in devices and axes: the inputs of its programs."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What moves between the stages of a pipeline that have devices of their own.
+"""What moves between unlike stages of a pipeline.
 
 Parameters go from all devices of the replica, which store them between steps, to a stage; its sums
 come back. Values go from a stage to the next, and their gradients to the one before.

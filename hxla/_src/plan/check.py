@@ -176,7 +176,7 @@ def _axis_faults(plan: Any) -> Iterator[str]:
     if (STAGE_AXIS in names) != (plan.pipeline is not None and not plan.unlike_stages):
         yield f"pipeline: needed if and only if {STAGE_AXIS!r} is one of the axes"
     if DEVICE_AXIS in names and not plan.unlike_stages:
-        yield f"axes: {DEVICE_AXIS!r} is for stages with axes of their own, `pipeline.stages`"
+        yield f"axes: {DEVICE_AXIS!r} is for unlike stages, `pipeline.stages`"
     for axis in plan.axes:
         if not axis.shares:
             continue

@@ -40,7 +40,7 @@ def pipeline_in_words(pipeline: PlannedPipeline, num_stages: int) -> Iterator[st
 def stages_in_words(
     stages: Sequence[PlannedStage], names: Sequence[Sequence[str]]
 ) -> Iterator[str]:
-    """A line for each stage that has a form of its own.
+    """A line for each unlike stage.
 
     Args:
         names: For each replica the devices of each stage.
@@ -48,9 +48,9 @@ def stages_in_words(
     for s, stage in enumerate(stages):
         axes = ", ".join(f"{axis.name} {axis.size}" for axis in stage.axes) or "one device"
         sizes = stage.axis_sizes
-        held = sum(layout.device_bytes(sizes) for layout in stage.parameters)
+        size = sum(layout.device_bytes(sizes) for layout in stage.parameters)
         where = "; ".join(replica[s] for replica in names[:4]) + "; ..." * (len(names) > 4)
-        yield f"  stage {s} on {where}: {axes}, parameters {held:,} bytes on a device in a step"
+        yield f"  stage {s} on {where}: {axes}, parameters {size:,} bytes on a device in a step"
 
 
 def chain_in_words(chain: PlannedChain) -> Iterator[str]:

@@ -141,7 +141,7 @@ class PlannedSegment(ChainSegment):
 
 
 class PlannedStage(PlanValue):
-    """A stage with devices and mesh axes of its own.
+    """A stage that may be unlike the others in devices and mesh axes.
 
     Attributes:
         axes: The mesh axes inside the stage, the last running fastest; none for one device.
@@ -172,7 +172,7 @@ class PlannedPipeline(PlanValue):
         schedule: The schedule: `gpipe`, `1f1b`, `interleaved`, `zb-h1`, or a table of ticks and
             stages as `hxla.schedule_from_table` reads it.
         num_chunks: The parts of the model on each stage.
-        stages: The stages in order, where each has a form of its own. Its devices follow those of
+        stages: The stages in order, where they are unlike. The devices of each follow those of
             the stage before in `ReplicaWork.devices`. Empty: all stages have the axes of the plan.
     """
 

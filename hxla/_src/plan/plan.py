@@ -234,7 +234,7 @@ class Plan(PlanValue):
 
     @property
     def unlike_stages(self) -> tuple[PlannedStage, ...]:
-        """The stages where each has devices and axes of its own; none where all have one form."""
+        """The stages where they are unlike in devices or axes; none where all have one form."""
         return () if self.pipeline is None else self.pipeline.stages
 
     @property

@@ -1,4 +1,4 @@
-"""Stages with devices and axes of their own: how each is sharded, and what a plan of them lacks.
+"""Unlike stages: how each is sharded, and what a plan of them lacks.
 
 Between steps the state of such a replica is sharded over all of its devices, along the axis
 `device`. So the optimizer, checkpoints and evaluations know nothing of its stages.
@@ -69,12 +69,12 @@ def _dims(layout: Layout) -> dict[str, int]:
 
 
 def unlike_stage_faults(plan: Any) -> Iterator[str]:
-    """Faults of a plan whose stages have forms of their own: `key: fault, remedy`."""
+    """Faults of a plan with unlike stages: `key: fault, remedy`."""
     stages = plan.unlike_stages
     total = sum(stage.num_devices for stage in stages)
     if [(axis.name, axis.size) for axis in plan.axes] != [(DEVICE_AXIS, total)]:
         yield (
-            f"axes: stages with axes of their own have {total} devices, and the state is sharded "
+            f"axes: unlike stages have {total} devices, and the state is sharded "
             f"over the one axis {DEVICE_AXIS!r} of this size: give it alone"
         )
     known = {p.name: p for p in plan.parameters}
@@ -93,17 +93,17 @@ def unlike_stage_faults(plan: Any) -> Iterator[str]:
     ):
         if value != allowed:
             yield (
-                f"{key}: stages with axes of their own do not run with {value!r} yet: use "
+                f"{key}: unlike stages do not run with {value!r} yet: use "
                 f"{allowed!r}, or stages of one form"
             )
     if plan.precision.products == "float8":
         yield (
-            "precision.products: stages with axes of their own do not run with 'float8' yet: use "
+            "precision.products: unlike stages do not run with 'float8' yet: use "
             "another, or stages of one form"
         )
     if plan.pipeline.has_weight:
         yield (
-            "pipeline.schedule: stages with axes of their own have no separate weight gradients "
+            "pipeline.schedule: unlike stages have no separate weight gradients "
             "yet: use '1f1b' or 'gpipe', or stages of one form"
         )
 
