@@ -15,7 +15,7 @@ from flax import nnx
 
 import hxla
 from support import models
-from support.inside.session import Balancer, _balancer, _opening
+from support.inside.session import Balancer, _opening, _running_plan
 from support.tiers import rows
 from support.training import train_with
 
@@ -264,7 +264,7 @@ def test_a_move_of_counts_changes_no_bit_and_compiles_nothing(kind, monkeypatch)
 
     whole = in_spreads(kind)[8, 0] if kind == "small" else run((8, 0))
     monkeypatch.setattr(_opening, "pooled", lambda seconds, plan: (0.1, 0.1))
-    monkeypatch.setattr(_balancer, "Balancer", SlowedBalancer)
+    monkeypatch.setattr(_running_plan, "Balancer", SlowedBalancer)
     moved = run((8, 0), counts="measured")
     counts = [s.counts for s in moved.history.steps]
     assert counts[:6] == [(4, 4)] * 6

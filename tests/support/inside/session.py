@@ -1,8 +1,8 @@
 """What tests know of the insides of `hxla._src.session`."""
 
-from hxla._src.session import balancer as _balancer
 from hxla._src.session import member as _session_member
 from hxla._src.session import opening as _opening
+from hxla._src.session import running_plan as _running_plan
 from hxla._src.session import step as _step
 from hxla._src.session import watch as _pipeline_watch
 from hxla._src.session.balancer import Balancer
