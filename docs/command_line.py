@@ -22,7 +22,9 @@ Exit codes are on the page [Launching](../how-to/launching.md#how-a-job-ends).""
 def page() -> str:
     """The page: every command with its options under their headings, and its examples."""
     parts = [TOP]
-    for command, ctx in _commands(cli, click.Context(cli, info_name="hxla")):
+    for command, ctx in _commands(
+        cli, click.Context(cli, info_name="hxla", **cli.context_settings)
+    ):
         parts += [f"## {ctx.command_path}", *_command(command, ctx)]
     return "\n\n".join(parts) + "\n"
 
@@ -35,7 +37,9 @@ def _commands(
     if isinstance(command, click.Group):
         for name in command.list_commands(ctx):
             below = command.commands[name]
-            yield from _commands(below, click.Context(below, info_name=name, parent=ctx))
+            yield from _commands(
+                below, click.Context(below, info_name=name, parent=ctx, **below.context_settings)
+            )
 
 
 def _command(command: click.Command, ctx: click.Context) -> Iterator[str]:
