@@ -3,8 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
-# Two cores are busy with three: some tests wait for processes and timers.
-WORKERS ?= 3
+WORKERS ?= 2
 PYTEST_MODULE = pytest -n $(WORKERS) --dist worksteal
 PYTEST = $(BIN)/python -m $(PYTEST_MODULE)
 # Tests, with the types checked beside them: fails where either does.

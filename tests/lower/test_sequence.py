@@ -179,7 +179,7 @@ def test_the_plan_says_how_much_is_not_cut():
 
     def loss(model, batch):
         known = model.inward(model.picture(batch["picture"]))[:, None]
-        return next_token(lambda tokens: model(tokens) + known.mean(), batch)
+        return next_token(lambda tokens: model(tokens) + known.mean(-1, keepdims=True), batch)
 
     data = {"tokens": TEXT["tokens"], "picture": np.ones((2 * BATCH, 512), np.float32)}
     plan, _ = planned({"sequence": 2}, lambda: Described(nnx.Rngs(0)), loss, data)

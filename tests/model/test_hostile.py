@@ -141,11 +141,6 @@ HOSTILE = {
         hxla.PlanError,
         r"need 16 one after another.*share_devices",
     ),
-    "stages of unlike kinds": (
-        lambda: fit(two_stages(R(4), S(4))),
-        hxla.PlanError,
-        r"stages of a pipeline.*share_devices",
-    ),
     "shared counts that do not divide one another": (
         lambda: fit(
             two_stages(S(2), S(3)),

@@ -8,7 +8,7 @@ import threading
 from support.paths import PYTHONPATH
 
 #: The limit of a wait, however busy the machine is.
-PATIENCE_SECONDS = 300.0
+PATIENCE_SECONDS = 900.0
 
 
 def own_environment():
