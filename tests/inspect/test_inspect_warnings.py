@@ -165,6 +165,11 @@ def test_a_gather_in_a_loop_that_never_changes_its_operand():
     assert warning.num_bytes == 8 * 4 * 8  # what eight iterations send for nothing
 
 
+def test_a_loop_up_to_its_limit_runs_once_more():
+    (warning,) = hxla.inspect(INVARIANT.replace("direction=LT", "direction=LE")).main.warnings
+    assert "in each of 10 iterations" in warning.text
+
+
 def test_a_reshard_that_gathers_and_cuts_again():
     text = """HloModule step, num_partitions=2
 

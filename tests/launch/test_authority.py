@@ -175,6 +175,13 @@ def test_a_member_that_does_not_end_once_states_are_handed_over_is_killed():
     assert run.known.num_failures == 0
 
 
+def test_a_step_that_is_done_ends_a_row_of_failures():
+    run = training(3)
+    run.known = dataclasses.replace(run.known, num_failures=2)
+    run(Completed, "gpu0", step=run.known.ledger.end + 1)
+    assert run.known.num_failures == 0
+
+
 def test_a_kill_lets_the_others_leave_their_state_and_goes_on_from_the_newest():
     run = training(3)
     first = run.known.ledger.end

@@ -276,6 +276,20 @@ def test_a_link_that_was_measured_later_wins():
     assert merged.links == (later, between)
 
 
+def test_a_time_that_was_measured_later_wins():
+    later = LayerTime(forward=0.3, backward=0.4)
+    setting, other = Setting("cpu", 2), Setting("cpu", 4)
+    merged = merge_profiles(
+        [example(), example(times={setting: (later,) * 2, other: (later,) * 2})]
+    )
+    assert merged.times == {setting: (later,) * 2, other: (later,) * 2}
+
+
+def test_a_model_of_another_size_is_another_model():
+    names = [model_name({"kernel": np.zeros((4, n), np.float32)}) for n in (3, 5, 3)]
+    assert names[0] == names[2] != names[1]
+
+
 def test_a_chain_of_fewer_segments_than_asked_is_cut_in_the_same_places_again():
     def loss(model, batch):
         return (model(batch["x"]) ** 2).mean(axis=-1)
