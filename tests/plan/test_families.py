@@ -43,16 +43,17 @@ def test_a_model_cut_by_its_rules_gives_the_gradients_of_one_device(name):
     replica = Replica(0, tuple(jax.devices()[:4]), axes)
     run = sharded.function(replica.mesh)
     key = jax.random.key(0)
+    start, aux = flat.arrays
 
     def value(params):
-        return run(params, flat.aux, key, batch)[0]
+        return run(params, aux, key, batch)[0]
 
     def plain(params):
-        return as_sums(flat.train(params, flat.aux, key, batch)[0], 16).loss
+        return as_sums(flat.train(params, aux, key, batch)[0], 16).loss
 
-    params = replica.put_tree(flat.params, sharded.param_specs())
+    params = replica.put_tree(start, sharded.param_specs())
     ours, grads = jax.jit(jax.value_and_grad(value))(params)
-    theirs, expected = jax.jit(jax.value_and_grad(plain))(flat.params)
+    theirs, expected = jax.jit(jax.value_and_grad(plain))(start)
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     largest = max(np.abs(np.asarray(x)).max() for x in jax.tree.leaves(expected))
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
