@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -194,8 +194,8 @@ class Route:
 
     # -- the program -----------------------------------------------------------------------------
 
-    def _copies(self) -> list[tuple[list[tuple[int, int]], list[_Copy | None]]]:
-        """For each round its pairs, and what is copied of each array; None: nothing.
+    def _copies(self) -> list[tuple[list[tuple[int, int]], dict[int, _Copy]]]:
+        """For each round its pairs, and what is copied of each of its arrays.
 
         The first round is of what devices have themselves.
         """
@@ -207,21 +207,21 @@ class Route:
         every = dict.fromkeys(itertools.chain(*each))
         local = [pair for pair in every if pair[0] == pair[1]]
         rounds = [local, *_rounds([pair for pair in every if pair[0] != pair[1]])]
+        wanted = list(map(set, each))
         return [
             (
                 pairs,
-                [
-                    self._copy(k, [pair for pair in pairs if pair in wanted])
-                    for k, wanted in enumerate(map(set, each))
-                ],
+                {
+                    k: self._copy(k, [pair for pair in pairs if pair in some])
+                    for k, some in enumerate(wanted)
+                    if not some.isdisjoint(pairs)
+                },
             )
             for pairs in rounds
             if pairs
         ]
 
-    def _copy(self, k: int, pairs: Sequence[tuple[int, int]]) -> _Copy | None:
-        if not pairs:
-            return None
+    def _copy(self, k: int, pairs: Sequence[tuple[int, int]]) -> _Copy:
         source, target, num = self._sources[k], self._targets[k], len(self._devices)
         at_sender = math.prod(target.local_shape) < math.prod(source.local_shape)
         keeps = tuple(np.full((num, n), -1, np.int32) for n in target.local_shape)
@@ -238,43 +238,23 @@ class Route:
                 picks[dim][a if at_sender else b] = taken
         return _Copy(receives=receives, picks=picks, keeps=keeps, at_sender=at_sender)
 
-    def _messages(self) -> Iterator[tuple[list[tuple[int, int]], list[int], BitcastPacking]]:
-        """For each permute its pairs, the arrays in it, and their packing as words."""
-        for pairs, copies in self._rounds:
-            if pairs[0][0] == pairs[0][1]:
-                continue
-            sent = [k for k, copy in enumerate(copies) if copy is not None]
-            shapes = [
-                jax.ShapeDtypeStruct(
-                    (self._targets if copy.at_sender else self._sources)[k].local_shape,
-                    self._sources[k].dtype,
-                )
-                for k, copy in enumerate(copies)
-                if copy is not None
-            ]
-            yield pairs, sent, BitcastPacking.like(shapes)
-
     def _run(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         me = jax.lax.axis_index(_AXIS)
         here = [x.reshape(p.local_shape) for x, p in zip(arrays, self._sources, strict=True)]
         out = [jnp.zeros(p.local_shape, p.dtype) for p in self._targets]
-        messages = self._messages()
         for pairs, copies in self._rounds:
-            received: Mapping[int, jax.Array] = dict(enumerate(here))
             is_local_copy = pairs[0][0] == pairs[0][1]
-            if not is_local_copy:
-                _, sent, words = next(messages)
-                message = []
-                for k in sent:
-                    copy = copies[k]
-                    assert copy is not None
-                    message.append(_pick(here[k], copy.picks, me) if copy.at_sender else here[k])
+            if is_local_copy:
+                received = [here[k] for k in copies]
+            else:
+                message = [
+                    _pick(here[k], copy.picks, me) if copy.at_sender else here[k]
+                    for k, copy in copies.items()
+                ]
+                words = BitcastPacking.like(message)
                 moved = jax.lax.ppermute(words.pack(message), _AXIS, pairs)
-                received = dict(zip(sent, words.unpack(moved), strict=True))
-            for k, copy in enumerate(copies):
-                if copy is None:
-                    continue
-                x = received[k]
+                received = words.unpack(moved)
+            for (k, copy), x in zip(copies.items(), received, strict=True):
                 if is_local_copy or not copy.at_sender:
                     x = _pick(x, copy.picks, me)
                 out[k] = jnp.where(_kept(copy, me), x, out[k])

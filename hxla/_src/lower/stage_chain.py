@@ -10,6 +10,7 @@ Legend of shape suffixes: M microbatches of a step, S sums of a microbatch, T fl
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -60,8 +61,9 @@ class StageChain:
         first = spec.chains[0]
         #: The traced loss: processes of unlike stages have unlike programs.
         self.text = str(first.graph.program)
-        ends = np.cumsum([0, *(int(np.prod([n for _, n in axes])) for axes in spec.axes)])
-        devices = [replica.devices[a:b] for a, b in itertools.pairwise(ends)]
+        sizes = (math.prod(size for _, size in axes) for axes in spec.axes)
+        ends = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+        devices = [replica.devices[a:b] for a, b in ends]
         self._stages = [self._stage(s, each) for s, each in enumerate(devices)]
         self._local = [stage for stage in self._stages if stage.replica.is_local]
         parts = [stage.part for stage in self._stages]
@@ -137,6 +139,10 @@ class StageChain:
         shape = (len(self._replica.devices) * x.shape[0], *x.shape[1:])
         return shape, self._replica.sharding(P(DEVICE_AXIS))
 
+    def _row_like(self, x: Any) -> jax.ShapeDtypeStruct:
+        shape, sharding = self._row(x)
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+
     def _jit_empty(self) -> Any:
         chain = self._spec.chains[0]
         num = chain.contribution.form.num_parts
@@ -166,9 +172,7 @@ class StageChain:
             params = list(map(like, shapes, specs))
             out += stage.programs.lower(params, list(map(like, aux)), like(exponents))
         out += [x.route.lower() for x in self._moved]
-        rows, peaks, words = (
-            jax.tree.map(lambda x: _like(x, *self._row(x)), x) for x in self._small_shapes()
-        )
+        rows, peaks, words = (jax.tree.map(self._row_like, x) for x in self._small_shapes())
         return [*out, self._join.lower(rows, peaks, words), self._empty.lower()]
 
     def adopt(self, compiled: Sequence[Any]) -> None:
@@ -403,10 +407,6 @@ class _ProgramsOf:
         programs = self._stages[i].programs
         assert programs is not None
         return programs.of(0)
-
-
-def _like(_x: Any, shape: tuple[int, ...], sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, _x.dtype, sharding=sharding)
 
 
 def _present(items: Sequence[int], arrays: Sequence[jax.Array | None]) -> dict[int, jax.Array]:
