@@ -122,6 +122,12 @@ class Edge:
     differentiable: bool
     free: bool = False
 
+    def sent_bytes(self, made: State, wanted: State, n: int) -> float:
+        """Bytes that a device sends between two states of the array."""
+        if self.free:
+            return 0.0
+        return reshard_bytes(made, wanted, self.num_bytes, n, differentiable=self.differentiable)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
@@ -147,18 +153,20 @@ def all_to_all_bytes(num_bytes: float, n: int) -> float:
     return (n - 1) / n**2 * num_bytes
 
 
-def reshard_bytes(made: State, wanted: State, edge: Edge, n: int) -> float:
-    """Bytes sent, forward and backward, to reshard an array.
+def reshard_bytes(
+    made: State, wanted: State, num_bytes: float, n: int, *, differentiable: bool
+) -> float:
+    """Bytes each device sends, forward and backward, to reshard an array of `num_bytes` in all.
 
     A slice forward is a gather of the cotangent backward, and vice versa.
     """
-    if edge.free or made == wanted:
+    if made == wanted:
         return 0.0
     if made is None:
-        return all_gather_bytes(edge.num_bytes, n) if edge.differentiable else 0.0
+        return all_gather_bytes(num_bytes, n) if differentiable else 0.0
     if wanted is None:
-        return all_gather_bytes(edge.num_bytes, n)
-    return all_to_all_bytes(edge.num_bytes, n) * (1 + edge.differentiable)
+        return all_gather_bytes(num_bytes, n)
+    return all_to_all_bytes(num_bytes, n) * (1 + differentiable)
 
 
 def cost(problem: Problem, chosen: Sequence[int]) -> float:
@@ -167,7 +175,7 @@ def cost(problem: Problem, chosen: Sequence[int]) -> float:
     for edge in problem.edges:
         made = problem.nodes[edge.source].choices[chosen[edge.source]][1][edge.result]
         wanted = problem.nodes[edge.target].choices[chosen[edge.target]][0][edge.operand]
-        total += reshard_bytes(made, wanted, edge, problem.num_devices)
+        total += edge.sent_bytes(made, wanted, problem.num_devices)
     return total
 
 
@@ -198,7 +206,7 @@ def _cost_tables(problem: Problem) -> Iterator[Table]:
     for edge in problem.edges:
         made, wanted = _states(problem, edge)
         known = {
-            pair: reshard_bytes(*pair, edge, problem.num_devices)
+            pair: edge.sent_bytes(*pair, problem.num_devices)
             for pair in set(itertools.product(made, wanted))
         }
         costs = np.array([[known[m, w] for w in wanted] for m in made])
@@ -238,7 +246,7 @@ def _integer_solution(problem: Problem) -> list[int]:
         for column, state in enumerate(read, first[edge.target]):
             wanted.setdefault(state, []).append(column)
         pairs = list(itertools.product(made, wanted))
-        weights = [reshard_bytes(m, w, edge, n) for m, w in pairs]
+        weights = [edge.sent_bytes(m, w, n) for m, w in pairs]
         if not any(weights):
             continue
         if len(made) == 1 or len(wanted) == 1:

@@ -327,8 +327,8 @@ class Sharded:
         )
 
     def _regathers(self, op: Op) -> bool:
-        return any(
-            axis.regathers and op.outputs[0] in axis.regathers for axis in self.axes.values()
+        return bool(op.outputs) and any(
+            op.outputs[0] in axis.regathers for axis in self.axes.values()
         )
 
     def _constrains_results(self, op: Op) -> bool:

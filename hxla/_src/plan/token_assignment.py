@@ -25,7 +25,7 @@ from ..graph.factors import UNITS, Factor, fits
 from ..graph.graph import Graph, Op, Value, leaves, origins
 from ..jax.fused_attention import FORWARD as FUSED
 from ..jax.jaxpr import scan_counts
-from .assignment_problem import Edge, State, all_gather_bytes, all_reduce_bytes, reshard_bytes
+from .assignment_problem import State, all_gather_bytes, all_reduce_bytes, reshard_bytes
 from .sharding import AxisAssignment
 
 _PARAM, _BATCH = 1, 2  # what a value depends on
@@ -159,17 +159,12 @@ class _Assigner:
         return None if dim is None or dim + shift < 0 else dim + shift
 
     def _first_dim(self, v: int) -> State:
-        return next(self._cut_dims(v), None)
+        return next(iter(self._cut_dims(v)), None)
 
-    def _cut_dims(self, v: int) -> Iterator[int]:
+    def _cut_dims(self, v: int) -> list[int]:
         """The dimensions over tokens: of scores first the queries', then the keys'."""
-        dims = range(len(self._values[v].shape))
-        return iter(
-            sorted(
-                (d for d in dims if self._is_cut(v, d)),
-                key=functools.partial(self._tokens.order, v),
-            )
-        )
+        dims = (d for d in range(len(self._values[v].shape)) if self._is_cut(v, d))
+        return sorted(dims, key=functools.partial(self._tokens.order, v))
 
     def _is_cut(self, v: int, d: int) -> bool:
         is_cut = self._n > 1 and self._values[v].shape[d] % self._n == 0
@@ -261,15 +256,9 @@ class _Assigner:
             if not isinstance(v, int):
                 continue
             known, made = self._values[v], self._made.get(v)
-            edge = Edge(
-                source=0,
-                result=0,
-                target=0,
-                operand=0,
-                num_bytes=known.num_bytes,
-                differentiable=known.differentiable,
+            total += reshard_bytes(
+                made, wanted, known.num_bytes, self._n, differentiable=known.differentiable
             )
-            total += reshard_bytes(made, wanted, edge, self._n)
             if v in gathered:
                 total += all_gather_bytes(known.num_bytes, self._n)
             if factor is not None and wanted is None and known.differentiable:
