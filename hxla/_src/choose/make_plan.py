@@ -26,9 +26,7 @@ from ..profile.profile import Profile, load_profile
 from ..profile.segment_times import model_name
 from .complete import complete
 from .counts import default_sizes
-from .pipeline_request import asked
 from .planning import PlanRequest, plan_for, size_asked
-from .stage_forms import check_settings
 from .structures import grid_of, shares_of, structure_of
 from .workload import Measure, PlanResult, SearchOptions, Workload, Workloads
 
@@ -128,8 +126,7 @@ def _check_devices(job: JobContext, size: int | None, cluster: Cluster) -> None:
 
 def _is_annotated(work: Workload) -> bool:
     """Whether annotations or settings decide how devices share the model."""
-    tasks = work.graph.task_graphs
-    annotated = any(t.strategy != "replicate" or t.device_count for t in tasks)
+    annotated = any(task.asks_for_devices for task in work.graph.task_graphs)
     return annotated or work.settings.auto.num_stages is not None
 
 
@@ -206,17 +203,7 @@ def make_plan(
     axes, grid = None, np.arange(len(cluster.devices))
     if mesh is not None:
         axes, grid = grid_of(mesh, len(cluster.devices))
-    structure = structure_of(
-        graph,
-        cluster,
-        settings.cluster,
-        asked(stages, settings),
-        axes,
-        grid,
-        as_rules(rules),
-    )
-    if structure.pipeline is not None and structure.pipeline.forms:
-        check_settings(settings)
+    structure = structure_of(graph, cluster, settings, stages, axes, grid, as_rules(rules))
     if stated := shares_of(mesh):
         structure = dataclasses.replace(structure, shares=stated)
     size = graph.values[graph.batch_values[0]].shape[0]

@@ -277,7 +277,7 @@ def _token_axes(
     """Replicas whose devices share the tokens of the whole loss."""
     tasks = graph.task_graphs
     asked = {t.device_count for t in tasks if t.strategy == "tokens"}
-    others = (t.strategy == "split" or t.device_count for t in tasks if t.strategy != "tokens")
+    others = (t.asks_for_devices for t in tasks if t.strategy != "tokens")
     if len(asked) > 1 or any(others):
         labels = ", ".join(dict.fromkeys(t.label for t in tasks))
         raise PlanError(

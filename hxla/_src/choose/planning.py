@@ -32,13 +32,11 @@ from .microbatch_counts import Counts, asked_counts, predicted, share_one_proces
 from .pipeline_request import (
     PipelineRequest,
     Stages,
-    asked,
     best_cut,
     check_even,
     microbatch_size,
 )
 from .reduction import with_sums_and_memory
-from .stage_forms import check_settings
 from .structures import ReplicaGroups, grid_of, pipelined, shares_of, structure_of
 from .workload import Measure, Workload, Workloads
 
@@ -265,22 +263,13 @@ def _structure(
     settings = jobs.settings
     stages = request.stages if request.stages is not None else settings.auto.num_stages
     axes, grid = _mesh(request.mesh, cluster, None if measure is None else measure.devices)
-    structure = structure_of(
-        graph,
-        cluster,
-        settings.cluster,
-        asked(stages, settings),
-        axes,
-        grid,
-        request.rules,
-    )
-    if structure.pipeline is not None and structure.pipeline.forms:
-        check_settings(settings)
-        if own_member() is not None:
-            raise ConfigError(
-                "unlike stages do not run in an elastic job yet: start it without "
-                "--elastic, or use stages of one form"
-            )
+    structure = structure_of(graph, cluster, settings, stages, axes, grid, request.rules)
+    is_unlike = structure.pipeline is not None and structure.pipeline.forms
+    if is_unlike and own_member() is not None:
+        raise ConfigError(
+            "unlike stages do not run in an elastic job yet: start it without "
+            "--elastic, or use stages of one form"
+        )
     shares = request.shares or _pinned_shares(structure, request.pinned)
     return dataclasses.replace(structure, shares=shares) if shares else structure
 

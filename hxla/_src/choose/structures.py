@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 
 from ..cluster.cluster import Cluster
-from ..core.config import ClusterConfig
+from ..core.config import ClusterConfig, Config
 from ..core.errors import ConfigError, PlanError
 from ..core.keywords import check_whole_numbers
-from ..core.types import DATA_AXIS, DEVICE_AXIS, STAGE_AXIS, TOKEN_AXIS
+from ..core.types import DATA_AXIS, DEVICE_AXIS, OUTER_AXES, STAGE_AXIS, TOKEN_AXIS
 from ..graph.graph import Graph
 from ..plan.axis_assignment import Axes
 from ..plan.parts import Role
 from ..plan.rules import RuleSet
 from .mesh_axes import BATCH_AXES, axes_of_annotations, roles_of_mesh
-from .pipeline_request import PipelineRequest
-from .stage_forms import StageForm, forms_annotated
+from .pipeline_request import PipelineRequest, Stages, asked
+from .stage_forms import StageForm, check_settings, forms_annotated
 
 Ranks = tuple[int, ...]
 
@@ -54,14 +54,14 @@ class ReplicaGroups:
     @property
     def inner(self) -> Axes:
         """The axes inside a replica, or inside each of its stages."""
-        return tuple(axis for axis in self.axes if axis[0] not in (STAGE_AXIS, DEVICE_AXIS))
+        return tuple(axis for axis in self.axes if axis[0] not in OUTER_AXES)
 
 
 def structure_of(
     graph: Graph,
     cluster: Cluster,
-    config: ClusterConfig,
-    request: PipelineRequest,
+    settings: Config,
+    stages: Stages | None,
     axes: Axes | None,
     grid: np.ndarray,
     rules: RuleSet | None,
@@ -70,6 +70,7 @@ def structure_of(
 
     Args:
         cluster: All of its devices are used.
+        stages: What the user asks of stages; None: what settings or annotations say.
         axes: Names and sizes of a mesh; None: no mesh.
         grid: Ranks of the mesh's devices.
         rules: Decide which parameters the inner axes shard.
@@ -78,6 +79,22 @@ def structure_of(
         ConfigError: If they contradict each other.
         PlanError: If the devices do not fit.
     """
+    request = asked(stages, settings)
+    structure = _structure(graph, cluster, settings.cluster, request, axes, grid, rules)
+    if structure.pipeline is not None and structure.pipeline.forms:
+        check_settings(settings)
+    return structure
+
+
+def _structure(
+    graph: Graph,
+    cluster: Cluster,
+    config: ClusterConfig,
+    request: PipelineRequest,
+    axes: Axes | None,
+    grid: np.ndarray,
+    rules: RuleSet | None,
+) -> ReplicaGroups:
     if axes is not None and set(dict(axes)) != {DATA_AXIS}:
         if request.forms:
             raise ConfigError(
@@ -345,8 +362,7 @@ def check_unannotated(graph: Graph, what: str) -> None:
     Raises:
         ConfigError: If the model is annotated.
     """
-    tasks = graph.task_graphs
-    annotated = [t.label for t in tasks if t.strategy != "replicate" or t.device_count]
+    annotated = [task.label for task in graph.task_graphs if task.asks_for_devices]
     if annotated:
         raise ConfigError(
             f"{what} cuts a model that annotations cut already ({', '.join(annotated)}): remove "

@@ -23,6 +23,9 @@ STAGE_AXIS = "stage"
 #: Mesh axis over all devices of a replica with unlike stages.
 DEVICE_AXIS = "device"
 
+#: Mesh axes that are not inside a stage.
+OUTER_AXES = (STAGE_AXIS, DEVICE_AXIS)
+
 #: Exit codes of a training process, documented in docs/how-to/launching.md.
 EXIT_PREEMPTED = 75  # SIGTERM arrived, a checkpoint was written: run again to resume
 EXIT_WATCHDOG = 76  # a process died or hung: the watchdog ended the job

@@ -265,6 +265,11 @@ class TaskGraph:
         """The annotation as a person would write it: `split(4)`."""
         return written(self.strategy, self.device_count)
 
+    @property
+    def asks_for_devices(self) -> bool:
+        """Whether the annotation says how devices share the TaskGraph."""
+        return self.strategy != "replicate" or self.device_count is not None
+
 
 def make_task_graphs(
     scopes: Sequence[Scope],

@@ -14,7 +14,7 @@ import pydantic
 
 from ..core.errors import PlanError
 from ..core.files import listed, parse_json, shown
-from ..core.types import DATA_AXIS, DEVICE_AXIS, STAGE_AXIS, TOKEN_AXIS
+from ..core.types import DATA_AXIS, DEVICE_AXIS, OUTER_AXES, STAGE_AXIS, TOKEN_AXIS
 from ..schedule.schedules import Schedule, make_schedule, schedule_from_table
 from ..schedule.segment_sequence import (
     CUT,
@@ -188,8 +188,7 @@ def _axis_faults(plan: Any) -> Iterator[str]:
                 f"has {', '.join(names)}: leave the shares out, or the other axes"
             )
     yield from _token_faults(plan)
-    outer = STAGE_AXIS, DEVICE_AXIS
-    roles = {len(axis.roles) for axis in plan.axes if axis.name not in outer}
+    roles = {len(axis.roles) for axis in plan.axes if axis.name not in OUTER_AXES}
     if len(roles) > 1:
         yield "axes: `roles` must have one entry for each TaskGraph, these differ in length"
 

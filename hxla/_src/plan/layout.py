@@ -15,7 +15,7 @@ from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ..core.errors import PlanError
-from ..core.types import DEVICE_AXIS, STAGE_AXIS
+from ..core.types import DEVICE_AXIS, OUTER_AXES, STAGE_AXIS
 from ..graph.graph import Graph, params_of
 
 
@@ -258,8 +258,8 @@ def check_layers_whole(graph: Graph, parameters: Sequence[Layout]) -> None:
     for p, v in zip(params_of(graph), graph.param_values, strict=True):
         layout, rows = parameters[p], graph.values[v].rows
         dim = None if rows is None else rows[0]
-        outer = STAGE_AXIS, DEVICE_AXIS  # between steps only
-        names = () if dim is None else [n for n in layout.spec[dim] if n not in outer]
+        # Outer axes cut it between steps only.
+        names = () if dim is None else [n for n in layout.spec[dim] if n not in OUTER_AXES]
         for name in names:
             line = (
                 f"parameters.{layout.name}.spec: {name!r} cuts dimension {dim}, in which a scan's "

@@ -19,7 +19,7 @@ import pydantic
 from ..core.errors import PlanError
 from ..core.files import MOST_JSON_BYTES, named, read_bytes
 from ..core.format import plural, si, span
-from ..core.types import DEVICE_AXIS, STAGE_AXIS
+from ..core.types import OUTER_AXES, STAGE_AXIS
 from .check import faults, faults_of, from_json, refusal
 from .description import (
     DeviceRow,
@@ -218,8 +218,7 @@ class Plan(PlanValue):
     @property
     def inner_axes(self) -> tuple[tuple[str, int], ...]:
         """Names and sizes of the mesh axes inside a replica, or inside each of its stages."""
-        outer = STAGE_AXIS, DEVICE_AXIS
-        return tuple((axis.name, axis.size) for axis in self.axes if axis.name not in outer)
+        return tuple((axis.name, axis.size) for axis in self.axes if axis.name not in OUTER_AXES)
 
     @property
     def mesh_in_words(self) -> str:

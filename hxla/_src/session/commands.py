@@ -81,7 +81,8 @@ def plan_script(
             kinds = Counter(device.label for device in cluster.devices).items()
             devices = ", ".join(f"{num} x {kind}" for kind, num in kinds)
             print(f"--mesh is not given: the plan is for the devices of this machine, {devices}")
-            auto = None if profile is not None else job.settings.auto.auto_parallel
+            if profile is None:
+                auto = job.settings.auto.auto_parallel
         made = plan_job(
             job, cluster, request, SessionMeasure, auto=auto, profile=profile, search=search
         )

@@ -168,10 +168,10 @@ def _stage_differences(plan: Plan, graph: Graph) -> Iterator[str]:
         return
     assert plan.pipeline is not None
     ordered, points = graph_at(graph, plan.pipeline.cut_by, plan.pipeline.points)
+    param_of = params_of(ordered)
     for s, (part, stage) in enumerate(
         zip(direct_parts(ordered, points), plan.unlike_stages, strict=True)
     ):
-        param_of = params_of(ordered)
         read = {graph.param_names[param_of[entry]] for entry in part.segment.params}
         listed = {layout.name for layout in stage.parameters}
         for name in sorted(read ^ listed):
