@@ -97,7 +97,11 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave slow tests out, unless they are asked for by `--all` or by name."""
+    """Leave slow tests out, unless they are asked for by `--all` or by name.
+
+    Files whose programs are optimized come first: between the two kinds jax forgets its programs.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("optimized") is None)
     if tiers.is_all or any("::" in name for name in config.args):
         return
     left = [item for item in items if item.get_closest_marker("slow")]
@@ -169,18 +173,16 @@ def programs_are_let_go():
 @pytest.fixture(scope="module", autouse=True)
 def programs_are_compiled_in_haste(request):
     """Of the quick tier LLVM takes a third; files about what its optimizations may move say so."""
-    is_hasty = not (tiers.is_all or request.node.get_closest_marker("optimized"))
-    _compile_in_haste(is_hasty)
-    yield
-    _compile_in_haste(False)
-
-
-def _compile_in_haste(is_hasty):
-    """In this process, and in those that it starts."""
     import jax  # after the settings above
 
+    is_hasty = not (tiers.is_all or request.node.get_closest_marker("optimized"))
+    setting = str(int(is_hasty))
+    if os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == setting:
+        return
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = setting
     jax.config.update("jax_disable_most_optimizations", is_hasty)
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(is_hasty))
+    # jax keeps programs by what they compute, and not by how they were compiled.
+    jax.clear_caches()
 
 
 @pytest.fixture
