@@ -8,15 +8,18 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..core.types import DATA_AXIS, DEVICE_AXIS, STAGE_AXIS, TENSOR_AXIS
 from ..graph.graph import Graph, params_of
 from ..graph.parts import ChainPart
 from .axis_assignment import Axes, Roles, shard_graph
 from .layout import Layout
-from .parts import PlannedStage
+from .parts import PlannedPipeline, PlannedStage
 from .sharding import Sharded
+
+if TYPE_CHECKING:
+    from .plan import Plan
 
 #: The axes that a stage may have.
 STAGE_AXES = (DATA_AXIS, TENSOR_AXIS)
@@ -68,7 +71,7 @@ def _dims(layout: Layout) -> dict[str, int]:
     return {name: dim for dim, names in enumerate(layout.spec) for name in names}
 
 
-def unlike_stage_faults(plan: Any) -> Iterator[str]:
+def unlike_stage_faults(plan: "Plan", pipeline: PlannedPipeline) -> Iterator[str]:
     """Faults of a plan with unlike stages: `key: fault, remedy`."""
     stages = plan.unlike_stages
     total = sum(stage.num_devices for stage in stages)
@@ -86,7 +89,7 @@ def unlike_stage_faults(plan: Any) -> Iterator[str]:
         for name in (name for name, times in names.items() if times > 1):
             yield f"pipeline.stages.{s}.parameters: {name!r} is listed twice"
     for key, value, allowed in (
-        ("pipeline.num_chunks", plan.pipeline.num_chunks, 1),
+        ("pipeline.num_chunks", pipeline.num_chunks, 1),
         ("placement.zero", plan.placement.zero, 0),
         ("sums.kind", plan.sums.kind, "exact"),
         ("precision.loss_scale", plan.precision.loss_scale, None),
@@ -101,7 +104,7 @@ def unlike_stage_faults(plan: Any) -> Iterator[str]:
             "precision.products: unlike stages do not run with 'float8' yet: use "
             "another, or stages of one form"
         )
-    if plan.pipeline.has_weight:
+    if pipeline.has_weight:
         yield (
             "pipeline.schedule: unlike stages have no separate weight gradients "
             "yet: use '1f1b' or 'gpipe', or stages of one form"
