@@ -265,9 +265,11 @@ def compiled(programs: Programs) -> dict[str, Any]:
         return found
 
     programs.compile(over)
-    names = [*programs.runners[0].names, *programs._updates.each[0].names]
+    if programs.step_program is not None:
+        programs.compile_each(over)
+    names = ["step"] * (programs.step_program is not None)
+    names += [*programs.runners[0].names, *programs._updates.each[0].names]
     names += [f"sum {k}" for k in range(programs.reducer.layout.num_buckets)]
-    names += ["step"] * (programs.step_program is not None)
     found = dict(zip(names, made, strict=False))
     return {_SHORT.get(name, name): p for name, p in found.items() if name not in _UNSEEN}
 

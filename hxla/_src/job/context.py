@@ -32,6 +32,7 @@ from ..graph.trace import trace_functional
 from ..jax import coordination
 from ..jax.digest import program_digest
 from ..launch.join import check_is_there
+from ..launch.member import own_member
 from ..lower.inputs import Training
 from ..lower.lower import Programs, lower
 from ..model.annotations import Strategy
@@ -464,6 +465,8 @@ class JobContext:
         if key not in self._lowered:
             size = plan.microbatch_size
             programs = lower(self.training(size, 0), self.graph(size), plan, devices)
+            if own_member() is not None:
+                programs.step_program = None  # it may leave between the sums and the update
             is_alone = jax.process_count() == 1
             check = None if is_alone else lambda texts: self.agree("programs", lambda: texts)
             with ThreadPoolExecutor(max(4, 2 * len(plan.devices))) as pool:

@@ -328,6 +328,21 @@ class Programs:
                 forwards of sharded replicas, whose texts depend on how residuals are sharded; then
                 with the order of collectives.
         """
+        if self.step_program is not None:
+            tell("tracing and lowering the program of a step")
+            self.step_program.compile(self.state_layout.like(0), over, tell)
+        else:
+            self.compile_each(over, tell, check)
+        self.over_batch.compile(tell)
+        trim_heap()
+
+    def compile_each(
+        self,
+        over: Callable[..., Any] = map,
+        tell: Callable[[str], None] = lambda _: None,
+        check: Callable[[Mapping[str, str]], None] | None = None,
+    ) -> None:
+        """Compile the programs of microbatches, sums and updates, unless they are compiled."""
         if self._updates.each[0].compiled:
             return
         local, key = self.reducer.local, self.state_layout.program_key
@@ -351,9 +366,6 @@ class Programs:
             names = (*self.runners[i].names, *self._updates.each[i].names)
             named += zip(names, replica_programs, strict=True)
         named += [("the sum of gradients", program) for program in sums]
-        one = self.step_program
-        if one is not None:
-            named.append((one.name, one.lower(*self.state_layout.like(0))))
         named += [("the gather of parameters", program) for program in gathers]
         flat = iter(compile_all(named, over, tell))
         compiled = {
@@ -361,8 +373,6 @@ class Programs:
             for i, replica_programs in lowered.items()
         }
         self.reducer.adopt(list(itertools.islice(flat, len(sums))))
-        if one is not None:
-            one.compiled = next(flat)
         if gatherer is not None:
             gatherer.adopt(list(flat))
         if len(local) > len(compiled):
@@ -373,29 +383,14 @@ class Programs:
         ):
             runner.adopt(replica_programs[: len(runner.names)])
             update.compiled = replica_programs[len(runner.names) :]
-        self.over_batch.compile(tell)
         if check is not None and self.runners[0].text and not self.plan.unlike_stages:
             check(orders_of(programs[0], self.reducer.programs))
-        trim_heap()
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the state on one device between steps."""
-        each = range(len(self.reducer.local))
-        return max(sum(map(device_bytes, self._state_on_device(i))) for i in each)
-
-    def _state_on_device(self, i: int) -> list[Any]:
-        """The shapes of a local replica's state that is not offloaded."""
         layout, placement = self.state_layout, self.plan.placement
-        params, aux, opt_state = layout.like(i)
-        state = jax.tree.leaves(opt_state)
-        tiers: list[str] = [placement.parameters] * len(params)
-        tiers += ["device"] * len(aux) + [placement.optimizer] * len(state)
-        return [
-            x
-            for k, (x, tier) in enumerate(zip([*params, *aux, *state], tiers, strict=True))
-            if tier == "device" or not layout.is_sharded(k)
-        ]
+        return max(layout.device_bytes(i, placement) for i in range(len(self.reducer.local)))
 
     @property
     def most_inputs(self) -> int:
@@ -408,6 +403,8 @@ class Programs:
         first = self.over_batch.memory_bytes()
         totals = self._bytes_of_params()
         sums = totals * self.contribution.form.num_parts
+        if self.step_program is not None and self.step_program.is_usable:
+            return state_bytes + max(first, sums + self.step_program.extra_bytes)
         update = max(one.extra_bytes() for one in self._updates.each)
         most = 4 * self.reducer.layout.num_chunk_elements(self.reducer.local[0].index)
         if self.layered is not None:
@@ -425,8 +422,7 @@ class Programs:
         gathers = 0 if self.gather is None else self.gather.memory_bytes()
         update = totals + max(update, gathers)
         update += 0 if releases else sums
-        step = 0 if self.step_program is None else sums + self.step_program.extra_bytes
-        return state_bytes + runner.kept_bytes + max(first, microbatches, summing, update, step)
+        return state_bytes + runner.kept_bytes + max(first, microbatches, summing, update)
 
     def _bytes_of_params(self) -> int:
         """Bytes of one device's shards of the trained parameters, as float32."""

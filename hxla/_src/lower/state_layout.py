@@ -22,13 +22,13 @@ from ..model.functional import Functional, leaf_names
 from ..model.optimizer import Optimizer
 from ..plan.layout import from_spec, piece_shape, to_spec
 from ..plan.ownership import Ownership, Shares
-from ..plan.parts import SumsForm
+from ..plan.parts import Placement, SumsForm
 from .bitcast_packing import BitcastPacking
 from .chunks import all_gather
 from .compile import update_options
 from .global_arrays import widened
 from .padding import Padding, even_spec
-from .replica import ReplicaArrays, StateSpecs
+from .replica import ReplicaArrays, StateSpecs, device_bytes
 from .sum import Reducer
 
 
@@ -361,6 +361,18 @@ class StateLayout:
             ]
         )
         return shards.params, shards.aux, shards.opt_state
+
+    def device_bytes(self, i: int, placement: Placement) -> int:
+        """Bytes on one device of a local replica's state, without what is offloaded."""
+        params, aux, opt_state = self.like(i)
+        state = jax.tree.leaves(opt_state)
+        tiers: list[str] = [placement.parameters] * len(params)
+        tiers += ["device"] * len(aux) + [placement.optimizer] * len(state)
+        return sum(
+            device_bytes(x)
+            for k, (x, tier) in enumerate(zip([*params, *aux, *state], tiers, strict=True))
+            if tier == "device" or not self.is_sharded(k)
+        )
 
     def _padded_like(self, i: int, x: Any, spec: P, padding: Padding) -> jax.ShapeDtypeStruct:
         return self.reducer.local[i].like(padding.like(x), spec)

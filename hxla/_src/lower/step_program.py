@@ -6,7 +6,7 @@ whose arithmetic no compiler may change. So it ends with the bits of the three.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from ..core.types import PyTree
 from ..graph.graph import Graph
 from ..plan.plan import Plan
 from .chain_runner import ChainRunner
-from .compile import extra_bytes, loop_options
+from .compile import compile_all, extra_bytes, loop_options
 from .contribution import DeviceSums
 from .decisions import Decisions
 from .determinism import calls_host
@@ -52,6 +52,8 @@ def step_program_of(
     loss, update = graph.program, updates.each[0]
     if not (isinstance(runner, ChainRunner) and isinstance(update, ReplicaUpdate)):
         return None
+    if jax.process_count() > 1 or any(replica.executors > 1 for replica in plan.replicas):
+        return None  # processes compare the programs of a step, and executors call them
     has_more = runner.per_call < plan.num_microbatches or bool(update.groups.groups)
     if has_more or not runner.is_one_program or loss.effects or calls_host(loss):
         return None
@@ -101,7 +103,25 @@ class StepProgram:
         rows = [self._replica.put(np.int32(i)) for i in range(self._num_rows)]
         return self._update.place, rows
 
+    @functools.cached_property
+    def _flags(self) -> list[jax.Array]:
+        return [self._replica.put(np.bool_(x)) for x in (False, True)]
+
     # -- the program -----------------------------------------------------------------------------
+
+    def compile(
+        self,
+        state: tuple[Sequence[Any], Sequence[Any], PyTree],
+        over: Callable[..., Any] = map,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Compile it.
+
+        Args:
+            state: Shapes of the replica's parameters, other variables and optimizer state.
+            over: Like `map`, perhaps on several threads.
+        """
+        [self.compiled] = compile_all([(self.name, self.lower(*state))], over, tell)
 
     def lower(self, params: Sequence[Any], aux: Sequence[Any], opt_state: PyTree) -> Any:
         """The program before compilation, from shapes of the replica's arrays."""
@@ -111,11 +131,12 @@ class StepProgram:
         )
         scales = sums.peaks_T, *[one] * self._reducer.is_scaled
         fixed = two, [number] * self._num_rows
+        counts = self._replica.like(jax.ShapeDtypeStruct((), bool))
         where, batch = self._runner.numbers_and_batch_shapes()
         options = loop_options(self._replica.devices[0].platform, form)
         run = jax.jit(self._traced(), donate_argnums=(0, 2, 3, 4), compiler_options=options)
         state = *self._split(params), jax.tree.leaves(opt_state), list(aux)
-        return run.lower(*state, sums, scales, where, batch, fixed)
+        return run.lower(*state, sums, scales, where, batch, fixed, counts)
 
     def _split(self, params: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The trained parameters, and the others."""
@@ -134,6 +155,7 @@ class StepProgram:
             where: jax.Array,
             batch: Any,
             fixed: tuple[Any, ...],
+            counts: jax.Array,
         ) -> Any:
             place, rows = fixed
             places = *self._trained, *self._others
@@ -147,7 +169,7 @@ class StepProgram:
                 decisions.exponents_T,
                 decisions.weight,
                 decisions.value,
-                decisions.is_accepted,
+                decisions.is_accepted & counts,
                 rows=rows,
             )
             return *update(params, opt_state, aux, given, place), sums, decisions
@@ -169,16 +191,21 @@ class StepProgram:
         step: int,
         ids: range,
         batches: Sequence[PyTree],
+        *,
+        counts: bool = True,
     ) -> tuple[DeviceSums, Decisions]:
         """Run a step, and replace the replica's arrays; waits for no device.
 
         Args:
             sums: Sums of the step before, whose memory is reused; None: there are none.
             scales: See `Reducer.reduce`.
-            ids: All microbatches of the step.
+            ids: All microbatches of the step; some of them where it does not count.
+            counts: Whether the update counts if the sums do, or never.
         """
         leaves, treedef = jax.tree.flatten(arrays.opt_state)
-        sums = sums or self._runner.empty()
+        if sums is None:
+            make = lambda x: self._replica.put(np.zeros(x.shape, x.dtype))  # noqa: E731
+            sums = jax.tree.map(make, self._runner.sums_shapes)
         where, batch = self._runner.numbers_and_batch(step, ids, batches)
         params, leaves, arrays.aux, self._updates.sums, sums, decisions = self.compiled(
             *self._split(arrays.params),
@@ -189,6 +216,7 @@ class StepProgram:
             where,
             batch,
             self._fixed,
+            self._flags[counts],
         )
         for k, x in zip(self._trained, params, strict=True):
             arrays.params[k] = x

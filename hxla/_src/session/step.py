@@ -197,6 +197,8 @@ class Stepper:
         runners = self._programs.runners
         unit = runners[0].unit
         seeks = self._programs.contribution.is_exact and not has_scales
+        if self._step_program is not None:
+            return [self._warm_up_at_once(self._step_program, batch, repeats, seeks=seeks)]
         each = range(len(runners))
 
         def some(num: int) -> Any:
@@ -223,6 +225,25 @@ class Stepper:
         ]
         return [float(np.median(times or [0.0])) for times in seconds]
 
+    def _warm_up_at_once(
+        self, one: StepProgram, batch: PyTree, repeats: int, *, seeks: bool
+    ) -> float:
+        """`warm_up` of a step that is one program: it runs, and its updates do not count."""
+
+        def seconds(num: int) -> float:
+            start = time.perf_counter()
+            self.forwards.time_first(0, [batch] * num)
+            self._run_at_once(one, 0, [range(num)], [[batch] * num], counts=False)
+            return (time.perf_counter() - start) / num
+
+        for _ in range(1 + seeks):  # a second time with fitting scales
+            once = seconds(1)
+            if seeks:
+                self.scales.fit(self._sums)
+        most = self._programs.plan.num_microbatches
+        num = max(1, min(most, math.ceil(_TIMED_SECONDS / once)))
+        return float(np.median([seconds(num) for _ in range(repeats)] or [0.0]))
+
     def _num_timed(self, i: int, batch: PyTree) -> int:
         """Microbatches in one timed run: of small ones a step's, as in a step they share a call."""
         runner, num = self._programs.runners[i], self._programs.plan.num_microbatches
@@ -244,6 +265,7 @@ class Stepper:
         Returns:
             Seconds of a microbatch in each run.
         """
+        self._programs.compile_each()
         times = []
         for _ in range(repeats):
             start = time.perf_counter()
@@ -342,11 +364,17 @@ class Stepper:
         step: int,
         ids: Sequence[range],
         batches: Sequence[Sequence[PyTree]],
+        *,
+        counts: bool = True,
     ) -> tuple[Decisions, ...]:
-        """A step as one program, whose seconds are those of its microbatches."""
+        """A step as one program, whose seconds are those of its microbatches.
+
+        Args:
+            counts: Whether its update counts if its sums do, or never.
+        """
         start = time.perf_counter()
         arrays = self._store.held[0], self._sums[0], self.scales.on(0)
-        self._sums[0], decisions = one.run(*arrays, step, ids[0], batches[0])
+        self._sums[0], decisions = one.run(*arrays, step, ids[0], batches[0], counts=counts)
         self._first_seconds = self.forwards.take_seconds()
         jax.block_until_ready(decisions.told)
         self._watches, self._updates = [_known(time.perf_counter() - start)], []
