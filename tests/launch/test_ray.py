@@ -246,6 +246,7 @@ def held_groups():
     return [own for own in placement_group_table().values() if own["state"] != "REMOVED"]
 
 
+@pytest.mark.slow
 def test_a_run_outlives_a_kill_and_sigterm_writes_a_checkpoint(tmp_path, cluster):
     """Its state is in two parts, each of them on both nodes."""
     saved = tmp_path / "saved"

@@ -245,7 +245,7 @@ def expert_variables():
     return jax.tree.map(np.asarray, jax.jit(Experts().init)(jax.random.key(0), X[:4]))
 
 
-@pytest.mark.parametrize("given", rows(["whole", "params and state", "frozen"], "frozen"))
+@pytest.mark.parametrize("given", rows(["whole", "params and state", "frozen"]))
 def test_what_linen_sows_is_read_by_the_loss_and_is_no_state(given):
     variables = expert_variables()
     own = variables

@@ -143,7 +143,7 @@ def alone_in_segments(per_call, **communication):
     return own[0], ended(*own)
 
 
-@pytest.mark.parametrize("name", rows(CHAINS, "waves"))
+@pytest.mark.parametrize("name", rows(CHAINS))
 def test_no_bit_of_a_chain_depends_on_what_it_keeps_or_on_who_runs_it(name):
     memory, counts = CHAINS[name]
     plan, end = alone_in_segments(PER_CALL)

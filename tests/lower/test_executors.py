@@ -48,7 +48,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("name", rows(CHAINS, "waves"))
+@pytest.mark.parametrize("name", rows(CHAINS))
 def test_executors_of_segments_move_no_bit(name):
     memory, counts = CHAINS[name]
     settings = {"memory": {"recompute": "boundaries", "segments": 3} | memory}

@@ -139,7 +139,7 @@ def test_a_wave_waits_for_those_that_measure_the_wave_before(monkeypatch):
     assert all(min(record.busy_seconds) > 0 for record in records)
 
 
-@pytest.mark.parametrize("name", rows(RELAYS, "fp16"))
+@pytest.mark.parametrize("name", rows(RELAYS, "bf16"))
 def test_no_bit_depends_on_the_stage_or_on_where_state_waits(name):
     """A global norm, too, counts each element of the state once."""
     wanted, found = told(name)

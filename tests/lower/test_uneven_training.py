@@ -64,6 +64,7 @@ PARTS = (("data", 2), ("tensor", (2, 1)))
 NET = pytest.mark.parametrize("net", rows(NETS, "columns"))
 
 
+@pytest.mark.slow
 @NET
 def test_a_checkpoint_resumes_on_one_device(net, tmp_path):
     train(dict(PARTS), steps=2, net=net, checkpoint_dir=tmp_path)

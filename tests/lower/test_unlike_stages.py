@@ -14,7 +14,7 @@ from support.tiers import rows
 from support.unlike_stages import CASES, ONE, TWO, params_of, reference, trained
 
 
-@pytest.mark.parametrize("name", rows(CASES, "one and two", "annotated", "gpt"))
+@pytest.mark.parametrize("name", rows(CASES, "one and two", "annotated"))
 def test_unlike_stages_train_as_plain_jax_does(name):
     case = CASES[name]
     losses, params = reference(case)

@@ -149,6 +149,7 @@ def check_run(folder, file, way, *options, flags=""):
     return seen
 
 
+@pytest.mark.slow
 def test_a_plan_with_edited_counts_runs_as_written_in_two_processes(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     script = {}

@@ -355,9 +355,9 @@ def scheduled(tmp_path):
 
 
 def test_a_device_that_goes_is_given_back_and_a_scheduler_that_ends_leaves_nothing(scheduled):
-    run = scheduled(Scheduled, [LONG], [0.4, 0.4])
+    run = scheduled(Scheduled, [LONG], [0.9, 0.9])
     run.wait("long.events", lambda e: e["what"] == "Completed", "a step on both devices")
-    run.write_devices([0.4])
+    run.write_devices([0.9])
     run.wait("record.jsonl", lambda e: e["what"] == "Holds" and sum(e["nums"]) == 1, "one device")
     run.process.terminate()
     assert run.process.wait(PATIENCE_SECONDS) == 75

@@ -80,6 +80,7 @@ def test_what_a_callback_hands_in_is_trained_on_as_plain_jax_does():
     assert max(abs(x).max() for x in jax.tree.leaves(params)) == np.float32(0.2)
 
 
+@pytest.mark.slow
 def test_where_copies_share_the_state_each_takes_its_part():
     shas = {}
     for stage, counts in [(0, (8, 0)), (1, (3, 5)), (3, (5, 3)), (3, (8, 0))]:
