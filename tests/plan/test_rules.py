@@ -261,11 +261,22 @@ def job(make, how):
 
 
 @functools.cache
+def planned(make, how, rules):
+    mesh = {"data": 1, "fsdp": 2, "tensor": 2}
+    return job(make, how).plan(lowering.cpus(4), mesh=mesh, rules=rules, microbatch_size=16)
+
+
 def layouts_of(make, how, rules):
     """The spec of each parameter."""
-    mesh = {"data": 1, "fsdp": 2, "tensor": 2}
-    plan = job(make, how).plan(lowering.cpus(4), mesh=mesh, rules=rules, microbatch_size=16)
-    return {p.name: (p.shape, p.spec) for p in plan.parameters}
+    return {p.name: (p.shape, p.spec) for p in planned(make, how, rules).parameters}
+
+
+def test_rules_cut_the_work_along_tensor_and_the_batch_along_fsdp():
+    axes = planned(LinenStack, "loop", "decoder").axes
+    assert {axis.name: set(axis.roles) for axis in axes} == {
+        "fsdp": {"replicate"},
+        "tensor": {"rules"},
+    }
 
 
 @pytest.mark.parametrize("rules", ["decoder", "encoder", "encoder_decoder"])

@@ -17,7 +17,18 @@ from flax import nnx
 
 import hxla
 from support import models
-from support.inside.report import Curve, MetricsWriter, curve_chart, line, read_metrics, run_start
+from support.inside.report import (
+    Curve,
+    MetricsWriter,
+    PieceTimes,
+    curve_chart,
+    from_texts,
+    line,
+    read_metrics,
+    run_start,
+    summarise,
+    to_text,
+)
 from support.training import train_with
 
 
@@ -284,6 +295,25 @@ def test_a_chart_of_any_values_has_places_inside_it(y):
     places = re.findall(r'(?:x|x1|cx|y|y1|cy)="([-\d.naif]+)%"', chart)
     assert places
     assert all(0 <= float(place) <= 100 for place in places)
+
+
+def test_figures_of_a_run_leave_its_first_step_out(run):
+    """It may compile."""
+    history = run[1].history
+    first, *others = [dataclasses.replace(step, seconds=0.5) for step in history.steps]
+    slow = dataclasses.replace(first, seconds=100.0)
+    assert summarise(dataclasses.replace(history, steps=(slow, *others))).whole.step_seconds == 0.5
+    assert summarise(dataclasses.replace(history, steps=(slow,))).whole.step_seconds == 100.0
+
+
+def test_times_of_a_pipeline_are_those_of_its_slowest_process():
+    """Each process times the parts that it has, and what both sides of a boundary do together."""
+    here = PieceTimes(seconds={("F", 0): 1.0}, meeting_seconds={0: 3.0}, fixed_seconds=0.5)
+    there = PieceTimes(seconds={("F", 1): 2.0}, meeting_seconds={0: 4.0}, fixed_seconds=0.7)
+    together = {("F", 0): 1.0, ("F", 1): 2.0}
+    whole = PieceTimes(seconds=together, meeting_seconds={0: 4.0}, fixed_seconds=0.7)
+    for order in ((here, there), (there, here)):
+        assert from_texts([to_text({1: times}) for times in order]) == {1: whole}
 
 
 def test_the_live_line_tells_step_loss_speed_time_and_shares(run):
