@@ -142,7 +142,7 @@ class Tried:
     def use_executors(self, replicas):
         self.executors = replicas[0].executors
 
-    def seconds_of_microbatches(self, i, batch, num, *, repeats):
+    def seconds_of_microbatches(self, i, batch, num, *, repeats, apart):
         self.num_run += repeats * num
         return [self.seconds[self.executors]] * repeats
 

@@ -104,7 +104,7 @@ def test_two_pairs_of_processes_end_with_the_bits_of_one(pair, two_pairs):
     assert one["losses"] == two["losses"]
 
 
-@pytest.mark.parametrize("name", rows(OPTIMIZERS))
+@pytest.mark.parametrize("name", rows(OPTIMIZERS, "sgd"))
 def test_processes_train_as_devices_of_one_process_do(pair, name):
     whole, evaluated = train({"data": 1}, steps=3, optimizer=name)
     losses = [*(r.loss for r in whole.history.steps), evaluated]

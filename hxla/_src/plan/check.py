@@ -8,7 +8,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import pydantic
 
@@ -25,11 +25,8 @@ from ..schedule.segment_sequence import (
     sequence_from_texts,
 )
 from .layout import Layout
+from .parts import Placement, PlannedChain, PlannedPipeline
 from .unlike_stages import unlike_stage_faults
-
-if TYPE_CHECKING:
-    from .parts import Placement, PlannedChain, PlannedPipeline
-    from .plan import Plan
 
 
 def schedule_of(schedule: Any, num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
@@ -55,7 +52,7 @@ def schedule_of(schedule: Any, num_stages: int, num_microbatches: int, num_chunk
     return table
 
 
-def faults(plan: "Plan") -> Iterator[str]:
+def faults(plan: Any) -> Iterator[str]:
     """All inconsistencies of a plan whose fields have the right types: `key: fault, remedy`."""
     yield from _batch_faults(plan)
     yield from _device_faults(plan)
@@ -85,7 +82,7 @@ def faults(plan: "Plan") -> Iterator[str]:
     yield from _prediction_faults(plan)
 
 
-def _host_sum_faults(plan: "Plan") -> Iterator[str]:
+def _host_sum_faults(plan: Any) -> Iterator[str]:
     if plan.sums.over == "device":
         return
     if plan.axes:
@@ -100,7 +97,7 @@ def _host_sum_faults(plan: "Plan") -> Iterator[str]:
         )
 
 
-def _executor_faults(plan: "Plan") -> Iterator[str]:
+def _executor_faults(plan: Any) -> Iterator[str]:
     if all(replica.executors == 1 for replica in plan.replicas):
         return
     if plan.axes:
@@ -115,7 +112,7 @@ def _executor_faults(plan: "Plan") -> Iterator[str]:
         )
 
 
-def _start_faults(plan: "Plan") -> Iterator[str]:
+def _start_faults(plan: Any) -> Iterator[str]:
     late = [i for i, replica in enumerate(plan.replicas) if replica.start_seconds]
     if not late:
         return
@@ -131,7 +128,7 @@ def _start_faults(plan: "Plan") -> Iterator[str]:
     yield f"replicas.{late[0]}.start_seconds: {why}: leave it 0"
 
 
-def _call_faults(plan: "Plan") -> Iterator[str]:
+def _call_faults(plan: Any) -> Iterator[str]:
     if plan.microbatches_per_call > 1 and plan.pipeline is not None:
         yield (
             "microbatches_per_call: one call of a pipeline runs all microbatches of its replica: "
@@ -139,7 +136,7 @@ def _call_faults(plan: "Plan") -> Iterator[str]:
         )
 
 
-def _batch_faults(plan: "Plan") -> Iterator[str]:
+def _batch_faults(plan: Any) -> Iterator[str]:
     num, rest = divmod(plan.batch_size, plan.microbatch_size)
     if rest:
         yield (
@@ -153,7 +150,7 @@ def _batch_faults(plan: "Plan") -> Iterator[str]:
         )
 
 
-def _device_faults(plan: "Plan") -> Iterator[str]:
+def _device_faults(plan: Any) -> Iterator[str]:
     listed = Counter(device.rank for device in plan.devices)
     used = Counter(rank for replica in plan.replicas for rank in replica.devices)
     for rank in (r for r, n in listed.items() if n > 1):
@@ -170,7 +167,7 @@ def _device_faults(plan: "Plan") -> Iterator[str]:
             yield (f"replicas.{i}.devices: {len(replica.devices)} devices, the axes take {size}")
 
 
-def _axis_faults(plan: "Plan") -> Iterator[str]:
+def _axis_faults(plan: Any) -> Iterator[str]:
     names = [axis.name for axis in plan.axes]
     for name in (n for n, times in Counter(names).items() if times > 1):
         yield f"axes: {name!r} is listed twice"
@@ -198,7 +195,7 @@ def _axis_faults(plan: "Plan") -> Iterator[str]:
         yield "axes: `roles` must have one entry for each TaskGraph, these differ in length"
 
 
-def _token_faults(plan: "Plan") -> Iterator[str]:
+def _token_faults(plan: Any) -> Iterator[str]:
     others = [axis.name for axis in plan.axes if axis.size > 1 and axis.name != TOKEN_AXIS]
     for axis in plan.axes:
         if (axis.name == TOKEN_AXIS) != ("tokens" in axis.roles):
@@ -213,7 +210,7 @@ def _token_faults(plan: "Plan") -> Iterator[str]:
             yield f"axes.{axis.name}: tokens are not cut beside {', '.join(others)}: leave one out"
 
 
-def _parameter_faults(plan: "Plan") -> Iterator[str]:
+def _parameter_faults(plan: Any) -> Iterator[str]:
     sizes = plan.axis_sizes
     for name, times in Counter(p.name for p in plan.parameters).items():
         if times > 1:
@@ -244,7 +241,7 @@ def _parameter_faults(plan: "Plan") -> Iterator[str]:
                 yield f"{key}: dimension {d} of size {size} does not divide into {cut}"
 
 
-def _uneven_size_faults(plan: "Plan", p: Layout, d: int) -> Iterator[str]:
+def _uneven_size_faults(plan: Any, p: Layout, d: int) -> Iterator[str]:
     """Faults of a dimension with shards of unlike sizes."""
     key, parts, axes = f"parameters.{p.name}.sizes.{d}", p.sizes[d], p.spec[d]
     if len(axes) != 1:
@@ -260,7 +257,7 @@ def _uneven_size_faults(plan: "Plan", p: Layout, d: int) -> Iterator[str]:
         yield f"{key}: {' + '.join(map(str, parts))} is {sum(parts)}, not {p.shape[d]}"
 
 
-def _zero_faults(plan: "Plan") -> Iterator[str]:
+def _zero_faults(plan: Any) -> Iterator[str]:
     placement, num = plan.placement, len(plan.replicas)
     if placement.waves > 1 and placement.zero < 2:
         yield "placement.waves: only ZeRO's stages 2 and 3 have waves, use 1 or set placement.zero"
@@ -293,7 +290,7 @@ def _zero_faults(plan: "Plan") -> Iterator[str]:
         )
 
 
-def _faults_without_zero(placement: "Placement") -> Iterator[str]:
+def _faults_without_zero(placement: Placement) -> Iterator[str]:
     """Settings that only ZeRO's stages have."""
     if placement.shares:
         yield "placement.shares: only ZeRO's stages have shares, set placement.zero to 1, 2 or 3"
@@ -311,7 +308,7 @@ def _faults_without_zero(placement: "Placement") -> Iterator[str]:
         )
 
 
-def _sharded_replica_faults(plan: "Plan") -> Iterator[str]:
+def _sharded_replica_faults(plan: Any) -> Iterator[str]:
     placement, num = plan.placement, len(plan.replicas)
     axes = ", ".join(axis.name for axis in plan.axes)
     cut = f"replicas are sharded over {axes}"
@@ -323,7 +320,7 @@ def _sharded_replica_faults(plan: "Plan") -> Iterator[str]:
         yield f"placement.zero: {cut} in uneven shards, whose state is not shared out: use 0"
 
 
-def _shard_group_faults(plan: "Plan") -> Iterator[str]:
+def _shard_group_faults(plan: Any) -> Iterator[str]:
     num, groups = len(plan.replicas), plan.placement.shard_groups
     if num % groups or num == groups:
         yield (
@@ -351,7 +348,7 @@ def _shard_group_faults(plan: "Plan") -> Iterator[str]:
             )
 
 
-def _pipeline_faults(plan: "Plan", pipeline: "PlannedPipeline") -> Iterator[str]:
+def _pipeline_faults(plan: Any, pipeline: PlannedPipeline) -> Iterator[str]:
     num_stages = plan.num_stages
     if num_stages < 2:
         yield f"axes: {STAGE_AXIS!r} has size {num_stages}, a pipeline has at least two stages"
@@ -387,7 +384,7 @@ def _pipeline_faults(plan: "Plan", pipeline: "PlannedPipeline") -> Iterator[str]
             return
 
 
-def _chain_faults(plan: "Plan", chain: "PlannedChain") -> Iterator[str]:
+def _chain_faults(plan: Any, chain: PlannedChain) -> Iterator[str]:
     cut = f"replicas are sharded over {', '.join(axis.name for axis in plan.axes)}"
     if plan.pipeline is not None:
         yield f"chain: {cut}, and stages have segments already: leave it out"
@@ -415,7 +412,7 @@ def _chain_faults(plan: "Plan", chain: "PlannedChain") -> Iterator[str]:
         yield "placement.stash: `chain.sequence` offloads to host memory, set 'host'"
 
 
-def _stash_faults(plan: "Plan") -> Iterator[str]:
+def _stash_faults(plan: Any) -> Iterator[str]:
     if plan.placement.stash == "device":
         return
     if plan.chain is None:
@@ -446,7 +443,7 @@ def _no_costs(num: int) -> list[SegmentCost]:
     ]
 
 
-def _prediction_faults(plan: "Plan") -> Iterator[str]:
+def _prediction_faults(plan: Any) -> Iterator[str]:
     known = plan.prediction
     if known is None:
         return

@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..core.types import DATA_AXIS, DEVICE_AXIS, STAGE_AXIS, TENSOR_AXIS
 from ..graph.graph import Graph, params_of
@@ -17,9 +17,6 @@ from .axis_assignment import Axes, Roles, shard_graph
 from .layout import Layout
 from .parts import PlannedPipeline, PlannedStage
 from .sharding import Sharded
-
-if TYPE_CHECKING:
-    from .plan import Plan
 
 #: The axes that a stage may have.
 STAGE_AXES = (DATA_AXIS, TENSOR_AXIS)
@@ -71,7 +68,7 @@ def _dims(layout: Layout) -> dict[str, int]:
     return {name: dim for dim, names in enumerate(layout.spec) for name in names}
 
 
-def unlike_stage_faults(plan: "Plan", pipeline: PlannedPipeline) -> Iterator[str]:
+def unlike_stage_faults(plan: Any, pipeline: PlannedPipeline) -> Iterator[str]:
     """Faults of a plan with unlike stages: `key: fault, remedy`."""
     stages = plan.unlike_stages
     total = sum(stage.num_devices for stage in stages)

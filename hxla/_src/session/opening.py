@@ -70,9 +70,10 @@ def with_fastest_executors(
         if budget < 0:
             break
         more = with_executors(plan, (num,) * len(plan.replicas))
-        before = stepper.seconds_of_microbatches(0, batch, at_once, repeats=_REPEATS)
+        timed = functools.partial(stepper.seconds_of_microbatches, 0, batch, at_once)
+        before = timed(repeats=_REPEATS, apart=True)
         stepper.use_executors(more.replicas)
-        after = stepper.seconds_of_microbatches(0, batch, at_once, repeats=_REPEATS)
+        after = timed(repeats=_REPEATS, apart=True)
         if not np.median(after) < (1 - min_gain) * np.median(before):
             stepper.use_executors(best.replicas)
             break

@@ -197,22 +197,24 @@ class Stepper:
         runners = self._programs.runners
         unit = runners[0].unit
         seeks = self._programs.contribution.is_exact and not has_scales
-        if self._step_program is not None:
-            return [self._warm_up_at_once(self._step_program, batch, repeats, seeks=seeks)]
         each = range(len(runners))
 
         def some(num: int) -> Any:
             return 0, [range(num) for _ in each], [[batch] * num for _ in each], False
 
-        once = some(unit)
+        once, one = some(unit), self._step_program
         for _ in range(1 + seeks):  # a second time with fitting scales
-            self._run_all(*once)
+            if one is None:
+                self._run_all(*once)
+            else:
+                self._run_at_once(one, *once[:3], counts=False)
             if seeks:
                 self.scales.fit(self._sums)
         # How many microbatches a pipeline warms up with depends on its schedule.
         self.scales.settles = seeks and isinstance(runners[0], Pipeline)
-        self._reduce(self._tells_nothing, self._local_sums())
-        self._reduced = None
+        if one is None:
+            self._reduce(self._tells_nothing, self._local_sums())
+            self._reduced = None
         if self._programs.layered is not None:
             # Every process takes part in each of its collectives.
             num = self._num_timed(0, batch)
@@ -224,25 +226,6 @@ class Stepper:
             for i in each
         ]
         return [float(np.median(times or [0.0])) for times in seconds]
-
-    def _warm_up_at_once(
-        self, one: StepProgram, batch: PyTree, repeats: int, *, seeks: bool
-    ) -> float:
-        """`warm_up` of a step that is one program: it runs, and its updates do not count."""
-
-        def seconds(num: int) -> float:
-            start = time.perf_counter()
-            self.forwards.time_first(0, [batch] * num)
-            self._run_at_once(one, 0, [range(num)], [[batch] * num], counts=False)
-            return (time.perf_counter() - start) / num
-
-        for _ in range(1 + seeks):  # a second time with fitting scales
-            once = seconds(1)
-            if seeks:
-                self.scales.fit(self._sums)
-        most = self._programs.plan.num_microbatches
-        num = max(1, min(most, math.ceil(_TIMED_SECONDS / once)))
-        return float(np.median([seconds(num) for _ in range(repeats)] or [0.0]))
 
     def _num_timed(self, i: int, batch: PyTree) -> int:
         """Microbatches in one timed run: of small ones a step's, as in a step they share a call."""
@@ -258,19 +241,27 @@ class Stepper:
         return max(runner.unit, even - even % runner.unit)
 
     def seconds_of_microbatches(
-        self, i: int, batch: PyTree, num: int, *, repeats: int
+        self, i: int, batch: PyTree, num: int, *, repeats: int, apart: bool = False
     ) -> list[float]:
         """Time microbatches on a local replica.
+
+        Args:
+            apart: Whether without the sum and the update, also where a step is one program.
 
         Returns:
             Seconds of a microbatch in each run.
         """
-        self._programs.compile_each()
+        one = None if apart else self._step_program
+        if one is None:
+            self._programs.compile_each()
         times = []
         for _ in range(repeats):
             start = time.perf_counter()
             self.forwards.time_first(i, [batch] * num)
-            jax.block_until_ready(self._run(i, 0, range(num), [batch] * num))
+            if one is None:
+                jax.block_until_ready(self._run(i, 0, range(num), [batch] * num))
+            else:
+                self._run_at_once(one, 0, [range(num)], [[batch] * num], counts=False)
             times.append((time.perf_counter() - start) / num)
         return times
 
@@ -367,11 +358,7 @@ class Stepper:
         *,
         counts: bool = True,
     ) -> tuple[Decisions, ...]:
-        """A step as one program, whose seconds are those of its microbatches.
-
-        Args:
-            counts: Whether its update counts if its sums do, or never.
-        """
+        """A step as one program, whose seconds are those of its microbatches; see its `run`."""
         start = time.perf_counter()
         arrays = self._store.held[0], self._sums[0], self.scales.on(0)
         self._sums[0], decisions = one.run(*arrays, step, ids[0], batches[0], counts=counts)
@@ -420,13 +407,7 @@ class Stepper:
     ) -> Outcome:
         loss, weight, metrics = means(told.rows_MS, self._programs.graph.metrics, ids[0])
         names, scale = self._programs.tensors.float_names, self._store.loss_scale
-        nonfinite: tuple[str, ...] = ()
-        if not told.is_finite and not weight:
-            nonfinite = ("the loss (every weight of the global batch is zero)",)
-        elif not told.is_finite:
-            pairs = zip(names, told.maxima_T, strict=True)
-            nonfinite = tuple(name for name, most in pairs if not np.isfinite(most))
-            nonfinite = nonfinite or ("the loss",)
+        nonfinite = _nonfinite(told, weight, names)
         seconds = np.array(self._seconds()) if self._is_alone else told.stats_DN
         return Outcome(
             loss=loss,
@@ -559,6 +540,16 @@ class Stepper:
         """Wait for the last update on every local replica."""
         for update in self._updates:
             update.result()
+
+
+def _nonfinite(told: Told, weight: float, names: Sequence[str]) -> tuple[str, ...]:
+    """What is not finite, in words or by the names of tensors."""
+    if told.is_finite:
+        return ()
+    if not weight:
+        return ("the loss (every weight of the global batch is zero)",)
+    pairs = zip(names, told.maxima_T, strict=True)
+    return tuple(name for name, most in pairs if not np.isfinite(most)) or ("the loss",)
 
 
 def _known(seconds: float) -> _Seconds:
