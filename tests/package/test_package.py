@@ -20,6 +20,7 @@ from support.launched import own_environment
 from support.paths import EXAMPLES, ROOT, TESTS
 
 PACKAGE = ROOT / "hxla"
+TEXTS = (".py", ".md", ".toml", ".json", ".txt")
 # Imports go down this list only, and have no cycle within an entry.
 LAYERS = (
     "core",
@@ -147,6 +148,14 @@ def definition(module, name):
 
 
 PUBLIC = public_names()
+
+
+def test_no_file_is_left_half_merged():
+    folders = PACKAGE, TESTS, EXAMPLES, ROOT / "docs", ROOT / "benchmarks"
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in TEXTS]
+    left = re.compile(r"^(<<<<<<<|>>>>>>>) ", re.M)
+    assert len(files) > 500
+    assert not [str(path) for path in files if left.search(path.read_text())]
 
 
 def test_the_public_names_are_the_documented_ones_in_their_order():
