@@ -118,7 +118,10 @@ class Counted:
 def job(model, optimizer, num):
     make, data, options = MODELS[model]
     options = {"batch_size": NUM * SIZE, "shuffle": False, "config": {}} | options
-    config = options["config"] | {"cluster": {"visible_devices": list(range(num))}}
+    cluster = {"visible_devices": list(range(num))}
+    if options["batch_size"] == SIZE:  # executors run it in several programs too
+        cluster = {"visible_devices": [0], "executors": num}
+    config = options["config"] | {"cluster": cluster}
     options["config"] = config
     made = lambda: make(nnx.Rngs(0))  # noqa: E731
     return hxla.Job(made, data(), loss, OPTIMIZERS[optimizer](), **options)
@@ -127,6 +130,7 @@ def job(model, optimizer, num):
 def planned(model, optimizer, num):
     own = job(model, optimizer, num)
     left = own.batch_size // SIZE
+    num = min(num, left)
     counts = [left] if num == 1 else [max(left - num + 1, 1), *[min(left - 1, 1)] * (num - 1)]
     return own.plan(microbatch_size=SIZE, mesh={"data": num}, counts=counts)
 
