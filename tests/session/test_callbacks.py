@@ -387,7 +387,7 @@ def test_two_processes_save_by_the_clock_of_rank_0_after_the_same_steps(tmp_path
         assert len(said) == 2, out + err
         assert {steps for _, steps, _ in said} == {saved}
         assert len({sha for *_, sha in said}) == 1
-        assert "best loss" in out
+        assert "best loss" in err
         assert read_metadata(folder / "best" / "model.safetensors")["step"] == str(steps)
     with (tmp_path / "checkpoints.csv").open() as file:
         assert [int(row["step"]) for row in csv.DictReader(file)] == [1, 2, 3, 4, 5]

@@ -257,7 +257,7 @@ def test_processes_without_a_checkpoint_folder_end_by_the_signal(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "steps"), [((0, 1), [3]), ((1,), [])])
+@pytest.mark.parametrize(("ranks", "steps"), [((0, 1), [2]), ((1,), [])])
 def test_processes_save_what_the_same_error_left_to_all_of_them(tmp_path, ranks, steps):
     running = job(tmp_path, ranks=ranks)
     end_of(running)

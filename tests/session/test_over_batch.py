@@ -302,7 +302,7 @@ def test_linen_and_low_precision(precision):
 
 SCRIPT = """
 import sys, hxla
-from run.test_over_batch import SIZE, STEPS, data, ended, job
+from session.test_over_batch import SIZE, STEPS, data, ended, job
 import optax
 
 made = job(config={"cluster": {}})
