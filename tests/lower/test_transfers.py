@@ -91,6 +91,26 @@ def like_a_gpu(monkeypatch):
     monkeypatch.setattr(_compile, "_WAITING", frozenset())
 
 
+@pytest.mark.usefixtures("like_a_gpu")
+def test_an_update_that_nobody_waits_for_makes_its_norm():
+    with opened(CLIPPED, 2) as session:
+        session.step()
+        calls = counted(session._programs)
+        session.step()
+    assert calls == ["sum", "the update", "the update"]
+
+
+def test_no_bit_depends_on_who_makes_the_norm(monkeypatch):
+    ends = []
+    for waiting in (frozenset({"cpu"}), frozenset()):
+        monkeypatch.setattr(_compile, "_WAITING", waiting)
+        with opened(CLIPPED, 2) as session:
+            norms = [session.step().gradient_norm for _ in range(3)]
+            ends.append((norms, session.gather(session.state.params)))
+    assert min(ends[0][0]) > 0.1  # it clips
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
 def order_of(monkeypatch, session):
     """The order in which a step reads its sums and calls its update."""
     order, reducer = [], session._reducer

@@ -61,6 +61,26 @@ def row_sums(x: jax.Array, exponent: jax.Array) -> jax.Array:
     return jnp.stack(rows, axis=1)
 
 
+def largest_in_rows(x: jax.Array) -> jax.Array:
+    """int32[rows]: the bits of the largest magnitudes of the rows of `row_sums`."""
+    bits = peak_bits(jnp.pad(x.reshape(-1), (0, -x.size % _ROW)))
+    return bits.reshape(-1, _ROW).max(axis=1)
+
+
+def largest_of(rows: Sequence[jax.Array]) -> jax.Array:
+    """float32[K]: the largest magnitude of each array, from its `largest_in_rows`."""
+    every, is_of = _joined(rows)
+    bits = jnp.where(is_of, every, 0).max(axis=1)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _joined(rows: Sequence[jax.Array]) -> tuple[jax.Array, np.ndarray]:
+    """One array of all rows, and bool[K, rows]: whose they are."""
+    ends = np.cumsum([len(x) for x in rows])
+    numbers = np.searchsorted(ends, np.arange(ends[-1]), side="right")
+    return jnp.concatenate(rows), numbers == np.arange(len(rows))[:, None]
+
+
 def digits_of(rows: Sequence[jax.Array]) -> jax.Array:
     """The sums of shards, as digits that may be added to those of other shards.
 
@@ -73,10 +93,7 @@ def digits_of(rows: Sequence[jax.Array]) -> jax.Array:
         int32[K, 4, 4]: of each limb's sum two digits of the rows' lower halves, and two of the
         upper.
     """
-    every = jnp.concatenate(rows)
-    ends = np.cumsum([len(x) for x in rows])
-    numbers = np.searchsorted(ends, np.arange(len(every)), side="right")
-    is_of = numbers == np.arange(len(rows))[:, None]
+    every, is_of = _joined(rows)
     halves = jnp.stack([every & 0xFFFF, every >> _DIGIT], axis=-1)
     sums = jnp.where(is_of[..., None, None], halves, 0).sum(axis=1)
     return jnp.stack([sums & 0xFFFF, sums >> _DIGIT], axis=-1).reshape(-1, _NUM_LIMBS, 4)
@@ -123,6 +140,7 @@ class LevelSums:
 
     Args:
         sharded: The update over a replica's devices; None: there is one device.
+        on_cpu: Whether an array's largest magnitude is found at once.
     """
 
     def __init__(
@@ -131,8 +149,10 @@ class LevelSums:
         level: int,
         arguments: Arguments,
         sharded: ShardedUpdate | None,
+        *,
+        on_cpu: bool,
     ):
-        self._update, self._level = update, level
+        self._update, self._level, self._on_cpu = update, level, on_cpu
         self._arguments, self._sharded = arguments, sharded
 
     def _of_terms(
@@ -155,7 +175,10 @@ class LevelSums:
 
     def largest(self, arrays: Any, given: UpdateInputs) -> jax.Array:
         """float32[K]: the largest magnitude of the terms of each sum."""
-        terms = jnp.stack(self._of_terms(lambda _, x: largest(x), arrays, given))
+        if self._on_cpu:
+            terms = jnp.stack(self._of_terms(lambda _, x: largest(x), arrays, given))
+        else:
+            terms = largest_of(self._of_terms(lambda _, x: largest_in_rows(x), arrays, given))
         return terms if self._sharded is None else self._sharded.largest(terms)
 
     def digits(self, arrays: Any, given: UpdateInputs, exponents: jax.Array) -> jax.Array:
@@ -208,6 +231,7 @@ def sum_programs(
     specs: tuple[Any, UpdateInputs],
     *,
     is_alone: bool,
+    on_cpu: bool,
 ) -> SumPrograms:
     """The programs of an update's sums.
 
@@ -215,8 +239,11 @@ def sum_programs(
         sharded: The update over a replica's devices; None: there is one device.
         specs: PartitionSpecs of `arrays` and `given`.
         is_alone: Whether a replica has all terms.
+        on_cpu: See `LevelSums`.
     """
-    levels = [LevelSums(update, k, arguments, sharded) for k in range(len(update.levels))]
+    levels = [
+        LevelSums(update, k, arguments, sharded, on_cpu=on_cpu) for k in range(len(update.levels))
+    ]
 
     def hxla_sums(arrays: Any, given: UpdateInputs) -> jax.Array:
         sums: list[jax.Array] = []

@@ -21,7 +21,15 @@ from hxla._src.lower.decisions import DecisionSpec
 from hxla._src.lower.determinism import _equations, dependent
 from hxla._src.lower.disk import _AHEAD, DirectFile, DiskBuffer, _buffers
 from hxla._src.lower.exact import Limbs
-from hxla._src.lower.exact_norms import digits_of, exponents_for, row_sums, value_of, values_of
+from hxla._src.lower.exact_norms import (
+    digits_of,
+    exponents_for,
+    largest_in_rows,
+    largest_of,
+    row_sums,
+    value_of,
+    values_of,
+)
 from hxla._src.lower.inputs import Training, sharded_of, uneven_of
 from hxla._src.lower.lower import Programs, lower
 from hxla._src.lower.offload import OffloadedLeaf
