@@ -42,8 +42,8 @@ _MOST_EXPONENT = 250
 Arguments = Callable[[Any, UpdateInputs], tuple[list[Any], UnitsPart]]
 
 
-def row_sums(x: jax.Array, exponent: jax.Array) -> jax.Array:
-    """int32[rows, 4]: the sums of each limb over rows of a shard.
+def row_sums(x: jax.Array, exponent: jax.Array) -> list[jax.Array]:
+    """4 arrays of int32[rows]: the sums of each limb over rows of a shard.
 
     Args:
         x: float32, any shape, at most 2**27 elements.
@@ -58,7 +58,7 @@ def row_sums(x: jax.Array, exponent: jax.Array) -> jax.Array:
         rest, pair = rest - whole, whole.astype(jnp.int32)
         for limb in (pair >> _LIMB_BITS, pair & ((1 << _LIMB_BITS) - 1)):
             rows.append(limb.sum(axis=1))
-    return jnp.stack(rows, axis=1)
+    return rows
 
 
 def largest_in_rows(x: jax.Array) -> jax.Array:
@@ -81,7 +81,7 @@ def _joined(rows: Sequence[jax.Array]) -> tuple[jax.Array, np.ndarray]:
     return jnp.concatenate(rows), numbers == np.arange(len(rows))[:, None]
 
 
-def digits_of(rows: Sequence[jax.Array]) -> jax.Array:
+def digits_of(rows: Sequence[Sequence[jax.Array]]) -> jax.Array:
     """The sums of shards, as digits that may be added to those of other shards.
 
     All are made of one array: a kernel for each would cost more than its work.
@@ -93,9 +93,10 @@ def digits_of(rows: Sequence[jax.Array]) -> jax.Array:
         int32[K, 4, 4]: of each limb's sum two digits of the rows' lower halves, and two of the
         upper.
     """
-    every, is_of = _joined(rows)
+    limbs, is_of = zip(*map(_joined, zip(*rows, strict=True)), strict=True)
+    every = jnp.stack(limbs, axis=1)
     halves = jnp.stack([every & 0xFFFF, every >> _DIGIT], axis=-1)
-    sums = jnp.where(is_of[..., None, None], halves, 0).sum(axis=1)
+    sums = jnp.where(is_of[0][..., None, None], halves, 0).sum(axis=1)
     return jnp.stack([sums & 0xFFFF, sums >> _DIGIT], axis=-1).reshape(-1, _NUM_LIMBS, 4)
 
 

@@ -369,7 +369,9 @@ class SegmentPart:
     ) -> tuple[list[Any], list[Any], list[jax.Array]]:
         """`[sums[S], *new aux]`, gradients of the trained parameters, gradients of the inputs."""
         if self._spec.is_whole:
-            gradient = whole_gradient(self._spec, self._mesh, self._uneven, self._on_cpu)
+            gradient = whole_gradient(
+                self._spec, self._mesh, self._uneven, self._on_cpu, self._in_order
+            )
             gradient = ordered(gradient) if self._in_order else gradient
             (_, results), grads = gradient(params, aux, key, batch)
             return results, grads, []
