@@ -11,6 +11,7 @@ from flax import nnx
 
 import hxla
 from support import models
+from support.host_calls import host_calls
 from support.inside.lower import _compile
 from support.inside.session import Stepper
 
@@ -39,11 +40,10 @@ def counted(programs):
     return calls
 
 
-@contextlib.contextmanager
-def opened(optimizer, num=1, **options):
+def job_of(optimizer, **options):
     rng = np.random.default_rng(0)
     data = {"x": rng.normal(size=(64, 4)).astype(np.float32), "y": np.zeros((64, 1), np.float32)}
-    job = hxla.Job(
+    return hxla.Job(
         lambda: nnx.Linear(4, 1, rngs=nnx.Rngs(0)),
         data,
         lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).sum(1),
@@ -52,6 +52,11 @@ def opened(optimizer, num=1, **options):
         shuffle=False,
         **options,
     )
+
+
+@contextlib.contextmanager
+def opened(optimizer, num=1, **options):
+    job = job_of(optimizer, **options)
     with job.open(job.plan(microbatch_size=4, mesh=models.mesh(data=num))) as session:
         yield session
 
@@ -98,6 +103,10 @@ def test_an_update_that_nobody_waits_for_makes_its_norm():
         calls = counted(session._programs)
         session.step()
     assert calls == ["sum", "the update", "the update"]
+
+
+def test_a_large_step_on_a_gpu_is_three_calls_that_get_two_host_arrays():
+    assert host_calls(job_of(CLIPPED), 4) == (3, 2)
 
 
 def test_no_bit_depends_on_who_makes_the_norm(monkeypatch):

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 import hxla
+from support import models
 from support.inside.lower import _compile, _step_program
 
 
@@ -36,7 +37,9 @@ def host_calls(job: hxla.Job, size: int, **wishes: Any) -> tuple[int, int]:
     with (
         mock.patch.object(_compile, "_WAITING", frozenset()),
         mock.patch.object(_step_program, "_MOST_BYTES", 0),
-        job.open(job.plan(microbatch_size=size, mesh={"data": 1}, **wishes), quiet=True) as session,
+        job.open(
+            job.plan(microbatch_size=size, mesh=models.mesh(data=1), **wishes), quiet=True
+        ) as session,
     ):
         for _ in range(2):
             session.step()
