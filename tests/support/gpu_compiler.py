@@ -210,7 +210,7 @@ def launches(text: str, trips: int = 1) -> dict[str, int]:
         is_sort = kind in _KERNELS and name.startswith("sort")
         found["graphs"] += times * (kind == "kCommandBuffer")
         found["kernels"] += times * (kind in _KERNELS)
-        found["products"] += times * bool(re.match("kCu(blas|dnn)", kind))
+        found["products"] += times * bool(re.match("kCu(blas|dnn)|kConvolution", kind))
         found["copies"] += times * bool(re.match("kCopy|kMem", kind))
         found["loops"] += kind == "kWhile"
         found["sorts"] += times * is_sort

@@ -28,7 +28,7 @@ from ..jax.jaxpr import Literal
 from ..jax.rounded import times_power_of_two
 from ..jax.separable_update import MISSING, SeparableUpdate
 from ..plan.ownership import Ownership
-from .contribution import largest, peak_bits
+from .contribution import largest, largest_bits_of, largest_in_rows, peak_bits, rows_of_each
 from .decisions import NUM_DIGITS, as_float, finite, magnitudes, put_digits
 from .units import ShardedUpdate, UnitsPart
 from .update import UpdateInputs
@@ -61,26 +61,6 @@ def row_sums(x: jax.Array, exponent: jax.Array) -> list[jax.Array]:
     return rows
 
 
-def largest_in_rows(x: jax.Array) -> jax.Array:
-    """int32[rows]: the bits of the largest magnitudes of the rows of `row_sums`."""
-    bits = peak_bits(jnp.pad(x.reshape(-1), (0, -x.size % _ROW)))
-    return bits.reshape(-1, _ROW).max(axis=1)
-
-
-def largest_of(rows: Sequence[jax.Array]) -> jax.Array:
-    """float32[K]: the largest magnitude of each array, from its `largest_in_rows`."""
-    every, is_of = _joined(rows)
-    bits = jnp.where(is_of, every, 0).max(axis=1)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _joined(rows: Sequence[jax.Array]) -> tuple[jax.Array, np.ndarray]:
-    """One array of all rows, and bool[K, rows]: whose they are."""
-    ends = np.cumsum([len(x) for x in rows])
-    numbers = np.searchsorted(ends, np.arange(ends[-1]), side="right")
-    return jnp.concatenate(rows), numbers == np.arange(len(rows))[:, None]
-
-
 def digits_of(rows: Sequence[Sequence[jax.Array]]) -> jax.Array:
     """The sums of shards, as digits that may be added to those of other shards.
 
@@ -93,10 +73,10 @@ def digits_of(rows: Sequence[Sequence[jax.Array]]) -> jax.Array:
         int32[K, 4, 4]: of each limb's sum two digits of the rows' lower halves, and two of the
         upper.
     """
-    limbs, is_of = zip(*map(_joined, zip(*rows, strict=True)), strict=True)
-    every = jnp.stack(limbs, axis=1)
+    limbs = [jnp.concatenate(each) for each in zip(*rows, strict=True)]
+    every, is_of = jnp.stack(limbs, axis=1), rows_of_each([len(x) for x, *_ in rows])
     halves = jnp.stack([every & 0xFFFF, every >> _DIGIT], axis=-1)
-    sums = jnp.where(is_of[0][..., None, None], halves, 0).sum(axis=1)
+    sums = jnp.where(is_of[..., None, None], halves, 0).sum(axis=1)
     return jnp.stack([sums & 0xFFFF, sums >> _DIGIT], axis=-1).reshape(-1, _NUM_LIMBS, 4)
 
 
@@ -179,7 +159,8 @@ class LevelSums:
         if self._on_cpu:
             terms = jnp.stack(self._of_terms(lambda _, x: largest(x), arrays, given))
         else:
-            terms = largest_of(self._of_terms(lambda _, x: largest_in_rows(x), arrays, given))
+            rows = self._of_terms(lambda _, x: largest_in_rows(x), arrays, given)
+            terms = jax.lax.bitcast_convert_type(largest_bits_of(rows), jnp.float32)
         return terms if self._sharded is None else self._sharded.largest(terms)
 
     def digits(self, arrays: Any, given: UpdateInputs, exponents: jax.Array) -> jax.Array:

@@ -127,7 +127,7 @@ class Joining:
         """Terms in the layout that sums read fast, and the bits of each one's largest magnitude."""
         values = [term.value for term in terms]
         if self.mesh is None:
-            return local_largest(values, self._lay_out, together)
+            return local_largest(values, self._lay_out, together, in_rows=not self.on_cpu)
         specs = [self.spec.specs[term.tensor] for term in terms]
         return largest_over(self.mesh, specs, self._lay_out, together)(values)
 

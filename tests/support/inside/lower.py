@@ -17,7 +17,14 @@ from hxla._src.lower.chain_runner import ChainRunner
 from hxla._src.lower.chain_spec import direct_parts
 from hxla._src.lower.chunks import Chunks, all_gather, reduce_scatter
 from hxla._src.lower.compile import compiler_options, extra_bytes
-from hxla._src.lower.contribution import Contribution, Tensors, num_terms, packs_of
+from hxla._src.lower.contribution import (
+    Contribution,
+    Tensors,
+    largest_bits_of,
+    largest_in_rows,
+    num_terms,
+    packs_of,
+)
 from hxla._src.lower.decisions import DecisionSpec
 from hxla._src.lower.determinism import _equations, dependent
 from hxla._src.lower.disk import _AHEAD, DirectFile, DiskBuffer, _buffers
@@ -25,8 +32,6 @@ from hxla._src.lower.exact import Limbs
 from hxla._src.lower.exact_norms import (
     digits_of,
     exponents_for,
-    largest_in_rows,
-    largest_of,
     row_sums,
     value_of,
     values_of,
