@@ -137,11 +137,11 @@ class LevelSums:
         self._arguments, self._sharded = arguments, sharded
 
     def _of_terms(
-        self, made: Callable[[int, jax.Array], jax.Array], arrays: Any, inputs: UpdateInputs
-    ) -> list[jax.Array]:
+        self, made: Callable[[int, jax.Array], Any], arrays: Any, inputs: UpdateInputs
+    ) -> list[Any]:
         """Apply a function of a sum's number and its terms to each sum."""
 
-        def run(shards: Sequence[Any], part: UnitsPart) -> dict[int, jax.Array]:
+        def run(shards: Sequence[Any], part: UnitsPart) -> dict[int, Any]:
             zero = inputs.where[1]
             terms = self._update.summed(self._level, shards, part, zero, inputs.sums)
             return {k: made(k, x) for k, x in enumerate(terms) if x is not MISSING}

@@ -37,6 +37,8 @@ from .replica import Replica
 from .stage import StagePart
 from .uneven import Uneven
 
+_LEAST_KERNEL_DIMS = 4  # of convolutions over two dimensions or more
+
 
 class Term(NamedTuple):
     """One term of the sum of a tensor.
@@ -132,7 +134,10 @@ class Joining:
         return largest_over(self.mesh, specs, self._lay_out, together)(values)
 
     def _lay_out(self, x: jax.Array) -> jax.Array:
-        return row_major(x) if self.on_cpu else x
+        # A GPU's convolution gives its kernel's gradient in another layout. Sums that are joined as
+        # it is laid out again are not updated in place.
+        is_kernel = x.ndim >= _LEAST_KERNEL_DIMS
+        return row_major(x) if self.on_cpu or is_kernel else x
 
     def _add_to_pack(
         self, old: Any, x: Any, exponents_T: jax.Array, rows: np.ndarray, keep: jax.Array

@@ -184,13 +184,10 @@ class ReplicaUpdate:
         )
 
     def _last_program(self, *, has_sums: bool) -> Any:
-        """The program of the last group.
-
-        Args:
-            has_sums: Whether it makes the sums over whole arrays; else it reads them.
-        """
+        """The program of the last group, which makes the sums over whole arrays or reads them."""
         spec, ownership = self._spec, self._ownership
         num, floats = ownership.num_params, spec.tensors.floats
+        num_sums = len(ownership.update.sums)
         dtype = gathered_dtype(spec.tensors.params)
 
         def hxla_update(
@@ -203,9 +200,10 @@ class ReplicaUpdate:
         ) -> Any:
             sums = None
             if has_sums:
-                sums, given = self._with_sums((params, opt_state, opt_common), given)
-            read = GroupArrays(self.groups.last, params, opt_state, opt_common, given)
-            new, opt_state, opt_common = self._arithmetic.updated(read)
+                read = params, opt_state, opt_common
+                sums, given = _with_sums(self._whole_sums, num_sums, read, given)
+            arrays = GroupArrays(self.groups.last, params, opt_state, opt_common, given)
+            new, opt_state, opt_common = self._arithmetic.updated(arrays)
             sent: Any = new
             if ownership.sends_params:
                 slices = {i: jnp.concatenate(parts) for i, parts in made.items() if parts} | new
@@ -235,18 +233,6 @@ class ReplicaUpdate:
             donate_argnums=(1, 3, 4) if ownership.sends_params else (0, 1, 3, 4),
             compiler_options=self._options,
         )
-
-    def _with_sums(self, arrays: Any, given: UpdateInputs) -> tuple[jax.Array, UpdateInputs]:
-        """The sums over whole arrays, and inputs that have them."""
-        assert given.where is not None
-        sums = jnp.zeros(len(self._ownership.update.sums), jnp.float32)
-        if self._whole_sums is None:
-            return sums, given._replace(sums=sums)
-        read = given._replace(words=[], sums=sums)
-        sums = jax.lax.optimization_barrier(self._whole_sums.__wrapped__(arrays, read))
-        # Of another zero the gradients are made again, for kept ones need the memory of all.
-        zero = given.where[1] & peak_bits(sums)[0]
-        return sums, given._replace(sums=sums, where=given.where.at[1].set(zero))
 
     def traced(self) -> Callable[..., Any]:
         """What `run` computes where all state is in one group on one device.
@@ -458,6 +444,21 @@ class ReplicaUpdate:
         stats = [p.memory_analysis() for p in self.compiled[self._sums.num :]]
         temporary = max((int(s.temp_size_in_bytes) for s in stats if s is not None), default=0)
         return temporary + self.groups.bytes_at_once + 2 * sent
+
+
+def _with_sums(
+    whole: Any, num: int, arrays: Any, given: UpdateInputs
+) -> tuple[jax.Array, UpdateInputs]:
+    """The sums over whole arrays, from `SumPrograms.whole`, and inputs that have them."""
+    sums = jnp.zeros(num, jnp.float32)
+    if whole is None:
+        return sums, given._replace(sums=sums)
+    read = given._replace(words=[], sums=sums)
+    sums = jax.lax.optimization_barrier(whole.__wrapped__(arrays, read))
+    # Of another zero the gradients are made again, for kept ones need the memory of all.
+    assert given.where is not None
+    zero = given.where[1] & peak_bits(sums)[0]
+    return sums, given._replace(sums=sums, where=given.where.at[1].set(zero))
 
 
 def _params_of(group: Group, params: Sequence[Any]) -> dict[int, Any]:
