@@ -211,8 +211,8 @@ MOST = {
     "microbatch": {"kernels": 48, "products": 21, "copies": 8, "loops": 1, "sorts": 1},
     "empty": {"kernels": 6},
     "sum 0": {"kernels": 10, "copies": 2},
-    "update": {"kernels": 34, "copies": 3},
-    "step": {"kernels": 92, "products": 21, "copies": 10, "loops": 1, "sorts": 1},
+    "update": {"kernels": 35, "copies": 3},
+    "step": {"kernels": 93, "products": 21, "copies": 10, "loops": 1, "sorts": 1},
 }
 #: Bytes that kernels of a microbatch read and write.
 MOST_MICROBATCH_BYTES = 9.0e6
@@ -233,8 +233,8 @@ def test_each_program_of_a_step_is_one_graph_and_no_larger_than_it_was(tmp_path)
 #: Beside plain JAX without any option, of 8 microbatches of the GPT of benchmarks/gpu.py, and of 4
 #: of a ResNet-50: the most that an exact step may have.
 MOST_OF_PLAIN = {
-    "gpt": {"kernels": 1.00, "hlo_gb": 0.89, "peak_mib": 0.98},
-    "resnet": {"kernels": 1.05},
+    "gpt": {"kernels": 0.94, "hlo_gb": 0.89, "peak_mib": 0.98},
+    "resnet": {"kernels": 0.96},
 }
 
 
