@@ -223,7 +223,7 @@ def launches(text: str, trips: int = 1) -> dict[str, int]:
 def moved_bytes(text: str, trips: int = 1) -> int:
     """Bytes that the kernels of a program read and write, without workspaces of libraries.
 
-    Of slices, gathers and updates in place only what they touch counts.
+    Of slices and updates in place only what they touch counts.
 
     Args:
         text: Optimized HLO.
