@@ -73,3 +73,13 @@ def test_layers_in_a_scan_keep_less_too():
 
     closed, again = both(loss)
     assert (remats(closed), remats(again)) == (0, 1)
+
+
+def test_what_is_printed_stays():
+    def loss(x, w):
+        jax.debug.callback(lambda x: None, x)
+        return nnx.gelu(x @ w).sum()
+
+    closed = jax.make_jaxpr(loss)(X, W)
+    assert recomputed(closed).effects == closed.effects
+    assert remats(recomputed(closed)) == 1

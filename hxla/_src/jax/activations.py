@@ -38,14 +38,14 @@ def recomputed(closed: ClosedJaxpr) -> ClosedJaxpr:
     argument_of = _arguments(equations)
     inside: dict[Any, list[Any]] = {}
     for eqn in equations:
-        argument = argument_of.get(eqn.outvars[0])
-        if argument is not None:
-            inside.setdefault(argument, []).append(eqn)
+        if eqn.outvars and eqn.outvars[0] in argument_of:
+            inside.setdefault(argument_of[eqn.outvars[0]], []).append(eqn)
     replaced: dict[int, list[Any]] = {}
     for argument, members in inside.items():
+        if len(members) < 2 or _FUNCTIONS.isdisjoint(eqn.primitive.name for eqn in members):
+            continue
         last = _only_result(jaxpr, equations, members)
-        names = {eqn.primitive.name for eqn in members}
-        if last is not None and len(members) > 1 and not names.isdisjoint(_FUNCTIONS):
+        if last is not None:
             replaced |= {id(eqn): [] for eqn in members}
             replaced[id(last)] = _checkpointed(jaxpr, equations, last, argument)
     if not replaced and all(a is b for a, b in zip(equations, jaxpr.eqns, strict=True)):
