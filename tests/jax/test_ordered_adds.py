@@ -238,6 +238,35 @@ def test_what_meets_nowhere_is_marked_and_keeps_its_bits(name):
     assert racing_scatters(after) == 0
 
 
+ROWS = RNG.normal(size=(5, 300)).astype(np.float32)
+OF_ROWS = np.array([-1, 0, 7, 299, 300])
+NUMBERS = lax.ScatterDimensionNumbers((), (1,), (1,), (0,), (0,))
+
+
+@pytest.mark.parametrize("dtype", rows([np.int32, np.int16, np.uint8, np.int8], np.int32, np.int8))
+@pytest.mark.parametrize("mode", ["clip", "drop"])
+@pytest.mark.parametrize("scatter", [lax.scatter, lax.scatter_add, lax.scatter_sub])
+def test_one_element_of_each_row_of_zeros_is_selected(dtype, mode, scatter):
+    ids = OF_ROWS.clip(*(np.iinfo(dtype).min, np.iinfo(dtype).max)).astype(dtype)[:, None]
+
+    def write(x, ids):
+        return scatter(jnp.zeros(ROWS.shape), ids, x, NUMBERS, mode=mode)
+
+    plain, found = both(write, ROWS[:, 3], ids)
+    np.testing.assert_array_equal(found, plain)
+    assert [text.count('"stablehlo.scatter"') for text in texts(write, ROWS[:, 3], ids)] == [1, 0]
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_the_gradient_of_labels_along_any_axis_is_a_selection(axis):
+    x = RNG.normal(size=(3, 4, 5)).astype(np.float32)
+    ids = np.expand_dims(RNG.integers(0, x.shape[axis], np.delete(x.shape, axis)), axis)
+    gradient = jax.grad(lambda x: (jnp.take_along_axis(x, ids, axis=axis) ** 3).sum())
+    plain, found = both(gradient, x)
+    np.testing.assert_array_equal(found, plain)
+    assert '"stablehlo.scatter"' not in texts(gradient, x)[1]
+
+
 #: Scatters that look like those above, but meet.
 MEETING = {
     "halves": lambda x: x[jnp.arange(6) // 2],

@@ -7,12 +7,9 @@ see `test_gpu_compile.py`, which starts it.
 """
 
 import collections
-import dataclasses
 import functools
 import json
 import math
-import os
-import pathlib
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -24,7 +21,6 @@ import numpy as np
 import optax
 from flax import nnx
 from jax._src.interpreters import mlir
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from support.inside.job import JobContext
@@ -38,6 +34,14 @@ import gpu_jobs
 
 import hxla
 from support import families, scanned_models
+from support.gpu_compiler import (
+    CARDS,
+    cards,
+    compiled_programs,
+    launch_files,
+    launches,
+    moved_bytes,
+)
 from support.inside.graph import PrecisionCalls, trace_functional
 from support.inside.jax import as_function, multiprocessors, ordered
 from support.inside.lower import Programs, UpdateInputs, _updates, compiler_options, lower
@@ -45,121 +49,6 @@ from support.inside.model import functional
 from support.inside.plan import as_precision
 
 NUM, SIZE, LENGTH = 4, 2, 32  # microbatches, their examples, positions of the small GPT
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Card:
-    """What XLA's compiler asks of a card.
-
-    Fields of `stream_executor::GpuDeviceInfoProto`, which CUDA's runtime calls `cudaDeviceProp`.
-    Limits by compute capability: NVIDIA, "CUDA C++ Programming Guide", table "Technical
-    Specifications per Compute Capability"; 2048 threads and 65536 registers a core on all of these,
-    and what a block may use of a core's shared memory without opting in is 48 KiB.
-    """
-
-    kind: str
-    capability: tuple[int, int]
-    cores: int
-    lanes: int  # float32 units of a core
-    clock_ghz: float
-    l2_mib: int
-    memory_gib: int
-    bytes_per_second: float
-    shared_kib: tuple[int, int]  # of a core, and of a block that opts in
-    cudnn: tuple[int, int] = (9, 10)
-
-    @property
-    def target(self) -> str:
-        """As XLA reads it."""
-        return f"""
-gpu_device_info {{
-  cuda_compute_capability {{ major: {self.capability[0]} minor: {self.capability[1]} }}
-  threads_per_warp: 32
-  threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
-  registers_per_block_limit: 65536
-  registers_per_core_limit: 65536
-  shared_memory_per_block: {48 * 2**10}
-  shared_memory_per_block_optin: {self.shared_kib[1] * 2**10}
-  shared_memory_per_core: {self.shared_kib[0] * 2**10}
-  block_dim_limit_x: {2**31 - 1}
-  block_dim_limit_y: {2**16 - 1}
-  block_dim_limit_z: {2**16 - 1}
-  core_count: {self.cores}
-  fpus_per_core: {self.lanes}
-  l2_cache_size: {self.l2_mib * 2**20}
-  clock_rate_ghz: {self.clock_ghz}
-  memory_bandwidth: {self.bytes_per_second:.0f}
-  device_memory_size: {self.memory_gib * 2**30}
-  runtime_version: "12.9.0"
-  compile_time_toolkit_version: "12.9.0"
-  driver_version: "12.9.0"
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: {self.cudnn[0]} minor: {self.cudnn[1]} }}
-device_description_str: "{self.kind}"
-"""
-
-
-CARDS = {
-    # NVIDIA, "H100 Tensor Core GPU Architecture" (2022), tables of the SXM5 card; 3.35 TB/s by the
-    # "H100 Tensor Core GPU" data sheet.
-    "h100": Card(
-        kind="NVIDIA H100 80GB HBM3",
-        capability=(9, 0),
-        cores=132,
-        lanes=128,
-        clock_ghz=1.98,
-        l2_mib=50,
-        memory_gib=80,
-        bytes_per_second=3.35e12,
-        shared_kib=(228, 227),
-    ),
-    # NVIDIA, "A100 Tensor Core GPU Architecture" (2020), tables of the 40 GB SXM4 card.
-    "a100": Card(
-        kind="NVIDIA A100-SXM4-40GB",
-        capability=(8, 0),
-        cores=108,
-        lanes=64,
-        clock_ghz=1.41,
-        l2_mib=40,
-        memory_gib=40,
-        bytes_per_second=1.555e12,
-        shared_kib=(164, 163),
-    ),
-    # NVIDIA, "Tesla V100 GPU Architecture" (2017), tables of the SXM2 card.
-    "v100": Card(
-        kind="Tesla V100-SXM2-16GB",
-        capability=(7, 0),
-        cores=80,
-        lanes=64,
-        clock_ghz=1.53,
-        l2_mib=6,
-        memory_gib=16,
-        bytes_per_second=900e9,
-        shared_kib=(96, 96),
-    ),
-    # NVIDIA, "Tesla P100" (2016), tables of the SXM2 card; its blocks cannot opt in to more.
-    "p100": Card(
-        kind="Tesla P100-SXM2-16GB",
-        capability=(6, 0),
-        cores=56,
-        lanes=64,
-        clock_ghz=1.48,
-        l2_mib=4,
-        memory_gib=16,
-        bytes_per_second=732e9,
-        shared_kib=(64, 48),
-    ),
-}
-
-
-def cards(num: int, card: str = "h100") -> tuple[jax.Device, ...]:
-    """Some of four cards in one machine."""
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=CARDS[card].target, topology="1x1x4"
-    )
-    return tuple(topology.devices)[:num]
 
 
 class FusedBlock(gpt.Block):
@@ -257,20 +146,7 @@ _UNSEEN = ("empty buffers", "a sum in the update")
 
 def compiled(programs: Programs) -> dict[str, Any]:
     """The programs of the first replica and of the sums, by name; all are compiled and adopted."""
-    made: list[Any] = []
-
-    def over(compile_one: Callable[[Any], Any], lowered: Any) -> list[Any]:
-        found = list(map(compile_one, lowered))
-        made.extend(found)
-        return found
-
-    programs.compile(over)
-    if programs.step_program is not None:
-        programs.compile_each(over)
-    names = ["step"] * (programs.step_program is not None)
-    names += [*programs.runners[0].names, *programs._updates.each[0].names]
-    names += [f"sum {k}" for k in range(programs.reducer.layout.num_buckets)]
-    found = dict(zip(names, made, strict=False))
+    found = dict(compiled_programs(programs))
     return {_SHORT.get(name, name): p for name, p in found.items() if name not in _UNSEEN}
 
 
@@ -365,36 +241,6 @@ def told(program: Any) -> dict[str, Any]:
     }
 
 
-#: A line of XLA's list of what a program launches, with what is inside a graph indented.
-_LAUNCH = re.compile(r"^ *\d+: (k\w+)\s+\[[^]]*\] ?(\S*)(?: grid: \[(\d+), (\d+), (\d+)\])?", re.M)
-
-
-def _launches(text: str) -> dict[str, int]:
-    """What a program launches in one call, each loop's body counted once."""
-    found = _LAUNCH.findall(text)
-    kinds = collections.Counter(kind for kind, *_ in found)
-    sorts = [grid for kind, name, *grid in found if kind in _KERNELS and name.startswith("sort")]
-    return {
-        "graphs": kinds["kCommandBuffer"],
-        "kernels": sum(kinds[kind] for kind in _KERNELS),
-        "products": sum(num for kind, num in kinds.items() if re.match("kCu(blas|dnn)", kind)),
-        "copies": sum(num for kind, num in kinds.items() if re.match("kCopy|kMem", kind)),
-        "loops": kinds["kWhile"],
-        "sorts": len(sorts),
-        "wide_sorts": sum(grid != ["1", "1", "1"] for grid in sorts),
-    }
-
-
-_KERNELS = ("kKernel", "kCustomKernel")
-_WORKSPACE = re.compile(r", [su]8\[(\d+)\]\{0\}\) custom-call\(.*custom_call_target=\"__cu")
-
-
-def _moved_bytes(program: Any) -> float:
-    """Bytes that kernels read and write, without the workspaces of libraries."""
-    workspaces = sum(map(int, _WORKSPACE.findall(program.as_text())))
-    return hxla.inspect(program).main.total.num_bytes - workspaces
-
-
 def step() -> dict[str, dict[str, int]]:
     """What a step of a small GPT of benchmarks/gpu_parts launches and moves, by program.
 
@@ -408,13 +254,11 @@ def step() -> dict[str, dict[str, int]]:
     job = hxla.Job(model, data, size.loss, gpu_jobs.gpt_optimizer(), batch_size=8 * 4)
     programs = compiled(lowered(job, {"mesh": {"data": 1}}, size=4))
     modules = {hxla.inspect(p).main.name: name for name, p in programs.items()}
-    folder = re.findall(r"--xla_dump_to=(\S+)", os.environ["XLA_FLAGS"])[-1]
     found = {}
-    for path in pathlib.Path(folder).glob("*.thunk_sequence_after_thunk_passes.txt"):
-        module = path.name.split(".")[1]
-        found[modules.get(module, module)] = _launches(path.read_text())
+    for module, path in launch_files():
+        found[modules.get(module, module)] = launches(path.read_text())
     for name, program in programs.items():
-        found[name]["bytes"] = _moved_bytes(program)
+        found[name]["bytes"] = moved_bytes(program.as_text())
     return found
 
 

@@ -11,6 +11,7 @@ from flax import nnx
 
 import hxla
 from support import models
+from support.host_calls import host_calls
 from support.inside.lower import _compile
 from support.inside.session import Stepper
 
@@ -39,11 +40,10 @@ def counted(programs):
     return calls
 
 
-@contextlib.contextmanager
-def opened(optimizer, num=1, **options):
+def job_of(optimizer, **options):
     rng = np.random.default_rng(0)
     data = {"x": rng.normal(size=(64, 4)).astype(np.float32), "y": np.zeros((64, 1), np.float32)}
-    job = hxla.Job(
+    return hxla.Job(
         lambda: nnx.Linear(4, 1, rngs=nnx.Rngs(0)),
         data,
         lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).sum(1),
@@ -52,6 +52,11 @@ def opened(optimizer, num=1, **options):
         shuffle=False,
         **options,
     )
+
+
+@contextlib.contextmanager
+def opened(optimizer, num=1, **options):
+    job = job_of(optimizer, **options)
     with job.open(job.plan(microbatch_size=4, mesh=models.mesh(data=num))) as session:
         yield session
 
@@ -89,6 +94,30 @@ def test_behind_its_microbatches_a_step_calls_the_sum_the_norm_and_the_update():
 def like_a_gpu(monkeypatch):
     """The host does not wait for the sums of a step before its update."""
     monkeypatch.setattr(_compile, "_WAITING", frozenset())
+
+
+@pytest.mark.usefixtures("like_a_gpu")
+def test_an_update_that_nobody_waits_for_makes_its_norm():
+    with opened(CLIPPED, 2) as session:
+        session.step()
+        calls = counted(session._programs)
+        session.step()
+    assert calls == ["sum", "the update", "the update"]
+
+
+def test_a_large_step_on_a_gpu_is_three_calls_that_get_two_host_arrays():
+    assert host_calls(job_of(CLIPPED), 4) == (3, 2)
+
+
+def test_no_bit_depends_on_who_makes_the_norm(monkeypatch):
+    ends = []
+    for waiting in (frozenset({"cpu"}), frozenset()):
+        monkeypatch.setattr(_compile, "_WAITING", waiting)
+        with opened(CLIPPED, 2) as session:
+            norms = [session.step().gradient_norm for _ in range(3)]
+            ends.append((norms, session.gather(session.state.params)))
+    assert min(ends[0][0]) > 0.1  # it clips
+    jax.tree.map(np.testing.assert_array_equal, *ends)
 
 
 def order_of(monkeypatch, session):

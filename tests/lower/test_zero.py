@@ -23,6 +23,8 @@ from support.inside.lower import (
     all_gather,
     digits_of,
     exponents_for,
+    largest_bits_of,
+    largest_in_rows,
     reduce_scatter,
     row_sums,
     value_of,
@@ -376,6 +378,16 @@ def test_chunks_hold_every_element_once(seed):
             else:
                 wanted = x.reshape(-1) if owners[i] == copy else x.reshape(-1)[:0]
             np.testing.assert_array_equal(pieces[i], wanted)
+
+
+def test_the_largest_magnitudes_of_arrays_found_together():
+    rng = np.random.default_rng(3)
+    arrays = [rng.normal(size=shape).astype(np.float32) for shape in ((3,), (5000,), (9, 1000))]
+    arrays += [np.float32([1, -np.inf]), np.float32([-np.nan, np.inf]), np.zeros((0,), np.float32)]
+    bits = largest_bits_of([largest_in_rows(jnp.asarray(x)) for x in arrays])
+    found = np.asarray(bits).view(np.float32)
+    wanted = [np.max(np.abs(x), initial=0) for x in arrays]
+    np.testing.assert_array_equal(found, np.float32(wanted))
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e18])

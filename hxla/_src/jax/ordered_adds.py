@@ -3,8 +3,9 @@
 A GPU adds what meets at one place in any order. XLA's option for reproducible bits sorts every
 scalar of the updates for it, or runs a loop over them. Here the rows of a scatter are sorted by
 their places, and each place's are added in a fixed tree; a scatter whose places are known to be
-unlike is marked so, and needs neither. The gradient of a max-pool, which XLA makes a scatter of,
-is a sum of slices in a fixed order.
+unlike is marked so, and needs neither. A scatter of one element a row into zeros, the gradient of
+a loss over labels, is a selection, which fuses with what is around it. The gradient of a max-pool,
+which XLA makes a scatter of, is a sum of slices in a fixed order.
 
 The rewriting is of programs after differentiation, so it reaches all gradients alike: those of
 lookups, sorts, `take_along_axis` and user functions, and sums by segment in a forward.
@@ -12,7 +13,7 @@ lookups, sorts, `take_along_axis` and user functions, and sums by segment in a f
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -63,9 +64,10 @@ def _rewritten(closed: ClosedJaxpr, arguments: Sequence[Known]) -> tuple[ClosedJ
         return constant(v.aval, v.val) if isinstance(v, Literal) else known[v]
 
     equations: list[Any] = []
+    filled = {eqn.outvars[0] for eqn in jaxpr.eqns if _is_fill(eqn)}
     for eqn in jaxpr.eqns:
         operands = [read(v) for v in eqn.invars]
-        new, results = _equation(eqn, operands)
+        new, results = _equation(eqn, operands, filled)
         equations += new
         known.update(zip(eqn.outvars, results, strict=True))
     results = [read(v) for v in jaxpr.outvars]
@@ -78,12 +80,23 @@ def _is(a: Any, b: Any) -> bool:
     return a is b
 
 
-def _equation(eqn: Any, operands: Sequence[Known]) -> tuple[list[Any], list[Known]]:
-    """What replaces an equation, and what is known of its results."""
+def _is_fill(eqn: Any) -> bool:
+    """Whether the result's elements are one constant."""
+    return eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal)
+
+
+def _equation(
+    eqn: Any, operands: Sequence[Known], filled: Collection[Any]
+) -> tuple[list[Any], list[Known]]:
+    """What replaces an equation, and what is known of its results.
+
+    Args:
+        filled: Variables whose elements are one constant.
+    """
     name, kind, inner = eqn.primitive.name, kind_of(eqn), inner_jaxpr(eqn)
     nothing = [unknown(v.aval) for v in eqn.outvars]
     if name in _SCATTERS:
-        return _scatter(eqn, operands[1]), nothing
+        return _scatter(eqn, operands[1], eqn.invars[0] in filled), nothing
     if name == "select_and_scatter_add":
         return _pool(eqn), nothing
     if name == "cond":
@@ -138,13 +151,15 @@ def _with(eqn: Any, **params: Any) -> list[Any]:
 # -- scatters ------------------------------------------------------------------------------------
 
 
-def _scatter(eqn: Any, indices: Known) -> list[Any]:
+def _scatter(eqn: Any, indices: Known, is_filled: bool) -> list[Any]:
     operand, places, updates = (v.aval for v in eqn.invars)
     name, params = eqn.primitive.name, eqn.params
     commutes = name != "scatter" and not jnp.issubdtype(operand.dtype, jnp.inexact)
     if params["unique_indices"] or commutes or 0 in (*updates.shape, *operand.shape):
         return [eqn]
     axes = _ScatterAxes(eqn)
+    if is_filled and axes.is_one_each:
+        return splice(eqn, lambda *arrays: _selected(eqn, axes, *arrays))
     if _is_distinct(axes, params["mode"], places.shape, indices):
         return [eqn.replace(params=params | {"unique_indices": True})]
     if axes.num_places + places.size * axes.num_offsets >= 2**31:
@@ -164,6 +179,7 @@ class _ScatterAxes:
         sizes: The sizes of `indexed`.
         num_places: The number of places that an index can name.
         num_offsets: The number of places that an update has along `indexed`.
+        is_one_each: Whether each batch has one update, at one index of one axis.
     """
 
     def __init__(self, eqn: Any):
@@ -189,6 +205,9 @@ class _ScatterAxes:
         self.num_offsets = math.prod(self.windows[d] for d in self.indexed)
         self.limits = {d: operand[d] - self.windows[d] for d in self.indexed}
         self.num_index_axes = len(places) - 1
+        is_one_index = len(self.columns) == 1 and self.indexed == self.columns
+        is_one_update = math.prod(places) == math.prod(places[d] for d in self.index_batch)
+        self.is_one_each = is_one_index and is_one_update and self.num_offsets == 1
 
 
 def _is_distinct(axes: _ScatterAxes, mode: Any, shape: Sequence[int], indices: Known) -> bool:
@@ -203,6 +222,36 @@ def _is_distinct(axes: _ScatterAxes, mode: Any, shape: Sequence[int], indices: K
         pairs = zip(columns, axes.columns, strict=True)
         columns = tuple(c for c, d in pairs if c.low >= 0 and c.high <= axes.limits[d])
     return determined(columns, axes.index_batch) >= wide
+
+
+def _selected(
+    eqn: Any, axes: _ScatterAxes, operand: jax.Array, indices: jax.Array, updates: jax.Array
+) -> jax.Array:
+    """A scatter of one update a batch into equal elements, all of which are written anyway."""
+    [axis] = axes.columns
+    size = operand.shape[axis]
+    others = [d for d in range(axes.num_index_axes) if d not in axes.index_batch]
+    batch = [operand.shape[d] if d in axes.batch else 1 for d in range(operand.ndim)]
+    index = indices.transpose(*axes.index_batch, *others, axes.num_index_axes).reshape(batch)
+    if jnp.iinfo(index.dtype).max < size:
+        index = index.astype(jnp.int32)
+    if eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:
+        index = jnp.clip(index, 0, size - 1)
+    shape = [size if d == axis else 1 for d in range(operand.ndim)]
+    is_here = jax.lax.broadcasted_iota(index.dtype, shape, axis) == index
+    scatter_axes = [d for d in range(updates.ndim) if d not in axes.update_windows]
+    of_axis = dict(zip(axes.in_updates, axes.update_windows, strict=True))
+    of_axis |= {d: scatter_axes[i] for d, i in zip(axes.batch, axes.index_batch, strict=True)}
+    order = [of_axis[d] for d in range(operand.ndim) if d in of_axis]
+    order += [d for d in range(updates.ndim) if d not in order]
+    rows = [1 if d == axis else n for d, n in enumerate(operand.shape)]
+    updates = updates.transpose(order).reshape(rows)
+    written = {
+        "scatter": updates,
+        "scatter-add": operand + updates,
+        "scatter-sub": operand - updates,
+    }
+    return jnp.where(is_here, written[eqn.primitive.name], operand)
 
 
 def _in_sorted_order(

@@ -295,6 +295,33 @@ def peak_bits(largest: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(jnp.abs(largest), jnp.int32)
 
 
+_ROW = 1 << 12  # elements of which a GPU finds the largest in one kernel
+
+
+def largest_in_rows(x: jax.Array) -> jax.Array:
+    """int32[rows]: the bits of the largest magnitudes of parts of an array."""
+    lengths = [x.size] if 0 < x.size <= _ROW else range(_ROW, _ROW // 8, -1)
+    length = next((n for n in lengths if x.size % n == 0), _ROW)
+    bits = peak_bits(x.astype(jnp.float32).reshape(-1))
+    return jnp.pad(bits, (0, -x.size % length)).reshape(-1, length).max(axis=1)
+
+
+def largest_bits_of(rows: Sequence[jax.Array]) -> jax.Array:
+    """int32[K]: the bits of each array's largest magnitude, from its `largest_in_rows`.
+
+    All are found at once: a kernel for each would cost more than its work.
+    """
+    is_of = rows_of_each([len(x) for x in rows])
+    return jnp.where(is_of, jnp.concatenate(rows), 0).max(axis=1)
+
+
+def rows_of_each(nums: Sequence[int]) -> jax.Array:
+    """bool[K, rows]: which rows are of each array, where arrays with so many rows are joined."""
+    ends = np.cumsum(nums).astype(np.int32)[:, None]
+    places = jax.lax.broadcasted_iota(jnp.int32, (len(nums), sum(nums)), 1)
+    return (places < ends) & (places >= np.roll(ends, 1) * (np.arange(len(nums)) > 0)[:, None])
+
+
 def peaks_to_maxima(peaks_DT: np.ndarray) -> np.ndarray:
     """float32[T] maxima over devices (leading dimension) from their bit patterns."""
     return np.ascontiguousarray(peaks_DT.max(axis=0)).view(np.float32)
@@ -394,14 +421,25 @@ def local_largest(
     values: Sequence[Any],
     lay_out: Callable[[jax.Array], jax.Array],
     packs: Sequence[Sequence[int]],
+    *,
+    in_rows: bool = False,
 ) -> tuple[list[Any], jax.Array]:
-    """Packs in the layout that sums read fast, and the bits of each tensor's largest magnitude."""
+    """Packs in the layout that sums read fast, and the bits of each tensor's largest magnitude.
+
+    Args:
+        in_rows: Whether magnitudes are found row by row, in fewer kernels.
+    """
     arrays = [x if isinstance(x, Rows) else lay_out(x) for x in packed(values, packs)]
     each = [x.values if isinstance(x, Rows) else x for x in arrays]
-    peaks = [
-        largest(x) if len(pack) == 1 else largest(x, axis=1)
-        for x, pack in zip(each, packs, strict=True)
-    ]
+    pairs = list(zip(each, packs, strict=True))
+    alone = [(x, pack) for x, pack in pairs if len(pack) == 1]
+    if in_rows and alone:
+        others = [(x, pack) for x, pack in pairs if len(pack) > 1]
+        bits = [largest_bits_of([largest_in_rows(x) for x, _ in alone])]
+        bits += [peak_bits(largest(x, axis=1)) for x, _ in others]
+        order = np.argsort([i for _, pack in (*alone, *others) for i in pack])
+        return arrays, jnp.concatenate(bits)[order]
+    peaks = [largest(x) if len(pack) == 1 else largest(x, axis=1) for x, pack in pairs]
     order = np.argsort([i for pack in packs for i in pack])
     return arrays, peak_bits(jnp.concatenate([jnp.atleast_1d(x) for x in peaks])[order])
 

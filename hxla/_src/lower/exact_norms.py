@@ -28,7 +28,7 @@ from ..jax.jaxpr import Literal
 from ..jax.rounded import times_power_of_two
 from ..jax.separable_update import MISSING, SeparableUpdate
 from ..plan.ownership import Ownership
-from .contribution import largest, peak_bits
+from .contribution import largest, largest_bits_of, largest_in_rows, peak_bits, rows_of_each
 from .decisions import NUM_DIGITS, as_float, finite, magnitudes, put_digits
 from .units import ShardedUpdate, UnitsPart
 from .update import UpdateInputs
@@ -42,8 +42,8 @@ _MOST_EXPONENT = 250
 Arguments = Callable[[Any, UpdateInputs], tuple[list[Any], UnitsPart]]
 
 
-def row_sums(x: jax.Array, exponent: jax.Array) -> jax.Array:
-    """int32[rows, 4]: the sums of each limb over rows of a shard.
+def row_sums(x: jax.Array, exponent: jax.Array) -> list[jax.Array]:
+    """4 arrays of int32[rows]: the sums of each limb over rows of a shard.
 
     Args:
         x: float32, any shape, at most 2**27 elements.
@@ -58,10 +58,10 @@ def row_sums(x: jax.Array, exponent: jax.Array) -> jax.Array:
         rest, pair = rest - whole, whole.astype(jnp.int32)
         for limb in (pair >> _LIMB_BITS, pair & ((1 << _LIMB_BITS) - 1)):
             rows.append(limb.sum(axis=1))
-    return jnp.stack(rows, axis=1)
+    return rows
 
 
-def digits_of(rows: Sequence[jax.Array]) -> jax.Array:
+def digits_of(rows: Sequence[Sequence[jax.Array]]) -> jax.Array:
     """The sums of shards, as digits that may be added to those of other shards.
 
     All are made of one array: a kernel for each would cost more than its work.
@@ -73,10 +73,8 @@ def digits_of(rows: Sequence[jax.Array]) -> jax.Array:
         int32[K, 4, 4]: of each limb's sum two digits of the rows' lower halves, and two of the
         upper.
     """
-    every = jnp.concatenate(rows)
-    ends = np.cumsum([len(x) for x in rows])
-    numbers = np.searchsorted(ends, np.arange(len(every)), side="right")
-    is_of = numbers == np.arange(len(rows))[:, None]
+    limbs = [jnp.concatenate(each) for each in zip(*rows, strict=True)]
+    every, is_of = jnp.stack(limbs, axis=1), rows_of_each([len(x) for x, *_ in rows])
     halves = jnp.stack([every & 0xFFFF, every >> _DIGIT], axis=-1)
     sums = jnp.where(is_of[..., None, None], halves, 0).sum(axis=1)
     return jnp.stack([sums & 0xFFFF, sums >> _DIGIT], axis=-1).reshape(-1, _NUM_LIMBS, 4)
@@ -123,6 +121,7 @@ class LevelSums:
 
     Args:
         sharded: The update over a replica's devices; None: there is one device.
+        on_cpu: Whether an array's largest magnitude is found at once.
     """
 
     def __init__(
@@ -131,16 +130,18 @@ class LevelSums:
         level: int,
         arguments: Arguments,
         sharded: ShardedUpdate | None,
+        *,
+        on_cpu: bool,
     ):
-        self._update, self._level = update, level
+        self._update, self._level, self._on_cpu = update, level, on_cpu
         self._arguments, self._sharded = arguments, sharded
 
     def _of_terms(
-        self, made: Callable[[int, jax.Array], jax.Array], arrays: Any, inputs: UpdateInputs
-    ) -> list[jax.Array]:
+        self, made: Callable[[int, jax.Array], Any], arrays: Any, inputs: UpdateInputs
+    ) -> list[Any]:
         """Apply a function of a sum's number and its terms to each sum."""
 
-        def run(shards: Sequence[Any], part: UnitsPart) -> dict[int, jax.Array]:
+        def run(shards: Sequence[Any], part: UnitsPart) -> dict[int, Any]:
             zero = inputs.where[1]
             terms = self._update.summed(self._level, shards, part, zero, inputs.sums)
             return {k: made(k, x) for k, x in enumerate(terms) if x is not MISSING}
@@ -155,7 +156,11 @@ class LevelSums:
 
     def largest(self, arrays: Any, given: UpdateInputs) -> jax.Array:
         """float32[K]: the largest magnitude of the terms of each sum."""
-        terms = jnp.stack(self._of_terms(lambda _, x: largest(x), arrays, given))
+        if self._on_cpu:
+            terms = jnp.stack(self._of_terms(lambda _, x: largest(x), arrays, given))
+        else:
+            rows = self._of_terms(lambda _, x: largest_in_rows(x), arrays, given)
+            terms = jax.lax.bitcast_convert_type(largest_bits_of(rows), jnp.float32)
         return terms if self._sharded is None else self._sharded.largest(terms)
 
     def digits(self, arrays: Any, given: UpdateInputs, exponents: jax.Array) -> jax.Array:
@@ -208,6 +213,7 @@ def sum_programs(
     specs: tuple[Any, UpdateInputs],
     *,
     is_alone: bool,
+    on_cpu: bool,
 ) -> SumPrograms:
     """The programs of an update's sums.
 
@@ -215,8 +221,11 @@ def sum_programs(
         sharded: The update over a replica's devices; None: there is one device.
         specs: PartitionSpecs of `arrays` and `given`.
         is_alone: Whether a replica has all terms.
+        on_cpu: See `LevelSums`.
     """
-    levels = [LevelSums(update, k, arguments, sharded) for k in range(len(update.levels))]
+    levels = [
+        LevelSums(update, k, arguments, sharded, on_cpu=on_cpu) for k in range(len(update.levels))
+    ]
 
     def hxla_sums(arrays: Any, given: UpdateInputs) -> jax.Array:
         sums: list[jax.Array] = []

@@ -149,6 +149,9 @@ class Programs:
             if plan.placement.zero > 1:
                 slot_tensors = [group.trained for group in stages.slot_groups]
                 sums_of = stage_groups(slot_tensors, self.trained, len(tensor_specs))
+        # A pipeline makes its sums anew from the accumulators of its stages.
+        releases = plan.placement.sums == "released" or plan.pipeline is not None
+        releases |= sums_of is not None
         layout = SumLayout(
             tensors=self.tensors,
             specs=tensor_specs,
@@ -161,6 +164,7 @@ class Programs:
             rows={names.index(s.name): s.most_rows for s in plan.sums.sparse if s.name in names},
             shares=None if self.ownership is None else self.ownership.shares,
             groups=sums_of,
+            in_one=len(replicas) == 1 and not releases,
         )
         self.reducer = Reducer(
             replicas,
@@ -171,10 +175,7 @@ class Programs:
                 mean=training.mean,
                 is_scaled=layout.is_scaled,
             ),
-            # A pipeline makes its sums anew from the accumulators of its stages.
-            release=plan.placement.sums == "released"
-            or plan.pipeline is not None
-            or sums_of is not None,
+            release=releases,
             shard_groups=plan.placement.shard_groups,
             cuts=self._cuts_of_sums(uneven, replicas),
             has_waves=plan.placement.waves > 1,

@@ -13,7 +13,8 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ..jax.jaxpr import as_function
+from ..jax.activations import recomputed
+from ..jax.jaxpr import ClosedJaxpr, as_function
 from ..jax.lookups import Lookups, lookups_of
 from ..model.loss_scale import scale_of_sum
 from .chain_spec import ChainSpec
@@ -30,21 +31,23 @@ Join = Callable[..., tuple[list[tuple[jax.Array, ...]], jax.Array]]
 
 
 def whole_gradient(
-    spec: ChainSpec, mesh: Mesh | None, uneven: Uneven | None, on_cpu: bool
+    spec: ChainSpec, mesh: Mesh | None, uneven: Uneven | None, on_cpu: bool, in_order: bool
 ) -> Gradient:
     """The gradient of each trained parameter; `Rows` for tables that are looked up only.
 
     Args:
         mesh: Mesh of the replica; None: it has one device.
+        in_order: Whether it is an exact program of a GPU, see `compile.adds_in_order`.
     """
     if mesh is not None and uneven is not None:
         return uneven.gradient(mesh, spec.trained, on_cpu)
     if mesh is not None:
         return gradient_of(spec.sharded.function(mesh), spec.trained, on_cpu)
-    lookups = _lookups(spec)
+    loss = recomputed(spec.graph.program) if in_order else spec.graph.program
+    lookups = _lookups(spec, loss)
     if lookups is not None:
         return row_gradient_of(lookups, spec.trained, on_cpu)
-    program = as_function(spec.graph.program)
+    program = as_function(loss)
 
     def run(params: Any, aux: Any, key: Any, batch: Any) -> list[Any]:
         return program(*params, *aux, key, *batch)
@@ -52,13 +55,13 @@ def whole_gradient(
     return gradient_of(run, spec.trained, on_cpu)
 
 
-def _lookups(spec: ChainSpec) -> Lookups | None:
+def _lookups(spec: ChainSpec, loss: ClosedJaxpr) -> Lookups | None:
     """The tables with `Rows` as gradients: only for exact sums, equal in any order of terms."""
     if not spec.contribution.is_exact or spec.clip_norm is not None:
         return None
     heights = {i: shape[0] for i in spec.trained if (shape := spec.graph.param_shapes[i])}
     most = {i: height // _LEAST_ROWS_PER_LOOKUP for i, height in heights.items()}
-    return lookups_of(spec.graph.program, most)
+    return lookups_of(loss, most)
 
 
 def factor_of(spec: ChainSpec, weight: jax.Array, aux: Sequence[jax.Array]) -> jax.Array:

@@ -37,6 +37,8 @@ from .replica import Replica
 from .stage import StagePart
 from .uneven import Uneven
 
+_LEAST_KERNEL_DIMS = 4  # of convolutions over two dimensions or more
+
 
 class Term(NamedTuple):
     """One term of the sum of a tensor.
@@ -127,12 +129,15 @@ class Joining:
         """Terms in the layout that sums read fast, and the bits of each one's largest magnitude."""
         values = [term.value for term in terms]
         if self.mesh is None:
-            return local_largest(values, self._lay_out, together)
+            return local_largest(values, self._lay_out, together, in_rows=not self.on_cpu)
         specs = [self.spec.specs[term.tensor] for term in terms]
         return largest_over(self.mesh, specs, self._lay_out, together)(values)
 
     def _lay_out(self, x: jax.Array) -> jax.Array:
-        return row_major(x) if self.on_cpu else x
+        # A GPU's convolution gives its kernel's gradient in another layout. Sums that are joined as
+        # it is laid out again are not updated in place.
+        is_kernel = x.ndim >= _LEAST_KERNEL_DIMS
+        return row_major(x) if self.on_cpu or is_kernel else x
 
     def _add_to_pack(
         self, old: Any, x: Any, exponents_T: jax.Array, rows: np.ndarray, keep: jax.Array
@@ -369,7 +374,9 @@ class SegmentPart:
     ) -> tuple[list[Any], list[Any], list[jax.Array]]:
         """`[sums[S], *new aux]`, gradients of the trained parameters, gradients of the inputs."""
         if self._spec.is_whole:
-            gradient = whole_gradient(self._spec, self._mesh, self._uneven, self._on_cpu)
+            gradient = whole_gradient(
+                self._spec, self._mesh, self._uneven, self._on_cpu, self._in_order
+            )
             gradient = ordered(gradient) if self._in_order else gradient
             (_, results), grads = gradient(params, aux, key, batch)
             return results, grads, []

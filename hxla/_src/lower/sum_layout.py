@@ -36,6 +36,7 @@ class SumLayout:
         rows: Most nonzero rows in a replica, by tensor; of these tensors only such rows are sent.
         shares: The shard of each parameter's sum that a replica gets; None: all get the whole.
         groups: Packs that are reduced apart from the others; None: all are reduced at once.
+        in_one: Whether one bucket has all packs, for a replica that sends nothing.
     """
 
     tensors: Tensors
@@ -49,6 +50,7 @@ class SumLayout:
     rows: Mapping[int, int] = dataclasses.field(default_factory=dict)
     shares: Shares | None = None
     groups: Sequence[Sequence[int]] | None = None
+    in_one: bool = False
 
     @property
     def num_tensors(self) -> int:
@@ -82,6 +84,8 @@ class SumLayout:
     @functools.cached_property
     def bucket_packs(self) -> list[list[int]]:
         """The packs of each bucket. A group is a bucket, after one with the small arrays."""
+        if self.in_one:
+            return [list(range(len(self.packs)))]
         if self.groups is None:
             return buckets(
                 self.pack_sizes, self.contribution.form.bucket_mib << 18, self._rows_of_packs

@@ -23,9 +23,10 @@ from jax.sharding import PartitionSpec as P
 from ..core.types import PyTree
 from ..plan.ownership import Ownership
 from ..plan.parts import Tier
-from .compile import extra_bytes, update_options
+from .compile import extra_bytes, update_options, update_waits
+from .contribution import peak_bits
 from .decisions import guarded
-from .exact_norms import norm_of, squares_of_gradient, sum_programs, summed
+from .exact_norms import SumPrograms, norm_of, squares_of_gradient, sum_programs, summed
 from .gather import gathered_dtype
 from .offload import (
     DEVICE,
@@ -91,6 +92,7 @@ class ReplicaUpdate:
             params, state, common = arrays
             return self._arithmetic.arguments(GroupArrays(units, params, state, common, inputs))
 
+        platform = replica.devices[0].platform
         specs = (*self._specs(units), P()), self._input_specs
         self._sums = sum_programs(
             ownership.update,
@@ -99,7 +101,14 @@ class ReplicaUpdate:
             sharded,
             specs,
             is_alone=ownership.is_alone,
+            on_cpu=platform == "cpu",
         )
+        self._whole_sums = self._sums.whole
+        is_one = sharded is None and not self.groups.groups
+        #: Whether the update's program makes the sums, too. A CPU's call costs nothing.
+        self.has_sums = is_one and self._whole_sums is not None and not update_waits(platform)
+        if self.has_sums:
+            self._sums = SumPrograms()
         self.compiled: list[Any] = []  #: In the order of `names`.
 
     @property
@@ -174,9 +183,11 @@ class ReplicaUpdate:
             compiler_options=self._options,
         )
 
-    def _last_program(self) -> Any:
+    def _last_program(self, *, has_sums: bool) -> Any:
+        """The program of the last group, which makes the sums over whole arrays or reads them."""
         spec, ownership = self._spec, self._ownership
         num, floats = ownership.num_params, spec.tensors.floats
+        num_sums = len(ownership.update.sums)
         dtype = gathered_dtype(spec.tensors.params)
 
         def hxla_update(
@@ -187,8 +198,12 @@ class ReplicaUpdate:
             aux: list[jax.Array],
             given: UpdateInputs,
         ) -> Any:
-            read = GroupArrays(self.groups.last, params, opt_state, opt_common, given)
-            new, opt_state, opt_common = self._arithmetic.updated(read)
+            sums = None
+            if has_sums:
+                read = params, opt_state, opt_common
+                sums, given = _with_sums(self._whole_sums, num_sums, read, given)
+            arrays = GroupArrays(self.groups.last, params, opt_state, opt_common, given)
+            new, opt_state, opt_common = self._arithmetic.updated(arrays)
             sent: Any = new
             if ownership.sends_params:
                 slices = {i: jnp.concatenate(parts) for i, parts in made.items() if parts} | new
@@ -202,14 +217,14 @@ class ReplicaUpdate:
                 ]
             changes = sums_of(spec, given, range(num, len(floats)), self._member)
             others = guarded(given.is_accepted, new_aux(spec, aux, changes, given), list(aux))
-            return sent, opt_state, opt_common, others, given.weight + 0
+            return sent, opt_state, opt_common, others, given.weight + 0, sums
 
         run: Any = hxla_update
         if self._sharded is not None:
             params, state = self._specs(self.groups.last)
             arguments = params, state, ownership.parts_spec, P(), self._aux, self._input_specs
             new = ownership.parts_spec if ownership.sends_params else params
-            run = self._sharded.mapped(run, arguments, (new, state, P(), self._aux, P()))
+            run = self._sharded.mapped(run, arguments, (new, state, P(), self._aux, P(), P()))
         # A replica without units makes zeros, which need a sharding to be on its device.
         is_placed = ownership.sends_params and self._sharded is None
         return jax.jit(
@@ -228,8 +243,7 @@ class ReplicaUpdate:
         """
         assert not self.groups.groups
         assert not self._sums.levels
-        last, of_group = self.groups.last, self._last_program().__wrapped__
-        whole = self._sums.whole
+        last, of_group = self.groups.last, self._last_program(has_sums=True).__wrapped__
 
         def update(
             params: list[jax.Array],
@@ -238,15 +252,10 @@ class ReplicaUpdate:
             given: UpdateInputs,
             place: jax.Array,
         ) -> Any:
-            sums = jnp.zeros(len(self._ownership.update.sums), jnp.float32)
-            given = given._replace(where=place, sums=sums)
-            if whole is not None:
-                read = self.read_by_sums(params, leaves), given._replace(words=[])
-                sums = jax.lax.optimization_barrier(whole.__wrapped__(*read))
-            given, leaves = given._replace(sums=sums), list(leaves)
+            given, leaves = given._replace(where=place), list(leaves)
             common = [leaves[k] for k in self._common]
             state = self._state(last, leaves)
-            new, state, common, aux, _ = of_group(
+            new, state, common, aux, _, sums = of_group(
                 _params_of(last, params), state, {}, common, aux, given
             )
             _put_state(last, state, leaves)
@@ -289,7 +298,8 @@ class ReplicaUpdate:
             lowered.append(program.lower(group_params, state, common, without_words, *moved))
         group_params, state = _params_of(last, params), self._state(last, leaves)
         slices = {i: self._sent_shapes(i, params[i].dtype) for i in self.groups.params}
-        lowered.append(self._last_program().lower(group_params, state, slices, common, aux, inputs))
+        last_program = self._last_program(has_sums=self.has_sums)
+        lowered.append(last_program.lower(group_params, state, slices, common, aux, inputs))
         return lowered
 
     def read_by_sums(self, params: Sequence[Any], leaves: Sequence[Any]) -> Any:
@@ -347,7 +357,7 @@ class ReplicaUpdate:
 
         Returns:
             The new parameters, or chunks of them for each bucket where they are sent, the state,
-            the other variables, and an array to block on.
+            the other variables, an array to block on, and the sums if `has_sums`.
         """
         leaves, treedef = jax.tree.flatten(opt_state)
         common, params = [leaves[k] for k in self._common], list(params)
@@ -355,7 +365,7 @@ class ReplicaUpdate:
         slices = self._run_groups(params, leaves, common, inputs, were_on_host)
         last = self.groups.last
         last_params = {i: on_device(x) for i, x in _params_of(last, params).items()}
-        sent, state, common, aux, tick = self.compiled[-1](
+        sent, state, common, aux, tick, sums = self.compiled[-1](
             last_params, self._state(last, leaves), slices, common, aux, inputs
         )
         _put_state(last, state, leaves)
@@ -365,7 +375,7 @@ class ReplicaUpdate:
             for i, x in sent.items():
                 params[i] = on_host(x) if were_on_host[i] else x
             sent = params
-        return sent, jax.tree.unflatten(treedef, leaves), aux, tick
+        return sent, jax.tree.unflatten(treedef, leaves), aux, tick, sums
 
     def _run_groups(
         self,
@@ -436,6 +446,21 @@ class ReplicaUpdate:
         return temporary + self.groups.bytes_at_once + 2 * sent
 
 
+def _with_sums(
+    whole: Any, num: int, arrays: Any, given: UpdateInputs
+) -> tuple[jax.Array, UpdateInputs]:
+    """The sums over whole arrays, from `SumPrograms.whole`, and inputs that have them."""
+    sums = jnp.zeros(num, jnp.float32)
+    if whole is None:
+        return sums, given._replace(sums=sums)
+    read = given._replace(words=[], sums=sums)
+    sums = jax.lax.optimization_barrier(whole.__wrapped__(arrays, read))
+    # Of another zero the gradients are made again, for kept ones need the memory of all.
+    assert given.where is not None
+    zero = given.where[1] & peak_bits(sums)[0]
+    return sums, given._replace(sums=sums, where=given.where.at[1].set(zero))
+
+
 def _params_of(group: Group, params: Sequence[Any]) -> dict[int, Any]:
     return {i: params[i] for unit in group for i in unit.params}
 
@@ -470,7 +495,7 @@ class WrittenUpdate:
         self, params: Sequence[Any], opt_state: PyTree, aux: Sequence[Any], inputs: UpdateInputs
     ) -> Any:
         """See `ReplicaUpdate`."""
-        return self.compiled[-1](params, opt_state, aux, inputs)
+        return *self.compiled[-1](params, opt_state, aux, inputs), None
 
     def params_at_once(self, sizes: Sequence[int]) -> int:
         """See `ReplicaUpdate`."""
@@ -515,25 +540,29 @@ class Updates:
         return str(ownership.update.closed)
 
     def run(self, local: Sequence[tuple[Any, Any, Any, UpdateInputs]]) -> list[Any]:
-        """Update: see `ReplicaUpdate.run`.
+        """Update: see `ReplicaUpdate.run`, without the sums.
 
         Args:
             local: For each local replica its parameters, state, other variables and inputs.
         """
         if self._ownership is not None:
             each = self._summed(self._ownership, local)
-            self.sums = each[0]
             parts = zip(self._replica_updates, local, each, strict=True)
             local = [
                 (*arrays, update.placed(inputs, sums)) for update, (*arrays, inputs), sums in parts
             ]
-        return [update.run(*arguments) for update, arguments in zip(self.each, local, strict=True)]
+            self.sums = each[0]
+        pairs = zip(self.each, local, strict=True)
+        results = [update.run(*arguments) for update, arguments in pairs]
+        if any(update.has_sums for update in self._replica_updates):
+            self.sums = results[0][-1]
+        return [result[:-1] for result in results]
 
     def _summed(
         self, ownership: Ownership, local: Sequence[tuple[Any, Any, Any, UpdateInputs]]
     ) -> list[jax.Array]:
         """The sums over whole arrays, the same on all replicas."""
-        if not ownership.update.sums:
+        if not ownership.update.sums or self._replica_updates[0].has_sums:
             return self._no_sums
         wanted, read = ownership.update.read_by_sums(), []
         every = zip(self._replica_updates, local, self._no_sums, strict=True)

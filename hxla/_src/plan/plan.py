@@ -68,7 +68,8 @@ def deciding(plan: "Plan") -> dict[str, Any]:
             [[arithmetic[rank] for rank in r.devices], r.num_microbatches] for r in plan.replicas
         ]
     if plan.sums.kind == "exact" and kinds != {"cpu"}:
-        found["scatters"] = "in order"  # else they are as the loss was traced
+        # Else they are as the loss was traced.
+        found["scatters"], found["activations"] = "in order, or selected", "recomputed"
     if plan.axes:
         found["axes"] = [axis.model_dump(exclude={"shares"}) for axis in plan.axes]
         found["specs"] = [layout.spec for layout in plan.parameters]

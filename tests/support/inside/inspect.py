@@ -11,6 +11,7 @@ from hxla._src.inspect import replica_groups as _replica_groups
 from hxla._src.inspect import tables as _tables
 from hxla._src.inspect.bits import compare_bits
 from hxla._src.inspect.bits_runs import EquationRuns
+from hxla._src.inspect.cost_analysis import Costs
 from hxla._src.inspect.pictures import lanes_of_file
 from hxla._src.inspect.profiler_trace import last_step
 from hxla._src.inspect.tables import waiting_table

@@ -8,6 +8,7 @@ from hxla._src.lower import exact as _exact
 from hxla._src.lower import lower as _lower
 from hxla._src.lower import pipeline as _pipeline
 from hxla._src.lower import state_sums as _state_sums
+from hxla._src.lower import step_program as _step_program
 from hxla._src.lower import units as _units
 from hxla._src.lower import updates as _updates
 from hxla._src.lower.actions import FIELDS, KINDS, crossed, exchanges
@@ -16,12 +17,25 @@ from hxla._src.lower.chain_runner import ChainRunner
 from hxla._src.lower.chain_spec import direct_parts
 from hxla._src.lower.chunks import Chunks, all_gather, reduce_scatter
 from hxla._src.lower.compile import compiler_options, extra_bytes
-from hxla._src.lower.contribution import Contribution, Tensors, num_terms, packs_of
+from hxla._src.lower.contribution import (
+    Contribution,
+    Tensors,
+    largest_bits_of,
+    largest_in_rows,
+    num_terms,
+    packs_of,
+)
 from hxla._src.lower.decisions import DecisionSpec
 from hxla._src.lower.determinism import _equations, dependent
 from hxla._src.lower.disk import _AHEAD, DirectFile, DiskBuffer, _buffers
 from hxla._src.lower.exact import Limbs
-from hxla._src.lower.exact_norms import digits_of, exponents_for, row_sums, value_of, values_of
+from hxla._src.lower.exact_norms import (
+    digits_of,
+    exponents_for,
+    row_sums,
+    value_of,
+    values_of,
+)
 from hxla._src.lower.inputs import Training, sharded_of, uneven_of
 from hxla._src.lower.lower import Programs, lower
 from hxla._src.lower.offload import OffloadedLeaf
