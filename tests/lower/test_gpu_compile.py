@@ -218,6 +218,7 @@ MOST = {
 MOST_MICROBATCH_BYTES = 9.0e6
 
 
+@pytest.mark.slow
 def test_each_program_of_a_step_is_one_graph_and_no_larger_than_it_was(tmp_path):
     found = compiled("step", flags=(f"--xla_dump_to={tmp_path}",))
     assert set(found) <= set(MOST)
