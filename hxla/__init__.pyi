@@ -18,6 +18,7 @@ from ._src.core.config import (
     PrecisionConfig as PrecisionConfig,
     PrecisionExceptionConfig as PrecisionExceptionConfig,
     Dtype as Dtype,
+    NumericsConfig as NumericsConfig,
     BalanceConfig as BalanceConfig,
 )
 from ._src.core.config import WatchdogConfig as WatchdogConfig, CheckpointConfig as CheckpointConfig

@@ -122,6 +122,11 @@ def complete(
         lines += sharded.gathered_params().values()
         sent = sum(axis.sent_bytes for axis in sharded.axes.values())
         prediction = (prediction or Prediction()).model_copy(update={"sent_bytes": float(sent)})
+    if structure.granules is not None:
+        lines.append(
+            f"numerics.cut 'any': products are computed in {structure.granules} granules and sums "
+            "in a fixed order, which took small GPTs on a CPU 1.3 to 1.7 times as long"
+        )
     pipeline: PlannedPipeline | None = None
     if structure.pipeline is not None and structure.pipeline.forms:
         _refuse_order(graph)
@@ -172,6 +177,7 @@ def complete(
                 size=size,
                 roles=tuple(structure.roles.get(name, ())),
                 shares=shares if name != STAGE_AXIS else (),
+                granules=structure.granules if name != STAGE_AXIS else None,
             )
             for name, size in structure.axes
         ),

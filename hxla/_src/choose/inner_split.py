@@ -192,6 +192,11 @@ def inner_split(
     try:
         sharded, reasons = _sharded(graph, structure, unlike=False)
     except AnnotationError as error:
+        if structure.granules is not None:
+            raise PlanError(
+                f"numerics.cut of 'any' cuts dimensions into {structure.granules} granules, set "
+                f"numerics.granules to another number, or:\n{error}"
+            ) from None
         if why_not:
             raise
         try:
@@ -219,6 +224,8 @@ def _why_even(structure: ReplicaGroups) -> str:
         return f"parts of unlike sizes are for replicas with one axis, these have {names or 'none'}"
     if structure.inner[0][0] == TOKEN_AXIS:
         return f"{TOKEN_AXIS!r} cuts tokens evenly"
+    if structure.granules is not None:
+        return "numerics.cut of 'any' cuts a dimension into granules of one size"
     return "a single device has all of it" if structure.inner[0][1] < 2 else ""
 
 
@@ -229,7 +236,9 @@ def _sharded(
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     if structure.rules is not None:
-        resolved = resolve_rules(graph, structure.rules, structure.inner, unlike=unlike)
+        granules = structure.granules
+        cut = tuple((name, granules or size) for name, size in structure.inner)
+        resolved = resolve_rules(graph, structure.rules, cut, unlike=unlike)
         dims, warnings = resolved.dims, resolved.report()
         if not any(dims) and TOKEN_AXIS not in dict(structure.inner):
             over = ", ".join(f"{name}={size}" for name, size in structure.inner)
@@ -238,7 +247,16 @@ def _sharded(
                 "device of a replica holds all parameters and computes the same",
             )
     roles = structure.roles
-    return shard_graph(graph, structure.inner, roles, dims, warnings, unlike=unlike), notes
+    sharded = shard_graph(
+        graph,
+        structure.inner,
+        roles,
+        dims,
+        warnings,
+        unlike=unlike,
+        granules=structure.granules,
+    )
+    return sharded, notes
 
 
 def _uneven_split(

@@ -69,6 +69,11 @@ def plan_job(
         return PlanResult(plan=plan_for(jobs, request, target, sums, here, profile))
     if is_fixed:
         raise ConfigError("a search chooses what mesh, rules and stages say: leave them out")
+    if job.settings.numerics.cut == "any":
+        raise ConfigError(
+            "numerics.cut of 'any' needs a mesh and rules, which a search chooses: pass both, such "
+            "as mesh={'data': 2, 'tensor': 2} and rules='decoder', or set it to 'planned'"
+        )
     from .search_plan import auto_plan, search_plan  # most scripts search nothing
 
     target = described or job.cluster(job.all_devices())

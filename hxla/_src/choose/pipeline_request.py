@@ -13,10 +13,10 @@ import numpy as np
 
 from ..core.config import Config
 from ..core.errors import ConfigError, PlanError
-from ..graph.graph import Graph, source_of
+from ..graph.graph import Graph
 from ..graph.parts import graph_of, uncut_scans
 from ..graph.segments import cut_points, segments, segments_at, task_points
-from ..jax.jaxpr import scan_counts
+from ..jax.jaxpr import scan_counts, source_of
 from ..plan.axis_assignment import shard_graph
 from ..plan.parts import PlannedPipeline, PlannedSegment
 from ..profile.segment_times import layer_sizes

@@ -16,7 +16,7 @@ from ..cluster.cluster import Cluster
 from ..core.config import ClusterConfig, Config
 from ..core.errors import ConfigError, PlanError
 from ..core.keywords import check_whole_numbers
-from ..core.types import DATA_AXIS, DEVICE_AXIS, OUTER_AXES, STAGE_AXIS, TOKEN_AXIS
+from ..core.types import DATA_AXIS, DEVICE_AXIS, OUTER_AXES, STAGE_AXIS, TENSOR_AXIS, TOKEN_AXIS
 from ..graph.graph import Graph
 from ..plan.axis_assignment import Axes
 from ..plan.parts import Role
@@ -40,6 +40,7 @@ class ReplicaGroups:
         pipeline: None: no stages.
         shares: The ratio of the shards of a replica's devices; empty: not stated or measured.
         shares_are: `stated`, or `measured` in a trial.
+        granules: Of each dimension that the one inner axis cuts; None: see `Axis.granules`.
     """
 
     replicas: tuple[Ranks, ...]
@@ -49,6 +50,7 @@ class ReplicaGroups:
     pipeline: PipelineRequest | None = None
     shares: tuple[int, ...] = ()
     shares_are: str = "stated"
+    granules: int | None = None
     reasons: tuple[str, ...] = ()
 
     @property
@@ -80,10 +82,77 @@ def structure_of(
         PlanError: If the devices do not fit.
     """
     request = asked(stages, settings)
+    if settings.numerics.cut == "any":
+        axes, grid = _with_tensor(graph, request, axes, grid, rules)
     structure = _structure(graph, cluster, settings.cluster, request, axes, grid, rules)
+    if settings.numerics.cut == "any":
+        structure = _in_granules(graph, structure, rules, settings.numerics.granules)
     if structure.pipeline is not None and structure.pipeline.forms:
         check_settings(settings)
     return structure
+
+
+def _with_tensor(
+    graph: Graph,
+    request: PipelineRequest,
+    axes: Axes | None,
+    grid: np.ndarray,
+    rules: RuleSet | None,
+) -> tuple[Axes, np.ndarray]:
+    """A mesh with the axis that `numerics.cut` is about; of one device if the user names none.
+
+    Raises:
+        ConfigError: If there are other axes, or nothing says what this one cuts.
+    """
+    axes = ((DATA_AXIS, grid.size),) if axes is None else axes
+    if request.forms or (request.is_asked and STAGE_AXIS not in dict(axes)):
+        raise ConfigError(
+            "numerics.cut of 'any' takes stages of one form from a mesh: pass mesh={'data': 1, "
+            "'stage': 2, 'tensor': 1}, or set it to 'planned'"
+        )
+    known = (DATA_AXIS, STAGE_AXIS, TENSOR_AXIS)
+    if others := [name for name, _ in axes if name not in known]:
+        raise ConfigError(
+            f"numerics.cut of 'any' is for replicas with the one axis {TENSOR_AXIS!r}: leave "
+            f"{', '.join(map(repr, others))} out, or set it to 'planned'"
+        )
+    if rules is None and all(task.strategy != "split" for task in graph.task_graphs):
+        raise ConfigError(
+            f"numerics.cut of 'any' is about what the mesh axis {TENSOR_AXIS!r} cuts, and nothing "
+            f"says what that is: pass mesh={{{DATA_AXIS!r}: {grid.size}, {TENSOR_AXIS!r}: 1}} and "
+            "rules='decoder' (or your own), also for one device"
+        )
+    if TENSOR_AXIS in dict(axes):
+        return axes, grid
+    return (*axes, (TENSOR_AXIS, 1)), grid[..., None]
+
+
+def _in_granules(
+    graph: Graph, structure: ReplicaGroups, rules: RuleSet | None, granules: int
+) -> ReplicaGroups:
+    """The structure with granules, and with the axis `tensor` where stages left out size one.
+
+    Raises:
+        ConfigError: If stages are to keep residuals, which those of several devices do not.
+    """
+    if structure.inner:
+        return dataclasses.replace(structure, granules=granules)
+    inner: Axes = ((TENSOR_AXIS, 1),)
+    pipeline = structure.pipeline
+    assert pipeline is not None
+    if pipeline.recompute is False or pipeline.has_weight:
+        raise ConfigError(
+            "numerics.cut of 'any' needs stages that keep only their inputs: leave "
+            "memory.recompute out or set 'boundaries', and use pipeline.schedule='1f1b'"
+        )
+    return dataclasses.replace(
+        structure,
+        pipeline=dataclasses.replace(pipeline, recompute=True),
+        axes=(*structure.axes, *inner),
+        roles=roles_of_mesh(graph, inner, by_rules=rules is not None),
+        rules=rules,
+        granules=granules,
+    )
 
 
 def _structure(

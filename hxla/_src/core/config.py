@@ -243,6 +243,18 @@ class MemoryConfig(_Section):
     """Where optimizer state, parameters and residuals are stored outside the devices' memory."""
 
 
+class NumericsConfig(_Section):
+    """The section `numerics`: what may not move a bit."""
+
+    cut: Literal["planned", "any"] = "planned"
+    """`any`: bits do not depend on the size of the mesh axis `tensor`, so plans for 1, 2 and 4
+    devices share `Plan.numerics`. Matrix products are computed in granules, and all sums in a fixed
+    order, which costs time. `planned`: bits are those of the planned cut, the fastest."""
+    granules: Literal[2, 4, 8, 16, 32, 64] = 4
+    """With `cut` of `any`, the granules of each dimension that `tensor` cuts: a device has one or
+    more whole ones. Bits depend on this number."""
+
+
 #: The dtype of an operation under a precision policy.
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -309,6 +321,7 @@ class Config(_Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     memory: MemoryConfig = MemoryConfig()
     precision: PrecisionConfig = PrecisionConfig()
+    numerics: NumericsConfig = NumericsConfig()
     balance: BalanceConfig = BalanceConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -21,7 +21,7 @@ from ..core.files import local_path
 from ..core.format import si
 from ..jax.fused_attention import PRIMITIVES as ATTENTION
 from ..jax.fused_attention import attention_shape
-from ..jax.jaxpr import ClosedJaxpr
+from ..jax.jaxpr import ClosedJaxpr, source_of
 from ..model.annotations import Scope, written
 from ..model.loss import MetricColumns
 from .factors import UNITS, Factor
@@ -162,18 +162,6 @@ class Op:
         """The file and line of the user's code, or an empty string."""
         location = source_of(self.eqn)
         return location if location or self.caller is None else source_of(self.caller)
-
-
-def source_of(eqn: Any) -> str:
-    """The file and line of the user's code of an equation, or an empty string."""
-    traceback = eqn.source_info.traceback
-    if traceback is None:
-        return ""
-    for frame in traceback.frames:
-        name = frame.file_name
-        if "/site-packages/" not in name and "/hxla/_" not in name and "<" not in name:
-            return f"{name}:{frame.line_num}"
-    return ""
 
 
 def leaves(ops: tuple[Op, ...]) -> Iterator[Op]:

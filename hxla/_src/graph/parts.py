@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from ..jax.jaxpr import inlined, scan_counts, variables
-from .graph import Graph, Input, Op, Value, leaves, source_of
+from ..jax.jaxpr import inlined, scan_counts, source_of, variables
+from .graph import Graph, Input, Op, Value, leaves
 from .interpreter import AS_THEY_ARE, ArrayPlacement, Env, read, run_ops
 from .segments import Segment, chain_ops, in_task_order, segments_at
 

@@ -25,6 +25,7 @@ from ..jax.jaxpr import (
     kind_of,
     naming_axes,
     scan_counts,
+    source_of,
     sources,
     with_axes,
     with_results,
@@ -39,7 +40,7 @@ from ..model.plain_arrays import root_key
 from ..model.writes import CallWrites, refuse_writes
 from .experts import with_experts
 from .factors import PATTERNS, UNITS, Patterns
-from .graph import Graph, Input, Op, Value, equation_flops, make_task_graphs, source_of
+from .graph import Graph, Input, Op, Value, equation_flops, make_task_graphs
 from .mixing import by_dtype, mixing
 
 

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..graph.graph import source_of
 from ..jax.digest import fingerprint
 from ..jax.jaxpr import (
     ClosedJaxpr,
@@ -23,6 +22,7 @@ from ..jax.jaxpr import (
     run_equation,
     scan_counts,
     scopes_around,
+    source_of,
 )
 from ..lower.compile import compiler_options
 from ..model.annotations import uncounted

@@ -334,6 +334,18 @@ def scopes_around(eqn: Any) -> tuple[str, bool]:
     return "/".join(scopes), "transpose" in transforms
 
 
+def source_of(eqn: Any) -> str:
+    """The file and line of the user's code of an equation, or an empty string."""
+    traceback = eqn.source_info.traceback
+    if traceback is None:
+        return ""
+    for frame in traceback.frames:
+        name = frame.file_name
+        if "/site-packages/" not in name and "/hxla/_" not in name and "<" not in name:
+            return f"{name}:{frame.line_num}"
+    return ""
+
+
 def is_of_jax(eqn: Any) -> bool:
     """Whether an equation runs a jitted function of jax itself, such as `jnp.where`."""
     inner = inner_jaxpr(eqn) if kind_of(eqn) == "inlined" else None

@@ -194,6 +194,8 @@ def chain_spec(
             "before those of the next exist, so no microbatch's own gradient can be clipped: use "
             "stage 0 or 1, or set communication.clip to 'after'"
         )
+    if isinstance(inner, Sharded) and inner.granules is not None:
+        _check_granules(training)
     if isinstance(inner, Uneven) and points:
         inner, points = inner.in_segments(_segments_again(graph, plan)), ()
     ordered, points = graph_at(graph, "work", points)
@@ -220,6 +222,20 @@ def chain_spec(
         num_scaled=graph.num_losses if plan.precision.loss_scale is not None else 0,
         per_call=plan.microbatches_per_call,
     )
+
+
+def _check_granules(training: Training) -> None:
+    """Refuse settings whose programs depend on how a replica is cut."""
+    refused = []
+    if training.microbatch_clip_norm is not None:
+        refused.append("communication.clip of 'before' adds squares of a microbatch's gradients")
+    if training.over_batch is not None:
+        refused.append("hxla.over_batch has a program for the whole batch")
+    if refused:
+        raise PlanError(
+            f"numerics.cut: {' and '.join(refused)}, in an order that depends on how a replica is "
+            "cut: leave that out, or set numerics.cut to 'planned'"
+        )
 
 
 def _segments_again(graph: Graph, plan: Plan) -> list[tuple[Segment, bool]]:

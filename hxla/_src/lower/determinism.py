@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..graph.graph import Graph, leaves, shapes_of, source_of
+from ..graph.graph import Graph, leaves, shapes_of
 from ..graph.precision import members
-from ..jax.jaxpr import ClosedJaxpr, as_function, inner_jaxpr, inner_programs, kind_of
+from ..jax.jaxpr import ClosedJaxpr, as_function, inner_jaxpr, inner_programs, kind_of, source_of
 from ..jax.jaxpr import Literal as Constant
 from ..model.plain_arrays import root_key
 from ..plan.plan import Plan

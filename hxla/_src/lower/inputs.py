@@ -134,6 +134,21 @@ def whole_ownership_of(
     return ownership if all(alike) else None
 
 
+def check_in_granules(plan: Plan, ownership: Ownership | None) -> None:
+    """Refuse an update whose bits depend on how a replica is cut, if those of its plan may not.
+
+    Args:
+        ownership: None: the update is one program.
+    """
+    in_granules = any(axis.granules is not None for axis in plan.axes)
+    if in_granules and (ownership is None or plan.placement.whole):
+        raise PlanError(
+            "numerics.cut: the optimizer reads parameters as a whole, and the bits of that depend "
+            "on how a replica is cut: use one that works on each element, such as optax.adamw, or "
+            "set numerics.cut to 'planned'"
+        )
+
+
 def sharded_of(graph: Graph, plan: Plan) -> Sharded | None:
     """The graph sharded over the axes inside a replica or its stages; None: no such axes."""
     axes = plan.inner_axes
@@ -144,7 +159,8 @@ def sharded_of(graph: Graph, plan: Plan) -> Sharded | None:
         for layout in plan.parameters
     ]
     roles = {axis.name: axis.roles for axis in plan.axes}
-    return shard_graph(graph, axes, roles, dims, unlike=plan.is_uneven)
+    granules = next((axis.granules for axis in plan.axes if axis.granules is not None), None)
+    return shard_graph(graph, axes, roles, dims, unlike=plan.is_uneven, granules=granules)
 
 
 def uneven_of(sharded: Sharded | None, plan: Plan) -> Uneven | None:

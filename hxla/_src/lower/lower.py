@@ -37,7 +37,14 @@ from .disk import buffer_maker
 from .forward import Evaluation, Forward, OverBatchPasses
 from .gather import Gather
 from .initial_state import opt_state_values
-from .inputs import Training, ownership_of, sharded_of, uneven_of, whole_ownership_of
+from .inputs import (
+    Training,
+    check_in_granules,
+    ownership_of,
+    sharded_of,
+    uneven_of,
+    whole_ownership_of,
+)
 from .layerwise import LayerwiseStep, ZeroPipeline, stage_groups, sum_groups
 from .padding import Cut, Padding, StatePadding
 from .pipeline import Pipeline
@@ -258,6 +265,7 @@ class Programs:
         if ownership is None and words_are_whole:
             paddings = spec.padding.of_opt_state
             ownership = whole_ownership_of(training, plan, [*zip(leaves, paddings, strict=True)])
+        check_in_granules(plan, ownership)
         if ownership is not None:
             specs, tier = (params, leaves, aux), plan.placement.optimizer
             return updates_of(

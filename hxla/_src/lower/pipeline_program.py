@@ -382,6 +382,14 @@ class PipelineProgram:
             _first_rows(slots[i], shape) for i, shape in zip(self._slots_of(p), shapes, strict=True)
         ]
 
+    def _written(self, function: Callable[..., Any], index: jax.Array) -> Callable[..., Any]:
+        """The same function of trees of arrays, as `Axis.granules` asks."""
+        sharded = self.spec.sharded
+        if sharded is None or sharded.granules is None:
+            return function
+        zero = jnp.minimum(index, 0)  # a number is not negative, but no compiler knows
+        return sharded.invariant(function, self.inside.mesh, zero)
+
     def _forward(self, p: int, stage: StagePart) -> Any:
         def run(
             carry: Carry, params: Any, env: Env, field: Any, index: jax.Array, exponents: Any
@@ -389,9 +397,10 @@ class PipelineProgram:
             buffers, acc = carry
             inputs = self._unpacked(stage.above.words, buffers.inputs[field["input"]])
             if self.spec.recompute:
-                made = stage.forward(params, inputs, env)
+                made = self._written(stage.forward, index)(params, inputs, env)
             else:
-                made, saved = stage.forward_and_residuals(params, inputs, env)
+                forward = self._written(stage.forward_and_residuals, index)
+                made, saved = forward(params, inputs, env)
                 kept = self._residuals.put(buffers.residuals, p, saved, field["residual"])
                 buffers = buffers._replace(residuals=kept)
             if stage.part.is_last:
@@ -411,12 +420,14 @@ class PipelineProgram:
             if self.spec.recompute:
                 grads = self._unpacked(stage.below.float_words, buffers.grads[field["grad"]])
                 inputs = self._unpacked(stage.above.words, buffers.inputs[field["input"]])
-                d_params, d_inputs, made = stage.backward(params, inputs, env, grads)
+                backward = self._written(stage.backward, index)
+                d_params, d_inputs, made = backward(params, inputs, env, grads)
                 if stage.part.is_last:
                     acc = self._record(acc, made, env, index, exponents)
             else:
                 saved, grads = self._waiting(p, stage, buffers, field)
-                d_params, d_inputs = stage.backward_from_residuals(params, saved, env, grads)
+                backward = self._written(stage.backward_from_residuals, index)
+                d_params, d_inputs = backward(params, saved, env, grads)
             acc = self._add_grads(p, stage, acc, d_params, exponents)
             packed = self._packed(stage.above.float_words, d_inputs, buffers.up)
             return Carry(buffers._replace(up=packed), acc)
@@ -425,11 +436,12 @@ class PipelineProgram:
 
     def _input_grads(self, p: int, stage: StagePart) -> Any:
         def run(
-            carry: Carry, params: Any, env: Env, field: Any, _index: jax.Array, _exponents: Any
+            carry: Carry, params: Any, env: Env, field: Any, index: jax.Array, _exponents: Any
         ) -> Carry:
             buffers = carry.buffers
             saved, grads = self._waiting(p, stage, buffers, field)
-            d_inputs, kept = stage.input_grads(params, saved, env, grads)
+            backward = self._written(stage.input_grads, index)
+            d_inputs, kept = backward(params, saved, env, grads)
             buffers = buffers._replace(
                 late=self._late.put(buffers.late, p, kept, field["late"]),
                 up=self._packed(stage.above.float_words, d_inputs, buffers.up),
@@ -440,11 +452,12 @@ class PipelineProgram:
 
     def _weight_grads(self, p: int, stage: StagePart) -> Any:
         def run(
-            carry: Carry, params: Any, env: Env, field: Any, _index: jax.Array, exponents: Any
+            carry: Carry, params: Any, env: Env, field: Any, index: jax.Array, exponents: Any
         ) -> Carry:
             saved, grads = self._waiting(p, stage, carry.buffers, field)
             kept = self._late.get(carry.buffers.late, p, field["late"])
-            d_params = stage.weight_grads(params, saved, env, grads, kept)
+            backward = self._written(stage.weight_grads, index)
+            d_params = backward(params, saved, env, grads, kept)
             return carry._replace(acc=self._add_grads(p, stage, carry.acc, d_params, exponents))
 
         return run

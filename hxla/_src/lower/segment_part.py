@@ -263,7 +263,8 @@ class SegmentPart:
         """The values for later parts, and the inner residuals."""
         env = self._env(aux, self._key(where), batch)
         arrays = self._params_or_rows(params, starts)
-        made, saved = self.stage.forward_and_residuals(arrays, self._inputs(inputs), env)
+        run = self._written(self.stage.forward_and_residuals, where)
+        made, saved = run(arrays, self._inputs(inputs), env)
         return in_bytes(made), in_bytes([saved[i] for i in self.stage.inner_residuals])
 
     def backward(
@@ -302,7 +303,8 @@ class SegmentPart:
         """The gradients of the part's trained parameters, and of its inputs."""
         env, arrays = self._env(aux, self._key(where), batch), self._params_or_rows(params, starts)
         saved = from_bytes(saved, self.stage.residuals)
-        d_params, d_inputs = self.stage.backward_from_residuals(arrays, saved, env, grads)
+        run = self._written(self.stage.backward_from_residuals, where)
+        d_params, d_inputs = run(arrays, saved, env, grads)
         return list(map(_as_float32, d_params)), self._add_pending(d_inputs, pending)
 
     def loss(
@@ -347,7 +349,7 @@ class SegmentPart:
         """
         step, index, keep = where[0], where[1], where[2]
         key = microbatch_key(self._spec.seed, step, index)
-        results = self._gradient(params, starts, inputs, aux, key, batch)
+        results = self._gradient(params, starts, inputs, aux, key, batch, where)
         (row_S, *new_aux), d_params, d_inputs = results
         tensors, num = self._spec.tensors, self._spec.num_microbatches
         deltas, words = changes(tensors, aux, new_aux, index, num)
@@ -370,7 +372,14 @@ class SegmentPart:
     # -- steps of the programs -------------------------------------------------------------------
 
     def _gradient(
-        self, params: Any, starts: Any, inputs: Any, aux: Any, key: jax.Array, batch: Any
+        self,
+        params: Any,
+        starts: Any,
+        inputs: Any,
+        aux: Any,
+        key: jax.Array,
+        batch: Any,
+        where: jax.Array,
     ) -> tuple[list[Any], list[Any], list[jax.Array]]:
         """`[sums[S], *new aux]`, gradients of the trained parameters, gradients of the inputs."""
         if self._spec.is_whole:
@@ -378,13 +387,20 @@ class SegmentPart:
                 self._spec, self._mesh, self._uneven, self._on_cpu, self._in_order
             )
             gradient = ordered(gradient) if self._in_order else gradient
-            (_, results), grads = gradient(params, aux, key, batch)
+            (_, results), grads = self._written(gradient, where)(params, aux, key, batch)
             return results, grads, []
         env, arrays = self._env(aux, key, batch), self._params_or_rows(params, starts)
-        d_params, d_inputs, (_, *results) = self.stage.backward(
-            arrays, self._inputs(inputs), env, []
-        )
+        backward = self._written(self.stage.backward, where)
+        d_params, d_inputs, (_, *results) = backward(arrays, self._inputs(inputs), env, [])
         return results, d_params, d_inputs
+
+    def _written(self, function: Callable[..., Any], where: jax.Array) -> Callable[..., Any]:
+        """The same function of trees of arrays, as `Axis.granules` asks."""
+        if self._spec.sharded.granules is None:
+            return function
+        assert self._mesh is not None
+        zero = jnp.minimum(where[0], 0)  # a step is not negative, but no compiler knows
+        return self._spec.sharded.invariant(function, self._mesh, zero)
 
     def _inputs(self, inputs: Sequence[jax.Array]) -> list[jax.Array]:
         return from_bytes(inputs, shapes_of(self._spec.graph, self.stage.part.inputs))

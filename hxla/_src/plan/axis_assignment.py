@@ -31,6 +31,7 @@ def shard_graph(
     *,
     unlike: bool = False,
     like: Sharded | None = None,
+    granules: int | None = None,
 ) -> Sharded:
     """Solve one axis after another, each on the shards that the others leave.
 
@@ -41,6 +42,8 @@ def shard_graph(
         unlike: Whether shards may be uneven.
         like: The same program and axes for another microbatch size, whose assignment is reused
             where possible; None: solve.
+        granules: Of each dimension that the one axis cuts, so that its size changes no decision;
+            None: dimensions are cut into shards only.
     """
     known = like.axes if like is not None and is_alike(like.graph, graph) else {}
     cuts: dict[int, dict[int, int]] = {}
@@ -56,12 +59,14 @@ def shard_graph(
         solved[name] = assign(
             graph,
             roles[name],
-            size,
+            granules or size,
             cuts=cuts,
             fixed=fixed,
             unlike=unlike,
             like=known.get(name),
         )
+        if granules is not None:
+            solved[name] = solved[name].in_granules(size)
         for v, dim in solved[name].made.items():
             if dim is not None:
                 divisors = cuts.setdefault(v, {})

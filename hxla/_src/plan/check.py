@@ -190,9 +190,42 @@ def _axis_faults(plan: Any) -> Iterator[str]:
                 f"has {', '.join(names)}: leave the shares out, or the other axes"
             )
     yield from _token_faults(plan)
+    for axis in plan.axes:
+        if axis.granules is not None:
+            yield from _granule_faults(plan, axis)
     roles = {len(axis.roles) for axis in plan.axes if axis.name not in OUTER_AXES}
     if len(roles) > 1:
         yield "axes: `roles` must have one entry for each TaskGraph, these differ in length"
+
+
+def _granule_faults(plan: Any, axis: Any) -> Iterator[str]:
+    """What granules, whose bits depend on no cut, are not lowered for."""
+    key, num = f"axes.{axis.name}.granules", axis.granules
+    if num & (num - 1) or num % axis.size:
+        yield (
+            f"{key}: {num} granules for {axis.size} devices: use a power of two that the size of "
+            "the axis divides"
+        )
+    if axis.shares:
+        yield f"{key}: granules are of one size, leave the shares out"
+    others = [a.name for a in plan.axes if a is not axis and a.name != STAGE_AXIS]
+    if others or axis.name in (*OUTER_AXES, TOKEN_AXIS):
+        yield (
+            f"{key}: bits are free of the cut only over a tensor axis without "
+            f"{' and '.join(others) or axis.name}: leave these axes or the granules out"
+        )
+    if plan.sums.kind != "exact":
+        yield f"{key}: {plan.sums.kind} sums depend on the cut, use kind 'exact'"
+    kinds = sorted({d.arithmetic for d in plan.devices} - {"cpu"})
+    if kinds:
+        yield f"{key}: it was tried on CPUs, and not on {', '.join(kinds)}: leave granules out"
+    for p in plan.parameters:
+        for d, names in enumerate(p.spec[: len(p.shape)]):
+            if axis.name in names and p.shape[d] % num:
+                yield (
+                    f"parameters.{p.name}.spec: dimension {d} of size {p.shape[d]} does not divide "
+                    f"into {num} granules, use another size or number"
+                )
 
 
 def _token_faults(plan: Any) -> Iterator[str]:
@@ -365,10 +398,11 @@ def _pipeline_faults(plan: Any, pipeline: PlannedPipeline) -> Iterator[str]:
     if len({segment.keep for segment in pipeline.segments}) > 1:
         yield "pipeline.segments: all must `keep` the same"
     inner = math.prod(axis.size for axis in plan.axes) // max(num_stages, 1)
-    if inner > 1 and not pipeline.recompute and not plan.unlike_stages:
+    in_granules = any(axis.granules is not None for axis in plan.axes)
+    if (inner > 1 or in_granules) and not pipeline.recompute and not plan.unlike_stages:
         yield (
-            f"pipeline.segments: stages of {inner} devices keep `inputs`, residuals are for stages "
-            "of one"
+            f"pipeline.segments: stages of {inner} devices{' in granules' * in_granules} keep "
+            "`inputs`, residuals are for stages of one"
         )
     for count in sorted({count for count in plan.counts if count}):
         try:

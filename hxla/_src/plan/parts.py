@@ -1,7 +1,7 @@
 """The parts of a plan, each a value of its own."""
 
 import math
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 
@@ -85,12 +85,20 @@ class Axis(PlanValue):
         shares: The ratio of the devices' shards, rounded to whole units. The sizes of parameters
             are in their layouts; the sizes of other arrays follow from this ratio. Empty: all
             shards are alike.
+        granules: The granules of each dimension that the axis cuts. Bits depend on this number, and
+            not on the size of the axis. None: bits depend on the size.
     """
 
     name: str
     size: pydantic.PositiveInt
     roles: tuple[Role, ...] = ()
     shares: tuple[pydantic.PositiveInt, ...] = ()
+    granules: Annotated[int, pydantic.Field(ge=2)] | None = None
+
+    @property
+    def deciding(self) -> dict[str, Any]:
+        """The fields that decide bits, but for uneven shares."""
+        return self.model_dump(exclude={"shares", "granules" if self.granules is None else "size"})
 
 
 class ReplicaWork(PlanValue):

@@ -71,8 +71,13 @@ def deciding(plan: "Plan") -> dict[str, Any]:
         # Else they are as the loss was traced.
         found["scatters"], found["activations"] = "in order, or selected", "recomputed"
     if plan.axes:
-        found["axes"] = [axis.model_dump(exclude={"shares"}) for axis in plan.axes]
-        found["specs"] = [layout.spec for layout in plan.parameters]
+        found["axes"] = [axis.deciding for axis in plan.axes]
+        # What is stored where between the steps of a pipeline may depend on an axis' size.
+        decide = [a.name for a in plan.axes if a.granules is not None] or list(plan.axis_sizes)
+        found["specs"] = [
+            [[name for name in names if name in decide] for names in layout.spec]
+            for layout in plan.parameters
+        ]
     if plan.is_uneven:
         found["shares"] = [axis.shares for axis in plan.axes]
         found["sizes"] = [layout.sizes for layout in plan.parameters]

@@ -25,6 +25,8 @@ from ..graph.graph import Graph, Op, bytes_of, leaves, origins
 from ..graph.interpreter import ArrayPlacement, run_experts, run_graph
 from ..graph.local_ops import run_some_experts
 from ..jax.jaxpr import run_equation
+from ..jax.partition_invariant import partition_invariant
+from .granule_products import GranuleProduct
 from .layout import piece_shape, to_spec
 
 
@@ -38,6 +40,8 @@ class AxisAssignment:
         factors: For each equation (by its first result) its factor's name, or None.
         sent_bytes: For each device and microbatch.
         regathers: Equations (by their first results) whose backward gathers operands again.
+        granules: Of each dimension that it cuts, if bits do not depend on the axis' size; else
+            None.
     """
 
     num_devices: int
@@ -46,6 +50,14 @@ class AxisAssignment:
     factors: dict[int, str | None]
     sent_bytes: float
     regathers: frozenset[int] = frozenset()
+    granules: int | None = None
+
+    def in_granules(self, num_devices: int) -> "AxisAssignment":
+        """The same assignment over devices that have one or more of its shards each."""
+        most = self.num_devices
+        # What a ring sends is in proportion to this fraction.
+        sent = self.sent_bytes * (1 - 1 / num_devices) / (1 - 1 / most)
+        return dataclasses.replace(self, num_devices=num_devices, granules=most, sent_bytes=sent)
 
 
 def spec(rank: int, states: Mapping[str, int | None]) -> P:
@@ -293,6 +305,8 @@ class Sharded:
             return arrays if self._regathers(op) else as_wanted(op, arrays)
 
         def equation(op: Op, arrays: list[Any]) -> list[Any]:
+            if op.name == "dot_general" and self.granules is not None:
+                return [self._product(mesh, op).of(op.eqn, arrays)]
             if not self._regathers(op):
                 return run_equation(op.eqn, arrays)
             # A gathered operand is no residual.
@@ -325,6 +339,35 @@ class Sharded:
         return ArrayPlacement(
             operands=operands, results=results, carry=as_made, experts=experts, equation=equation
         )
+
+    @property
+    def granules(self) -> int | None:
+        """See `AxisAssignment.granules`, of the one axis."""
+        return next((axis.granules for axis in self.axes.values()), None)
+
+    def _product(self, mesh: Mesh, op: Op) -> GranuleProduct:
+        [(name, axis)] = self.axes.items()
+        assert axis.granules is not None
+        name_of_factor = axis.factors.get(op.outputs[0])
+        is_cut = [f for f in op.factors if f.name == name_of_factor]
+        dims = axis.wanted[op.outputs[0]] if is_cut else (None, None)
+        return GranuleProduct(mesh=mesh, axis=name, granules=axis.granules, dims=dims)
+
+    def invariant(
+        self, function: Callable[..., Any], mesh: Mesh, zero: jax.Array
+    ) -> Callable[..., Any]:
+        """The same function, whose bits do not depend on how many devices the axis has.
+
+        Args:
+            zero: See `rounded`.
+        """
+        assert self.granules is not None
+
+        def gather(x: jax.Array, dim: int) -> jax.Array:
+            free = P.UNCONSTRAINED
+            return place_in(mesh, x, P(*(None if d == dim else free for d in range(x.ndim))))
+
+        return partition_invariant(function, zero, self.granules, gather)
 
     def _regathers(self, op: Op) -> bool:
         return bool(op.outputs) and any(

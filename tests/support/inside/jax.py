@@ -21,6 +21,7 @@ from hxla._src.jax.known_indices import constant, results_of, unknown
 from hxla._src.jax.lookups import lookups_of
 from hxla._src.jax.min_cut import halve
 from hxla._src.jax.ordered_adds import ordered
+from hxla._src.jax.partition_invariant import partition_invariant
 from hxla._src.jax.portable import lowered_for, num_compilations, portable
 from hxla._src.jax.program_parts import apart, balanced, in_groups
 from hxla._src.jax.separable_update import independent

@@ -1,0 +1,146 @@
+"""What `numerics.cut` of `any` plans, and what it refuses before or when a session opens."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from flax import nnx
+
+import hxla
+from support import any_cut
+from support.any_cut import job, planned
+
+
+def test_numerics_are_one_for_every_size_of_tensor():
+    """And for replicas around them, and whether the user names the axis or not."""
+    meshes = ({"data": 1}, {"data": 2, "tensor": 1}, {"data": 2, "tensor": 2}, {"tensor": 4})
+    plans = [planned(job("mlp"), mesh) for mesh in meshes]
+    assert len({plan.numerics for plan in plans}) == 1
+    assert all(plan.axes[-1].granules == 4 for plan in plans)
+    assert [plan.axis_sizes["tensor"] for plan in plans] == [1, 1, 2, 4]
+    specs = {tuple(p.spec for p in plan.parameters) for plan in plans}
+    assert len(specs) == 1
+    # A device still has only its shard, and sends nothing if it is alone.
+    whole, *_, least = plans
+    assert least.device_parameter_bytes < 0.4 * whole.device_parameter_bytes
+    sent = [plan.prediction.sent_bytes for plan in plans]
+    assert sent[0] == sent[1] == 0 < sent[2] < sent[3]
+    assert hxla.Plan.model_validate_json(whole.model_dump_json()).numerics == whole.numerics
+    [reason] = [line for line in whole.reasons if "numerics.cut" in line]
+    assert "4 granules" in reason
+
+
+def test_numerics_of_a_pipeline_are_one_for_every_size_of_tensor():
+    """Although what is stored where between steps depends on it."""
+    meshes = [{"data": 1, "stage": 2, "tensor": num} for num in (1, 2, 4)]
+    plans = [planned(job("mlp"), mesh) for mesh in meshes]
+    assert len({plan.numerics for plan in plans}) == 1
+    assert all([a.granules for a in plan.axes] == [None, 4] for plan in plans)
+    assert all(segment.keep == "inputs" for plan in plans for segment in plan.pipeline.segments)
+    assert len({plan.numerics for plan in plans} | {planned(job("mlp"), {"data": 2}).numerics}) == 2
+
+
+def test_the_number_of_granules_and_the_setting_decide_bits():
+    own = [job("mlp"), job("mlp", granules=2), job("mlp", cut="planned")]
+    numerics = {planned(each, {"data": 1, "tensor": 2}).numerics for each in own}
+    assert len(numerics) == 3
+
+
+#: The job, the mesh, what else is asked, and the error.
+REFUSED = {
+    "too many devices": (job("mlp", granules=2), {"tensor": 4}, {}, "2 granules for 4 devices"),
+    "no whole granules": (job("mlp"), {"tensor": 3}, {}, "4 granules for 3 devices"),
+    "a size that does not divide": (
+        job("mlp", granules=32),
+        {"tensor": 1},
+        {},
+        "into 32 granules, set numerics.granules .*\n.*size 48 does not divide into 32",
+    ),
+    "uneven shards": (job("mlp"), {"tensor": (3, 1)}, {}, "granules of one size.*shares"),
+    "another axis": (
+        job("mlp"),
+        {"fsdp": 2, "tensor": 2},
+        {},
+        "one axis 'tensor': leave 'fsdp' out",
+    ),
+    "stages without a mesh": (
+        job("mlp"),
+        {"data": 2},
+        {"stages": 2},
+        "stages of one form from a mesh",
+    ),
+    "stages that keep residuals": (
+        job("mlp", recompute="none"),
+        {"stage": 2},
+        {},
+        "keep only their inputs.*'boundaries'",
+    ),
+    "no rules": (job("mlp"), {"data": 2}, {"rules": None}, "nothing says .*rules='decoder'"),
+    "float sums": (job("mlp"), {"tensor": 2}, {"reduction": "float"}, "float sums depend"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_lowered_is_refused_with_the_remedy(name):
+    own, mesh, options, message = REFUSED[name]
+    num = int(np.prod([len(s) if isinstance(s, tuple) else s for s in mesh.values()]))
+    cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * num)
+    options = {"microbatch_size": 2, "rules": "decoder", **options}
+    with pytest.raises(hxla.HxlaError, match=message):
+        own.plan(cluster, mesh=mesh, **options)
+
+
+def test_accelerators_and_searches_are_refused():
+    cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="h100"),) * 2)
+    with pytest.raises(hxla.PlanError, match="tried on CPUs, and not on h100"):
+        job("mlp").plan(cluster, microbatch_size=2, mesh={"tensor": 2}, rules="decoder")
+    with pytest.raises(hxla.ConfigError, match="which a search chooses"):
+        job("mlp").plan(cluster, auto=True)
+
+
+class Convolved(any_cut.Mlp):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.before = nnx.Conv(1, 1, (3,), rngs=rngs)
+
+    def __call__(self, x):
+        return super().__call__(self.before(x[..., None])[..., 0])
+
+
+over_batch_loss = hxla.over_batch(
+    lambda model, batch: model(batch["x"]),
+    lambda out, batch: jnp.mean((out - batch["y"] - out.mean(0)) ** 2, -1),
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "communication", "message"),
+    [
+        ({"model": Convolved}, {}, r"conv_general_dilated.* at .*any_cut.py:\d+"),
+        ({"precision": "bf16"}, {}, "bfloat16 is rounded"),
+        ({"loss": over_batch_loss}, {}, "hxla.over_batch"),
+        ({"optimizer": optax.contrib.muon(1e-2)}, {}, "the optimizer reads parameters as a whole"),
+        ({}, {"clip_norm": 0.5, "clip": "before"}, "communication.clip"),
+    ],
+    ids=[
+        "a convolution",
+        "bfloat16",
+        "a loss over the batch",
+        "whole parameters",
+        "clips of microbatches",
+    ],
+)
+def test_what_a_program_would_do_is_refused_when_it_opens(options, communication, message):
+    usual = {"model": any_cut.Mlp, "loss": any_cut.mlp_loss, "optimizer": optax.adam(1e-2)}
+    options = {**usual, **options}
+    model = options.pop("model")
+    own = hxla.Job(
+        lambda: model(nnx.Rngs(0)),
+        any_cut.mlp_data(),
+        batch_size=any_cut.BATCH,
+        config={"numerics": {"cut": "any"}, "communication": communication},
+        **options,
+    )
+    with pytest.raises(hxla.PlanError, match=message):
+        own.open(planned(own, {"tensor": 2}), steps=1)

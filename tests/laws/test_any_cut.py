@@ -1,0 +1,145 @@
+"""`numerics.cut` of `any`: one `Plan.numerics`, and one SHA-256, for every size of `tensor`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from support.any_cut import BATCH, MICRO, MODELS, STEPS, job, planned, trained
+
+pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("every_program_is_cached")]
+
+#: Each mesh with other settings.
+CUTS = {
+    "data 1": ({"data": 1}, {}),
+    "data 2": ({"data": 2}, {}),
+    "tensor 2": ({"data": 1, "tensor": 2}, {}),
+    "tensor 4": ({"data": 1, "tensor": 4}, {}),
+    "data 2, tensor 2": ({"data": 2, "tensor": 2}, {}),
+    "data 2, tensor 2, zero 1": ({"data": 2, "tensor": 2}, {"zero": 1}),
+}
+CHAINS = {
+    "data 1": ({"data": 1}, {"recompute": "none"}),
+    "tensor 2": ({"data": 1, "tensor": 2}, {"recompute": "boundaries"}),
+    "data 2, tensor 2, zero 2": ({"data": 2, "tensor": 2}, {"zero": 2}),
+    "data 2, tensor 4, zero 3": ({"data": 2, "tensor": 4}, {"zero": 3}),
+}
+PIPELINES = {
+    "stage 2": ({"data": 1, "stage": 2}, {}),
+    "stage 2, tensor 2": ({"data": 1, "stage": 2, "tensor": 2}, {}),
+    "data 2, stage 2, tensor 2, zero 1": ({"data": 2, "stage": 2, "tensor": 2}, {"zero": 1}),
+}
+
+
+@functools.cache
+def outcome(name, mesh, memory):
+    own = job(name, **dict(memory))
+    plan = planned(own, dict(mesh))
+    result = trained(own, plan)
+    return plan.numerics, result.sha256, [step.loss for step in result.history.steps], result.state
+
+
+def of(name, form):
+    mesh, memory = form
+    return outcome(name, tuple(mesh.items()), tuple(memory.items()))
+
+
+def check_alike(name, forms):
+    first, *others = [of(name, form) for form in forms]
+    for other in others:
+        assert other[:3] == first[:3]
+
+
+def test_one_device_and_four_end_with_the_same_bits():
+    without_clip = [(mesh, {"clip": None}) for mesh in ({"data": 1}, {"data": 2, "tensor": 2})]
+    check_alike("mlp", without_clip)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "forms", [CUTS, CHAINS, PIPELINES], ids=["one program", "chains", "pipelines"]
+)
+def test_no_bit_depends_on_the_cut(name, forms):
+    check_alike(name, forms.values())
+
+
+def drawn(number):
+    """A random plan with granules, and one of the same mesh and counts without."""
+    random = np.random.default_rng(number)
+    num = (1, 2, 4)[number % 3]
+    copies = int(random.integers(1, min(4, 8 // num) + 1))
+    counts = random.multinomial(BATCH // MICRO, [1 / copies] * copies).tolist()
+    zero = int(random.integers(0, 2)) if copies > 1 else 0
+    mesh = {"data": copies, "tensor": num}
+    for cut in ("any", "planned"):
+        own = job("mlp", cut=cut, clip=None, zero=zero)
+        yield own, planned(own, mesh).with_counts(counts)
+
+
+@pytest.mark.slow
+def test_random_plans_have_one_sha256_and_without_it_numerics_that_tell_bits_apart():
+    found = {True: [], False: []}
+    for number in range(6):
+        for own, plan in drawn(number):
+            is_any = plan.axes[-1].granules is not None
+            found[is_any].append((plan.numerics, trained(own, plan).sha256, plan.axes[-1].size))
+    assert len({size for *_, size in found[True]}) == 3
+    assert len({pair[:2] for pair in found[True]}) == 1
+    pairs = {pair[:2] for pair in found[False]}
+    assert len(pairs) == len({numerics for numerics, _ in pairs}) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_without_it_numerics_differ_and_bits_too(name):
+    """So the setting is what makes them equal."""
+    found = set()
+    for num in (1, 2):
+        own = job(name, cut="planned")
+        plan = planned(own, {"data": 1, "tensor": num})
+        found.add((plan.numerics, trained(own, plan).sha256))
+    assert len({numerics for numerics, _ in found}) == len({sha for _, sha in found}) == 2
+
+
+def plain(name):
+    """Plain JAX, Flax and optax on one device, microbatch after microbatch."""
+    model_of, loss, data = MODELS[name]
+    model, arrays = model_of(nnx.Rngs(0)), data()
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def sums(params, batch):
+        out = loss(nnx.merge(graphdef, params, rest), batch)
+        losses, weights = out if isinstance(out, tuple) else (out, jnp.ones(out.shape))
+        return (losses * weights).sum(), weights.sum()
+
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
+    state, losses = optimizer.init(params), []
+    gradient = jax.jit(jax.value_and_grad(sums, has_aux=True))
+    for step in range(STEPS):
+        total = weight = 0.0
+        grads = []
+        for start in range(step * BATCH, (step + 1) * BATCH, MICRO):
+            batch = {key: x[start : start + MICRO] for key, x in arrays.items()}
+            (value, own_weight), grad = gradient(params, batch)
+            total, weight = total + value, weight + own_weight
+            grads.append(grad)
+        losses.append(float(total / weight))
+        mean = jax.tree.map(lambda *g: sum(g) / weight, *grads)  # noqa: B023
+        updates, state = optimizer.update(mean, state, params)
+        params = optax.apply_updates(params, updates)
+    return losses, params
+
+
+@pytest.mark.slow
+def test_a_decoder_trains_as_plain_jax_does():
+    losses, params = plain("decoder")
+    _, _, ours, state = of("decoder", CUTS["tensor 4"])
+    np.testing.assert_allclose(ours, losses, rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(params), strict=True):
+        # Adam's step is 1e-2, and its first ones are signs of gradients, which may be tiny.
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
