@@ -11,6 +11,7 @@ from flax import nnx
 
 import hxla
 from support import models
+from support.inside.core import _keywords
 
 PACKAGE = pathlib.Path(hxla.__file__).parent
 
@@ -21,8 +22,12 @@ def job(loss=models.squared_error):
 
 
 @pytest.fixture
-def filtering():
-    """jax's setting, which the tests' own set-up turns off."""
+def filtering(monkeypatch):
+    """jax's setting, which the tests' own set-up turns off.
+
+    A test that joins a launcher in this process would keep all frames from then on.
+    """
+    monkeypatch.setattr(_keywords, "_is_kept_whole", False)
     before = jax.config.jax_traceback_filtering
     yield lambda mode: jax.config.update("jax_traceback_filtering", mode)
     jax.config.update("jax_traceback_filtering", before)

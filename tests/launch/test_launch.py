@@ -21,7 +21,7 @@ from support import left_behind
 from support.inside.core import names
 from support.inside.launch import Logs, _throttle, planned_mesh
 from support.inside.launch import _launcher as _run
-from support.launched import PATIENCE_SECONDS, end_of, lines_with, start
+from support.launched import PATIENCE_SECONDS, end_of, lines_with, own_environment, start
 from support.left_behind import wait_until
 from support.paths import PYTHONPATH
 from support.tiers import rows
@@ -249,6 +249,45 @@ def test_ctrl_c_ends_with_130_and_one_line(tmp_path):
     assert (job.returncode, first) == (130, "hxla: interrupted before the first step")
     # A process that ends last on a busy machine may tell of the others, in its log.
     assert all(line.startswith("hxla: the rest of the output") for line in others)
+
+
+SIGNALS = """
+import signal, sys
+from support.inside.launch import Wakeup
+
+wake, num, is_inside = Wakeup(), 0, False
+
+def handler(*_):
+    global num, is_inside
+    is_inside, num = True, num + 1
+    wake.set()
+    is_inside = False
+
+def before_each_line(frame, event, arg):
+    if num < 200 and not is_inside and frame.f_code is not handler.__code__:
+        signal.raise_signal(signal.SIGUSR1)
+    return before_each_line
+
+signal.signal(signal.SIGUSR1, handler)
+sys.settrace(before_each_line)
+for _ in range(5):
+    wake.wait(0.01)
+sys.settrace(None)
+print("woken by", num)
+"""
+
+
+def test_a_signal_may_come_anywhere_in_a_wait_that_it_ends():
+    """The handler of a signal runs between any two lines of the loop that it wakes."""
+    ran = subprocess.run(
+        [sys.executable, "-c", SIGNALS],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_SECONDS,
+        env=own_environment(),
+    )
+    assert ran.stdout == "woken by 200\n", ran.stderr
 
 
 @pytest.mark.parametrize("number", NUMBERS)

@@ -1,7 +1,9 @@
 """The end of a run, by the first failed rank or by the user, and its exit code."""
 
+import contextlib
 import dataclasses
 import math
+import queue
 import signal
 from collections.abc import Iterable, Sequence
 
@@ -144,6 +146,28 @@ def costs_generation_only(status: Status, code: int) -> bool:
     of_others = status.state in ("victim", "judged", "preempted", "left")
     is_own_error = status.state == "failed" or (code > 0 and not of_others)
     return code in (EXIT_PREEMPTED, EXIT_WATCHDOG) or (code != 0 and not is_own_error)
+
+
+class Wakeup:
+    """Wakes a loop that waits, from another thread or from a signal handler.
+
+    `threading.Event` takes a lock that the interrupted code may have already, and then waits for
+    ever. `queue.SimpleQueue.put` may interrupt itself.
+    """
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def set(self) -> None:
+        """Wake the loop now, or when it waits next."""
+        self._calls.put(None)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for `set`, at most so long."""
+        with contextlib.suppress(queue.Empty):
+            self._calls.get(timeout=seconds)
+            while True:
+                self._calls.get_nowait()
 
 
 class RunEnding:

@@ -20,7 +20,7 @@ from typing import Any
 from ..core.errors import HxlaError, LaunchError
 from .authority import advance, begin
 from .channel import Report, Standing
-from .ending import HOPELESS_SECONDS, RunEnding, Verdict, costs_generation_only
+from .ending import HOPELESS_SECONDS, RunEnding, Verdict, Wakeup, costs_generation_only
 from .generation import GenerationRanks
 from .host import Carrying, Host, Hosts, KeptFolder, KnownDevices
 from .membership import (
@@ -212,7 +212,7 @@ class Run:
         self._left = StateFolders(hosts.carry)
         self._ending = RunEnding(grace_seconds)
         self._signals: list[int] = []
-        self._wake = threading.Event()
+        self._wake = Wakeup()
         self._is_output_lost = False
         self._read_at = 0.0
         self._passed_at = time.monotonic()
@@ -241,7 +241,6 @@ class Run:
     def _poll(self) -> None:
         """Wait a moment, then handle all events since."""
         self._wake.wait(_ELASTIC_POLL_SECONDS if self._is_elastic else _FIXED_POLL_SECONDS)
-        self._wake.clear()
         self._watch_output()
         while self._signals:
             self._serve_signal(self._signals.pop(0))

@@ -25,7 +25,7 @@ from ..schedule.segment_sequence import (
     sequence_from_texts,
 )
 from .layout import Layout
-from .parts import Placement, PlannedChain, PlannedPipeline
+from .parts import Axis, Placement, PlannedChain, PlannedPipeline
 from .unlike_stages import unlike_stage_faults
 
 
@@ -192,15 +192,15 @@ def _axis_faults(plan: Any) -> Iterator[str]:
     yield from _token_faults(plan)
     for axis in plan.axes:
         if axis.granules is not None:
-            yield from _granule_faults(plan, axis)
+            yield from _granule_faults(plan, axis, axis.granules)
     roles = {len(axis.roles) for axis in plan.axes if axis.name not in OUTER_AXES}
     if len(roles) > 1:
         yield "axes: `roles` must have one entry for each TaskGraph, these differ in length"
 
 
-def _granule_faults(plan: Any, axis: Any) -> Iterator[str]:
+def _granule_faults(plan: Any, axis: Axis, num: int) -> Iterator[str]:
     """What granules, whose bits depend on no cut, are not lowered for."""
-    key, num = f"axes.{axis.name}.granules", axis.granules
+    key = f"axes.{axis.name}.granules"
     if num & (num - 1) or num % axis.size:
         yield (
             f"{key}: {num} granules for {axis.size} devices: use a power of two that the size of "

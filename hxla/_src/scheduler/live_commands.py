@@ -6,7 +6,6 @@ import os
 import pathlib
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -14,6 +13,7 @@ from ..core.errors import ScheduleError
 from ..core.format import clock
 from ..core.types import EXIT_PREEMPTED
 from ..launch.cleanup import start_janitor
+from ..launch.ending import Wakeup
 from .allocation_picture import write_picture
 from .elastic_jobs import Holdings, Nums
 from .job_files import LiveJob, read_live_jobs
@@ -223,7 +223,7 @@ def _run_until_ended(
 ) -> int | None:
     """Run all jobs to their end; returns the first signal of the user, or None."""
     received: list[int] = []
-    wake = threading.Event()
+    wake = Wakeup()
 
     def receive(number: int, _: object) -> None:
         received.append(number)
@@ -235,7 +235,6 @@ def _run_until_ended(
     while not schedule.step(time.monotonic() - began):
         schedule.submit(more(), time.monotonic() - began)
         wake.wait(_POLL_SECONDS)
-        wake.clear()
         if received:
             schedule.end()
     return received[0] if received else None

@@ -16,7 +16,7 @@ from hxla._src.launch.channel import (
     new_channel,
     open_channel,
 )
-from hxla._src.launch.ending import judge
+from hxla._src.launch.ending import Wakeup, judge
 from hxla._src.launch.environment import (
     _GPU_FLAGS,
     _MIXED_GPU_FLAGS,
