@@ -317,9 +317,10 @@ def largest_bits_of(rows: Sequence[jax.Array]) -> jax.Array:
 
 def rows_of_each(nums: Sequence[int]) -> jax.Array:
     """bool[K, rows]: which rows are of each array, where arrays with so many rows are joined."""
-    ends = np.cumsum(nums).astype(np.int32)[:, None]
+    lengths = np.array(nums, np.int32)[:, None]
+    ends = np.cumsum(lengths, axis=0, dtype=np.int32)
     places = jax.lax.broadcasted_iota(jnp.int32, (len(nums), sum(nums)), 1)
-    return (places < ends) & (places >= np.roll(ends, 1) * (np.arange(len(nums)) > 0)[:, None])
+    return (places >= ends - lengths) & (places < ends)
 
 
 def peaks_to_maxima(peaks_DT: np.ndarray) -> np.ndarray:

@@ -383,12 +383,9 @@ class PipelineProgram:
         ]
 
     def _written(self, function: Callable[..., Any], index: jax.Array) -> Callable[..., Any]:
-        """The same function of trees of arrays, as `Axis.granules` asks."""
-        sharded = self.spec.sharded
-        if sharded is None or sharded.granules is None:
+        if self.spec.sharded is None:
             return function
-        zero = jnp.minimum(index, 0)  # a number is not negative, but no compiler knows
-        return sharded.invariant(function, self.inside.mesh, zero)
+        return self.spec.sharded.invariant(function, self.inside.mesh, index)
 
     def _forward(self, p: int, stage: StagePart) -> Any:
         def run(

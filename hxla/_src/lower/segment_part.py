@@ -395,12 +395,7 @@ class SegmentPart:
         return results, d_params, d_inputs
 
     def _written(self, function: Callable[..., Any], where: jax.Array) -> Callable[..., Any]:
-        """The same function of trees of arrays, as `Axis.granules` asks."""
-        if self._spec.sharded.granules is None:
-            return function
-        assert self._mesh is not None
-        zero = jnp.minimum(where[0], 0)  # a step is not negative, but no compiler knows
-        return self._spec.sharded.invariant(function, self._mesh, zero)
+        return self._spec.sharded.invariant(function, self._mesh, where[0])
 
     def _inputs(self, inputs: Sequence[jax.Array]) -> list[jax.Array]:
         return from_bytes(inputs, shapes_of(self._spec.graph, self.stage.part.inputs))

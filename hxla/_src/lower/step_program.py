@@ -115,7 +115,7 @@ class StepProgram:
         over: Callable[..., Any] = map,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Compile it.
+        """Compile the program.
 
         Args:
             state: Shapes of the replica's parameters, other variables and optimizer state.

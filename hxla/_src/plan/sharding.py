@@ -354,14 +354,17 @@ class Sharded:
         return GranuleProduct(mesh=mesh, axis=name, granules=axis.granules, dims=dims)
 
     def invariant(
-        self, function: Callable[..., Any], mesh: Mesh, zero: jax.Array
+        self, function: Callable[..., Any], mesh: Mesh | None, number: jax.Array
     ) -> Callable[..., Any]:
-        """The same function, whose bits do not depend on how many devices the axis has.
+        """The same function of trees of arrays, with the bits that `granules` promises, if any.
 
         Args:
-            zero: See `rounded`.
+            number: int32, not negative, and not known to a compiler.
         """
-        assert self.granules is not None
+        if self.granules is None:
+            return function
+        assert mesh is not None
+        zero = jnp.minimum(number, 0)  # see `rounded`
 
         def gather(x: jax.Array, dim: int) -> jax.Array:
             free = P.UNCONSTRAINED
