@@ -28,6 +28,7 @@ from ..profile.segment_times import layer_sizes
 from .complete import complete
 from .counts import best_counts, best_size, candidate_sizes, default_sizes
 from .layer_times import Alternative, layer_times
+from .memory import with_sums_and_memory
 from .microbatch_counts import Counts, asked_counts, predicted, share_one_process
 from .pipeline_request import (
     PipelineRequest,
@@ -36,7 +37,6 @@ from .pipeline_request import (
     check_even,
     microbatch_size,
 )
-from .reduction import with_sums_and_memory
 from .structures import ReplicaGroups, grid_of, pipelined, shares_of, structure_of
 from .workload import Measure, Workload, Workloads
 

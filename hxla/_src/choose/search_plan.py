@@ -19,10 +19,10 @@ from ..profile.profile import LayerSize, Profile, with_measured
 from ..profile.segment_times import kept_bytes, layer_sizes
 from .complete import complete
 from .counts import candidate_sizes
+from .memory import with_sums_and_memory
 from .mesh_axes import split_over
 from .pipeline_request import PipelineRequest
 from .proposals import ChainWork, Proposal, propose
-from .reduction import with_sums_and_memory
 from .search import NothingFitsError
 from .structures import ReplicaGroups, check_unannotated
 from .workload import Measure, PlanResult, SearchOptions, Workloads
