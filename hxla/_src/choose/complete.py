@@ -36,7 +36,7 @@ from ..plan.parts import (
 from ..plan.plan import Plan
 from ..plan.precision import Precision
 from ..profile.profile import Profile
-from .counts import even_counts
+from .apportionment import even_counts
 from .inner_split import Sizes, inner_split, lines_of, state_factor
 from .split_times import microbatch_seconds
 from .stage_forms import planned_stages

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import scipy
 
+from .apportionment import best_counts
 from .chain import Array, ReplicaSort, Staging, Tables, fill_and_period, tail_seconds
-from .counts import best_counts
 from .packing import best_packing, fractional_packing
 from .relaxation import Relaxation, best_cut, bisected, clusters, mixes_of, suffixes
 

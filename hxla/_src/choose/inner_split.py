@@ -28,8 +28,8 @@ from ..plan.parts import SumsForm
 from ..plan.plan import Plan
 from ..plan.sharding import AxisAssignment, Sharded
 from ..profile.profile import Profile
+from .apportionment import SplitDevice, best_sizes
 from .mesh_axes import BATCH_AXES, resolve_rules
-from .split_sizes import SplitDevice, best_sizes
 from .split_times import NUM_GRANULES, Place, are_alike, granules_of, places_of, split_devices
 from .structures import ReplicaGroups
 

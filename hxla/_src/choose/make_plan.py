@@ -24,8 +24,8 @@ from ..plan.plan import Plan
 from ..plan.rules import RuleSet, as_rules
 from ..profile.profile import Profile, load_profile
 from ..profile.segment_times import model_name
+from .apportionment import default_sizes
 from .complete import complete
-from .counts import default_sizes
 from .planning import PlanRequest, plan_for, size_asked
 from .structures import grid_of, shares_of, structure_of
 from .workload import Measure, PlanResult, SearchOptions, Workload, Workloads

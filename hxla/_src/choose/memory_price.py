@@ -42,10 +42,10 @@ from ..schedule.segment_sequence import (
     sequence_from_texts,
     while_running,
 )
+from .apportionment import SplitDevice, best_sizes
 from .inner_split import in_lowest_terms
 from .memory_layout import Candidate, MemoryLayout, Recompute
 from .recompute import Waits, best_sequence, boundary_texts, keep_all, keep_texts, least_memory
-from .split_sizes import SplitDevice, best_sizes
 
 #: The most of a state on the device that is updated part by part, see `lower.update_groups`.
 PART_ON_DEVICE = 1 / 8

@@ -17,7 +17,7 @@ from ..jax.devices import is_here
 from ..lower.sum import Reducer
 from ..plan.parts import DevicePrediction, Prediction
 from ..plan.plan import Plan
-from .counts import best_counts, bound_seconds, even_counts, finish_seconds
+from .apportionment import best_counts, bound_seconds, even_counts, finish_seconds
 
 #: `measured`, `even`, or the microbatches of each replica in a step.
 Counts = Literal["measured", "even"] | Sequence[int]

@@ -26,6 +26,7 @@ from ..cluster.cluster import (
     ring_transfers,
     transfer_seconds,
 )
+from .apportionment import best_counts
 from .chain import (
     Chain,
     ReplicaSort,
@@ -37,7 +38,6 @@ from .chain import (
     tail_seconds,
     times_with_edges,
 )
-from .counts import best_counts
 
 Ranks = tuple[int, ...]  # devices of one tensor-parallel group
 Copies = Sequence[Sequence[Ranks]]  # per replica and stage

@@ -25,8 +25,8 @@ from ..plan.plan import Plan
 from ..plan.rules import RuleSet
 from ..profile.profile import Profile, Setting
 from ..profile.segment_times import layer_sizes
+from .apportionment import best_counts, best_size, candidate_sizes, default_sizes
 from .complete import complete
-from .counts import best_counts, best_size, candidate_sizes, default_sizes
 from .layer_times import Alternative, layer_times
 from .memory import with_sums_and_memory
 from .microbatch_counts import Counts, asked_counts, predicted, share_one_process

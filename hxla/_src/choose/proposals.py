@@ -17,6 +17,7 @@ from ..plan.plan import name_of_devices
 from ..profile.profile import LayerSize, Profile, Setting, are_all_known, measured_sum
 from ..schedule.replay import Timeline, blocking_replay
 from ..schedule.schedules import one_f_one_b
+from .apportionment import best_counts
 from .chain import (
     UNBOUNDED,
     Chain,
@@ -29,7 +30,6 @@ from .chain import (
     tables,
 )
 from .collective_costs import favoured, volume
-from .counts import best_counts
 from .layer_times import Alternative, layer_times
 from .placement import (
     Copies,

@@ -17,8 +17,8 @@ from ..plan.plan import Plan
 from ..plan.sharding import Sharded
 from ..profile.profile import LayerSize, Profile, with_measured
 from ..profile.segment_times import kept_bytes, layer_sizes
+from .apportionment import candidate_sizes
 from .complete import complete
-from .counts import candidate_sizes
 from .memory import with_sums_and_memory
 from .mesh_axes import split_over
 from .pipeline_request import PipelineRequest

@@ -15,7 +15,7 @@ from ..plan.layout import Layout
 from ..plan.plan import Plan
 from ..plan.sharding import Sharded
 from ..profile.profile import Profile, Setting, SplitTime, together_key
-from .split_sizes import SplitDevice
+from .apportionment import SplitDevice
 
 _PASSES = 3.0  # forward, and a backward of twice its products
 _SUMMED_BYTES = 24.0  # of a float32 gradient read, and two int32 limbs read and written

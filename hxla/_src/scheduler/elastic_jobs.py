@@ -25,7 +25,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from ..choose.counts import best_counts
+from ..choose.apportionment import best_counts
 from ..core.errors import ScheduleError
 
 #: Share of the devices' capability that a configuration may waste (EasyScale, section 3.4).

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from ..choose.counts import best_counts, finish_seconds
+from ..choose.apportionment import best_counts, finish_seconds
 from ..core.config import BalanceConfig
 from ..report.history import Rebalance
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
-from ..choose.counts import candidate_sizes
+from ..choose.apportionment import candidate_sizes
 from ..choose.make_plan import plan_job, workloads
 from ..choose.planning import PlanRequest, check_enough, plan_for, size_asked
 from ..choose.short_profile import everywhere, measured_links, segment_profile

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
-from ..choose.counts import default_sizes, finish_seconds
+from ..choose.apportionment import default_sizes, finish_seconds
 from ..choose.make_plan import workloads
 from ..choose.memory_model import tightest
 from ..choose.planning import PlanRequest, plan_for

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ..choose.counts import best_counts
+from ..choose.apportionment import best_counts
 from ..choose.microbatch_counts import check_limits, count_limits, predicted, shared_numbers
 from ..core.config import BalanceConfig
 from ..job.context import JobContext

@@ -1,9 +1,9 @@
 """What tests know of the insides of `hxla._src.choose`."""
 
+from hxla._src.choose import apportionment as _counts
 from hxla._src.choose import best_pipeline as _best_pipeline
 from hxla._src.choose import branch as _branch
 from hxla._src.choose import chain as _chain_tables
-from hxla._src.choose import counts as _counts
 from hxla._src.choose import homogeneous_replicas as _like_copies
 from hxla._src.choose import lower_bound as _bound
 from hxla._src.choose import memory_layout as _memory_layout
@@ -12,6 +12,16 @@ from hxla._src.choose import placement as _placed
 from hxla._src.choose import placement as _shared_links
 from hxla._src.choose import proposals as _propose
 from hxla._src.choose import search as _search
+from hxla._src.choose.apportionment import (
+    SplitDevice,
+    best_counts,
+    best_size,
+    best_sizes,
+    bound_seconds,
+    candidate_sizes,
+    even_counts,
+    finish_seconds,
+)
 from hxla._src.choose.chain import (
     UNBOUNDED,
     Chain,
@@ -32,14 +42,6 @@ from hxla._src.choose.collective_costs import (
     volume,
 )
 from hxla._src.choose.complete import complete
-from hxla._src.choose.counts import (
-    best_counts,
-    best_size,
-    bound_seconds,
-    candidate_sizes,
-    even_counts,
-    finish_seconds,
-)
 from hxla._src.choose.homogeneous_replicas import best_order
 from hxla._src.choose.inner_split import better_shares
 from hxla._src.choose.layer_times import Alternative, layer_times, product_flops
@@ -82,7 +84,6 @@ from hxla._src.choose.recompute import (
 )
 from hxla._src.choose.search import search
 from hxla._src.choose.short_profile import measured_links
-from hxla._src.choose.split_sizes import SplitDevice, best_sizes
 from hxla._src.choose.split_times import places_of, split_devices, split_time
 from hxla._src.choose.structures import pipelined, replicated
 from hxla._src.choose.zero_search import least_seconds
