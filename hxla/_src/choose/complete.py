@@ -37,8 +37,8 @@ from ..plan.plan import Plan
 from ..plan.precision import Precision
 from ..profile.profile import Profile
 from .apportionment import even_counts
+from .device_times import microbatch_seconds
 from .inner_split import Sizes, inner_split, lines_of, state_factor
-from .split_times import microbatch_seconds
 from .stage_forms import planned_stages
 from .structures import ReplicaGroups
 

@@ -29,8 +29,8 @@ from ..plan.plan import Plan
 from ..plan.sharding import AxisAssignment, Sharded
 from ..profile.profile import Profile
 from .apportionment import SplitDevice, best_sizes
+from .device_times import NUM_GRANULES, Place, are_alike, granules_of, places_of, split_devices
 from .mesh_axes import BATCH_AXES, resolve_rules
-from .split_times import NUM_GRANULES, Place, are_alike, granules_of, places_of, split_devices
 from .structures import ReplicaGroups
 
 States = Sequence[int | None]

@@ -27,7 +27,7 @@ from ..profile.profile import Profile, Setting
 from ..profile.segment_times import layer_sizes
 from .apportionment import best_counts, best_size, candidate_sizes, default_sizes
 from .complete import complete
-from .layer_times import Alternative, layer_times
+from .device_times import Alternative, layer_times
 from .memory import with_sums_and_memory
 from .microbatch_counts import Counts, asked_counts, predicted, share_one_process
 from .pipeline_request import (

@@ -30,7 +30,7 @@ from .chain import (
     tables,
 )
 from .collective_costs import favoured, volume
-from .layer_times import Alternative, layer_times
+from .device_times import Alternative, layer_times
 from .placement import (
     Copies,
     DevicePlacement,

@@ -16,7 +16,7 @@ from ..launch.member import own_member
 from ..plan.plan import Plan
 from ..profile.profile import LayerSize, Profile, measured_sum
 from .chain import UNBOUNDED
-from .layer_times import layer_times
+from .device_times import layer_times
 from .memory_layout import MemoryLayout, asked_candidates, candidates_on_hosts
 from .memory_model import predicted_microbatches, step_memory, travel_of, with_open_calls
 from .memory_price import ReplicaDevice, StepMemory, price, upper_bound

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 
 from ..choose.apportionment import candidate_sizes
+from ..choose.device_times import split_time
 from ..choose.make_plan import plan_job, workloads
 from ..choose.planning import PlanRequest, check_enough, plan_for, size_asked
 from ..choose.short_profile import everywhere, measured_links, segment_profile
-from ..choose.split_times import split_time
 from ..choose.workload import SearchOptions
 from ..cluster.cluster import Cluster
 from ..cluster.job_devices import resolve

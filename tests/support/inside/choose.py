@@ -42,9 +42,16 @@ from hxla._src.choose.collective_costs import (
     volume,
 )
 from hxla._src.choose.complete import complete
+from hxla._src.choose.device_times import (
+    Alternative,
+    layer_times,
+    places_of,
+    product_flops,
+    split_devices,
+    split_time,
+)
 from hxla._src.choose.homogeneous_replicas import best_order
 from hxla._src.choose.inner_split import better_shares
-from hxla._src.choose.layer_times import Alternative, layer_times, product_flops
 from hxla._src.choose.lower_bound import Bound
 from hxla._src.choose.make_plan import workloads
 from hxla._src.choose.memory import with_memory
@@ -84,7 +91,6 @@ from hxla._src.choose.recompute import (
 )
 from hxla._src.choose.search import search
 from hxla._src.choose.short_profile import measured_links
-from hxla._src.choose.split_times import places_of, split_devices, split_time
 from hxla._src.choose.structures import pipelined, replicated
 from hxla._src.choose.zero_search import least_seconds
 from hxla._src.profile.profile import with_measured
