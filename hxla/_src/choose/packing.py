@@ -1,11 +1,17 @@
-"""Which pipelines to build from the available devices: the most microbatches per step."""
+"""Pipelines of one cut, shared by all replicas: which kinds on which stages, and how many.
 
-from collections.abc import Sequence
+`best_packing` takes those that run the most microbatches per step on the available devices.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import scipy
 
-from .chain import Array
+from .apportionment import best_counts
+from .chain import Array, ReplicaSort, Staging, Tables, fill_and_period, tail_seconds
+from .relaxation import Relaxation, best_cut, bisected, clusters, mixes_of, suffixes
 
 _MOST_PIVOTS = 60  # many more than a few rows need
 _SMALL = 4000  # states up to which the exact table is used
@@ -144,3 +150,277 @@ def _table(
         chosen[c] = chosen.get(c, 0) + 1
         at = tuple(n - int(u) for n, u in zip(at, used[c], strict=True))
     return chosen, float(best[tuple(available)])
+
+
+_MAX_PERIODS = 24
+_ANY = 1 << 40  # microbatches, where memory sets no limit
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CutPipelines:
+    """The pipelines of one cut, by mix of devices and by limit on the period.
+
+    Attributes:
+        cuts: First layer of each stage.
+        used: [C, K] Devices of each kind.
+        period: [W] Limits.
+        fill: [W, C] Least fill (inf: no such pipeline).
+        most: [W] The most microbatches, by memory.
+        first: [W, C] Kind of the first stage.
+        after: Per stage and mix of the stages from it on, [W, before, this]: kind of the next.
+    """
+
+    cuts: tuple[int, ...]
+    used: Array
+    period: Array
+    fill: Array
+    most: Array
+    first: Array
+    after: tuple[Mapping[tuple[int, ...], Array], ...]
+
+    def microbatches(self, seconds: float) -> tuple[Array, Array]:
+        """[C] The most microbatches of each mix in `seconds`, a real number, and [C] its limit."""
+        count = 1 + (seconds - self.fill) / self.period[:, None]
+        count = np.minimum(np.where(self.fill <= seconds, count, 0.0), self.most[:, None])
+        at = count.argmax(axis=0)
+        return np.take_along_axis(count, at[None], 0)[0], at
+
+    def kinds(self, limit: int, mix: int) -> tuple[int, ...]:
+        """Kind of each stage of the pipeline of a mix with the least fill at a limit."""
+        left = tuple(int(n) for n in self.used[mix])
+        before, kind = len(left), int(self.first[limit, mix])
+        kinds = [kind]
+        for after in self.after[:-1]:
+            following = int(after[left][limit, before, kind])
+            left = (*left[:kind], left[kind] - 1, *left[kind + 1 :])
+            before, kind = kind, following
+            kinds.append(kind)
+        return tuple(kinds)
+
+
+def cut_pipelines(t: Tables, cuts: tuple[int, ...], check: Callable[[], None]) -> CutPipelines:
+    """All pipelines of a cut that can be best: the exact least fill by mix and period.
+
+    A dynamic programme from the last stage to the first; its state is (devices used per kind, kind
+    of the stage before, kind of the first stage), as in `best_pipeline` with the cut given.
+    """
+    num = len(cuts)
+    depths = [num, *(d for d in range(1, num) if num <= 8 or d & (d - 1) == 0)]
+    parts, seen = [], set()
+    for depth in depths:
+        fits = np.array(
+            [
+                t.fits(min(num - i, depth))[:, a, b]
+                for i, (a, b) in enumerate(zip(cuts, (*cuts[1:], t.num_layers), strict=True))
+            ]
+        )
+        # The full depth comes first: a lesser one matters only if more stages fit.
+        if fits.tobytes() not in seen:
+            seen.add(fits.tobytes())
+            parts.append(_solve(t, cuts, fits, _ANY if depth == num else depth, check))
+    return CutPipelines(
+        cuts=cuts,
+        used=parts[0].used,
+        period=np.concatenate([p.period for p in parts]),
+        fill=np.concatenate([p.fill for p in parts]),
+        most=np.concatenate([p.most for p in parts]),
+        first=np.concatenate([p.first for p in parts]),
+        after=tuple(
+            {mix: np.concatenate([p.after[i][mix] for p in parts]) for mix in parts[0].after[i]}
+            for i in range(num)
+        ),
+    )
+
+
+def _solve(
+    t: Tables, cuts: tuple[int, ...], fits: Array, most: int, check: Callable[[], None]
+) -> CutPipelines:
+    num, kinds = len(cuts), t.num_kinds
+    ends = (*cuts[1:], t.num_layers)
+    busy = np.array([t.seconds[:, a, b] for a, b in zip(cuts, ends, strict=True)])  # [S, a]
+    into = np.array([t.cross[a] for a in cuts])  # [S, b, a]
+    out = np.array([t.cross[b] for b in ends])  # [S, a, n]
+    period = busy[:, None, :, None] + into[:, :, :kinds, None] + out[:, None, :kinds, :]
+    values = np.unique(np.where(fits[:, None, :, None], period, 0.0))
+    longest = float(np.where(fits, period.min(axis=(1, 3)), np.inf).min(axis=1).max())
+    limits = values[values >= longest] if (values >= longest).any() else values[-1:]
+    if len(limits) > _MAX_PERIODS:
+        pure = [
+            max(period[i, a if i else kinds, a, a if i + 1 < num else kinds] for i in range(num))
+            for a in range(kinds)
+            if fits[:, a].all()
+        ]
+        limits = _thinned(limits, [x for x in pure if x >= longest])
+    mixes = [(0,) * kinds]
+    rest = np.full((len(limits), 1, kinds + 1, kinds + 1), np.inf)  # [W, C, before, first]
+    rest[:, :, :, kinds] = 0.0
+    after: list[dict[tuple[int, ...], Array]] = []
+    for i in reversed(range(num)):
+        check()
+        index = {mix: j for j, mix in enumerate(mixes)}
+        mixes = mixes_of(num - i, t.num_devices)
+        here = np.full((len(limits), len(mixes), kinds + 1, kinds + 1), np.inf)
+        way = np.zeros(here.shape, np.int8)
+        for a in range(kinds):
+            rows = [j for j, mix in enumerate(mixes) if mix[a]]
+            if not rows or not fits[i, a]:
+                continue
+            before = [index[(*mixes[j][:a], mixes[j][a] - 1, *mixes[j][a + 1 :])] for j in rows]
+            allowed = period[i, :, a, :] <= limits[:, None, None]  # [W, b, n]
+            cost = np.where(allowed, busy[i, a] + out[i, a], np.inf)
+            total = rest[:, before, a, None, :] + cost[:, None]  # [W, R, b, n]
+            at = total.argmin(axis=3)
+            here[:, :, :, a][:, rows] = np.take_along_axis(total, at[..., None], 3)[..., 0]
+            way[:, :, :, a][:, rows] = at
+        rest = here
+        after.append({mix: way[:, j] for j, mix in enumerate(mixes)})
+    at = rest[:, :, kinds].argmin(axis=2)
+    return CutPipelines(
+        cuts=cuts,
+        used=np.array(mixes).reshape(len(mixes), kinds),
+        period=limits,
+        fill=np.take_along_axis(rest[:, :, kinds], at[:, :, None], 2)[..., 0],
+        most=np.full(len(limits), most),
+        first=at,
+        after=tuple(reversed(after)),
+    )
+
+
+def _thinned(values: Array, kept: Sequence[float]) -> Array:
+    """Few of many periods: the last of each cluster, and those in `kept`."""
+    ratio = 1.0005
+    while len(lasts := clusters(values, ratio)[1]) > _MAX_PERIODS:
+        ratio = 1 + 1.5 * (ratio - 1)
+    return np.union1d(lasts, kept)
+
+
+def fractional_seconds(p: CutPipelines, available: Sequence[int], num_microbatches: int) -> float:
+    """Time of the pipelines if their numbers and microbatches could be fractions (inf: none)."""
+
+    def lacking(seconds: float) -> float:
+        value, _ = p.microbatches(seconds)
+        return num_microbatches * (1 - 1e-9) - fractional_packing(p.used, value, available)[2]
+
+    low = high = start = float(p.fill.min())
+    while high < np.inf and lacking(high) > 0:
+        low, high = high, 4 * high if high < start * 2.0**60 else np.inf
+    if low == high or high == np.inf:
+        return high
+    return float(scipy.optimize.brentq(lacking, low, high, rtol=1e-5))
+
+
+def enough_for(
+    p: CutPipelines, available: Sequence[int], num_microbatches: int, seconds: float
+) -> bool:
+    """Whether the devices might run all microbatches in a time."""
+    value = np.minimum(np.floor(p.microbatches(seconds)[0] + 1e-9), num_microbatches)
+    return best_packing(p.used, value, available)[1] >= num_microbatches
+
+
+def best_replicas(
+    t: Tables,
+    p: CutPipelines,
+    num_microbatches: int,
+    kinds: Sequence[int],
+    start: float,
+    tolerance: float,
+    check: Callable[[], None],
+) -> Staging | None:
+    """The fastest plan with one cut, on devices of some kinds.
+
+    Bisection over the time of the slowest replica; at each time the mixes are packed into the
+    devices there are (`best_packing`), and the microbatches are then dealt out exactly.
+    """
+    available = [n if k in kinds else 0 for k, n in enumerate(t.num_devices)]
+    best: Staging | None = None
+
+    def enough(seconds: float) -> bool:
+        nonlocal best
+        check()
+        value, at = p.microbatches(seconds * (1 + 1e-12))
+        value = np.minimum(np.floor(value + 1e-9), num_microbatches)
+        chosen, _ = best_packing(p.used, value, available)
+        if sum(value[c] * y for c, y in chosen.items()) < num_microbatches:
+            return False
+        sorts = [(p.kinds(int(at[c]), c), int(p.most[at[c]]), y) for c, y in sorted(chosen.items())]
+        dealt = _deal_microbatches(t, p.cuts, sorts, num_microbatches)
+        best = dealt if best is None else min(best, dealt, key=lambda plan: plan.step_seconds)
+        return True
+
+    least(enough, start, tolerance)
+    return best
+
+
+def _deal_microbatches(
+    t: Tables,
+    cuts: tuple[int, ...],
+    sorts: list[tuple[tuple[int, ...], int, int]],
+    num_microbatches: int,
+) -> Staging:
+    rows = []
+    for groups, most, count in sorts:
+        fill, period = fill_and_period(t, cuts, groups)
+        rows += [(groups, fill, period, most)] * count
+    counts = best_counts(
+        num_microbatches,
+        [period for _, _, period, _ in rows],
+        [fill - period for _, fill, period, _ in rows],
+        [most for *_, most in rows],
+    )
+    together: dict[tuple[tuple[int, ...], int], int] = {}
+    slowest = 0.0
+    for (groups, fill, period, _), m in zip(rows, counts, strict=True):
+        if m:
+            together[groups, m] = together.get((groups, m), 0) + 1
+            slowest = max(slowest, fill + (m - 1) * period)
+    replicas = tuple(
+        ReplicaSort(groups=groups, count=count, num_microbatches=m)
+        for (groups, m), count in sorted(together.items())
+    )
+    step_seconds = slowest + tail_seconds(t, cuts, replicas)
+    return Staging(cuts=cuts, replicas=replicas, step_seconds=step_seconds)
+
+
+def pure_periods(r: Relaxation, max_stages: int) -> Array:
+    """[K, max_stages] The least period of a pipeline of one kind (inf: it does not fit)."""
+    periods = np.where(np.isfinite(r.cost), r.period, np.inf)
+
+    def of_kind(k: int) -> list[float]:
+        def score(position: int) -> Array:
+            return np.where(r.t.fits(position)[k], periods[k], np.inf)
+
+        return [float(rest[0]) for rest, _ in suffixes(max_stages, score, np.maximum)]
+
+    return np.array([of_kind(k) for k in range(r.t.num_kinds)])
+
+
+def even_cut(r: Relaxation, num_stages: int, periods: Array) -> tuple[int, ...] | None:
+    """The best cut for all kinds that can run whole pipelines of so many stages.
+
+    It minimises the largest ratio of a stage's period to the least period of its kind.
+
+    Args:
+        periods: [K] Least period of each kind (inf: it cannot run whole pipelines).
+    """
+    kinds = [k for k in range(r.t.num_kinds) if np.isfinite(periods[k])]
+    if not kinds:
+        return None
+    ratio = (r.period[kinds] / periods[kinds][:, None, None]).max(axis=0)
+
+    def score(position: int) -> Array:
+        ok = (r.t.fits(position)[kinds] & np.isfinite(r.cost[kinds])).all(axis=0)
+        return np.where(ok, ratio, np.inf)
+
+    return best_cut(num_stages, score, np.maximum)
+
+
+def least(enough: Callable[[float], bool], start: float, tolerance: float) -> float:
+    """The least time from `start` on that is enough, to a relative tolerance (inf: none)."""
+    if not np.isfinite(start) or not enough(start * 2.0**60):
+        return np.inf
+    if enough(start):
+        return start
+    low, step = start, 0.01
+    while not enough(high := low * (1 + step)):
+        low, step = high, 2 * step
+    return bisected(enough, low, high, tolerance)[1]

@@ -15,18 +15,18 @@ from ..core.errors import PlanError
 from .best_pipeline import best_pipeline, explain_infeasible, roomiest_pipeline
 from .branch import Branching
 from .chain import Chain, Staging, tables
-from .cuts import (
+from .homogeneous_replicas import homogeneous_plans
+from .lower_bound import FINE, Alive, Bound, most_stages
+from .packing import (
     CutPipelines,
     best_replicas,
     cut_pipelines,
     enough_for,
     even_cut,
+    fractional_packing,
     fractional_seconds,
     pure_periods,
 )
-from .homogeneous_replicas import homogeneous_plans
-from .lower_bound import FINE, Alive, Bound, most_stages
-from .packing import fractional_packing
 from .relaxation import subsets
 
 _BETWEEN = 0.02  # seconds between two reads of the thread's CPU time, a system call
