@@ -13,11 +13,10 @@ from flax import nnx
 import hxla
 from hxla import LayerSize, LayerTime, Profile, Setting, StepRecord, load_profile
 from hxla.__main__ import main
-from support.inside.choose import measured_links
 from support.inside.graph import segments
 from support.inside.job import JobContext
 from support.inside.profile import dump_profile, merge_profiles, model_name
-from support.inside.session import ObservedSteps, Observer, in_training
+from support.inside.session import ObservedSteps, Observer, in_training, measured_links
 from support.profiles import profile_command
 
 SMALL = """

@@ -14,7 +14,6 @@ from ..choose.apportionment import candidate_sizes
 from ..choose.device_times import split_time
 from ..choose.make_plan import plan_job, workloads
 from ..choose.planning import PlanRequest, check_enough, plan_for, size_asked
-from ..choose.short_profile import everywhere, measured_links, segment_profile
 from ..choose.workload import SearchOptions
 from ..cluster.cluster import Cluster
 from ..cluster.job_devices import resolve
@@ -44,7 +43,14 @@ from ..report.lanes import lanes_of_timeline, write_picture
 from ..report.terminal import LOGGER, print_result
 from ..schedule.replay import Timeline, perfetto
 from .job import job_of
-from .measure import ObservedSteps, SessionMeasure, run_trial
+from .measure import (
+    ObservedSteps,
+    SessionMeasure,
+    everywhere,
+    measured_links,
+    run_trial,
+    segment_profile,
+)
 
 
 def plan_script(

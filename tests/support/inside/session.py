@@ -7,7 +7,7 @@ from hxla._src.session import step as _step
 from hxla._src.session import watch as _pipeline_watch
 from hxla._src.session.balancer import Balancer
 from hxla._src.session.ending import LEAVE, SAVE, STOP, Requests
-from hxla._src.session.measure import ObservedSteps, Observer, in_training
+from hxla._src.session.measure import ObservedSteps, Observer, in_training, measured_links
 from hxla._src.session.member import rehearse
 from hxla._src.session.opening import with_fastest_executors
 from hxla._src.session.step import Stepper
