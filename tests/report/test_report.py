@@ -17,18 +17,17 @@ from flax import nnx
 
 import hxla
 from support import models
+from support.inside.lower import PieceTimes
 from support.inside.report import (
     Curve,
     MetricsWriter,
-    PieceTimes,
     curve_chart,
-    from_texts,
     line,
     read_metrics,
     run_start,
     summarise,
-    to_text,
 )
+from support.inside.session import times_as_text, times_from_texts
 from support.training import train_with
 
 
@@ -313,7 +312,7 @@ def test_times_of_a_pipeline_are_those_of_its_slowest_process():
     together = {("F", 0): 1.0, ("F", 1): 2.0}
     whole = PieceTimes(seconds=together, meeting_seconds={0: 4.0}, fixed_seconds=0.7)
     for order in ((here, there), (there, here)):
-        assert from_texts([to_text({1: times}) for times in order]) == {1: whole}
+        assert times_from_texts([times_as_text({1: times}) for times in order]) == {1: whole}
 
 
 def test_the_live_line_tells_step_loss_speed_time_and_shares(run):

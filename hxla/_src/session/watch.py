@@ -1,10 +1,13 @@
 """Measured times of pipelines and uneven splits, beside the predicted ones, and better sizes.
 
-Devices of a replica wait for each other inside its programs, so a step's seconds do not show the
-work of one device. The CPU time of a process with one device and a share of a core does. An
-accelerator has no such clock, so nothing is reported for it.
+A pipeline's step is predicted from the measured times of its pieces. Devices of a replica wait for
+each other inside its programs, so a step's seconds do not show the work of one device. The CPU time
+of a process with one device and a share of a core does. An accelerator has no such clock, so
+nothing is reported for it.
 """
 
+import ast
+import dataclasses
 import json
 import pathlib
 import time
@@ -15,15 +18,136 @@ import jax
 
 from ..choose.inner_split import BetterShares, better_shares, state_factor
 from ..cluster.cluster import Cluster
+from ..core.format import span
 from ..jax.devices import is_here, process_of, share_cores
 from ..job.context import JobContext
 from ..lower.lower import Programs
+from ..lower.pipeline import PieceTimes, Pipeline
 from ..plan.parts import Prediction
 from ..plan.plan import Plan
-from ..report import pipeline_report
 from ..report.history import SplitWork
-from ..report.lanes import Lanes
+from ..report.lanes import Lanes, lanes_of_timeline
+from ..schedule.replay import Timeline, measured_timeline, perfetto, replay_ticks
+from ..schedule.schedules import BACKWARD, FORWARD, WEIGHT, Schedule
 from .step import Stepper
+
+_KINDS = (FORWARD, BACKWARD, WEIGHT)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PredictedStep:
+    """The predicted step of one pipeline.
+
+    Attributes:
+        timeline: Replayed with the measured times.
+        fixed_seconds: Before and after the ticks.
+        bound_seconds: A lower bound for any cut: every device is busy at its speed from filling to
+            draining. 0: the devices' speeds are not known.
+    """
+
+    schedule: Schedule
+    timeline: Timeline
+    fixed_seconds: float
+    bound_seconds: float = 0.0
+
+    @property
+    def has_times(self) -> bool:
+        """Whether any piece took longer than the overhead of its measurement."""
+        return self.timeline.makespan_seconds > 0
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds from the preparation of the first tick to the all-reduce."""
+        return self.timeline.makespan_seconds + self.fixed_seconds
+
+
+def times_as_text(measured: Mapping[int, PieceTimes]) -> str:
+    """One process's measurements by replica, as text for the other processes."""
+    return repr({replica: dataclasses.asdict(times) for replica, times in measured.items()})
+
+
+def times_from_texts(texts: Sequence[str]) -> dict[int, PieceTimes]:
+    """All processes' measurements by replica: of shared times the slowest process's count."""
+    by_replica: dict[int, PieceTimes] = {}
+    for text in texts:
+        for replica, fields in ast.literal_eval(text).items():
+            times = PieceTimes(**fields)
+            before = by_replica.get(replica, times)
+            slowest = {
+                b: max(took, before.meeting_seconds.get(b, 0.0))
+                for b, took in times.meeting_seconds.items()
+            }
+            by_replica[replica] = PieceTimes(
+                seconds=before.seconds | times.seconds,
+                meeting_seconds=before.meeting_seconds | slowest,
+                fixed_seconds=max(times.fixed_seconds, before.fixed_seconds),
+            )
+    return by_replica
+
+
+def _predicted_step(
+    pipeline: Pipeline, measured: PieceTimes, num_microbatches: int, fractions: Sequence[float]
+) -> PredictedStep:
+    """Replay the schedule with measured times.
+
+    Args:
+        pipeline: Any pipeline of the job, for the schedule.
+        measured: Times of the pieces on this pipeline's devices.
+        fractions: Each stage's part of the work, by its device's times; empty: not known.
+    """
+    schedule = pipeline.spec.schedule(num_microbatches)
+    timeline = replay_ticks(
+        schedule,
+        measured.seconds,
+        pipeline.crossed(schedule),
+        transfer_seconds=measured.transfer_seconds(schedule.num_stages),
+    )
+    bound = 0.0
+    if fractions and all(fractions):
+        busy = [0.0] * schedule.num_stages
+        for (_, part), took in measured.seconds.items():
+            busy[part % schedule.num_stages] += took
+        if all(busy):  # pieces shorter than the overhead of their measurement have no time
+            per_second = sum(f / b for f, b in zip(fractions, busy, strict=True))
+            bound = (num_microbatches + schedule.num_stages - 1) / per_second
+    return PredictedStep(
+        schedule=schedule,
+        timeline=timeline,
+        fixed_seconds=measured.fixed_seconds,
+        bound_seconds=bound,
+    )
+
+
+def _in_words(replica: int, predicted: PredictedStep, measured: PieceTimes) -> str:
+    """One line about the prediction, for the plan."""
+    num, num_microbatches = predicted.schedule.num_stages, predicted.schedule.num_microbatches
+    if not predicted.has_times:
+        return (
+            f"pipeline {replica}: {num_microbatches} microbatches; its pieces take less than the "
+            "overhead of measuring them, so no step is predicted"
+        )
+    parts = sorted({part for _, part in measured.seconds})
+    stages = []
+    for part in parts:
+        times = [measured.seconds.get((kind, part)) for kind in _KINDS]
+        shown = "/".join(f"{t * 1e3:.3g}" for t in times if t is not None)
+        stages.append(f"{part % num}: {shown}")
+    crossing = measured.transfer_seconds(num)
+    transfers = "/".join(f"{crossing[b] * 1e3:.3g}" for b in sorted(crossing))
+    idle = 1 - sum(predicted.timeline.busy_seconds) / (num * predicted.timeline.makespan_seconds)
+    return (
+        f"pipeline {replica}: {num_microbatches} microbatches in "
+        f"{predicted.busy_seconds:.3g} s, idle {idle:.0%}; forward/backward of stage "
+        f"{', '.join(stages)} ms; between them {transfers} ms"
+    )
+
+
+def _timelines(
+    predicted: PredictedStep, took: Sequence[Sequence[tuple[float, float]]] | None
+) -> dict[str, Timeline]:
+    measured = {} if took is None else {"measured": measured_timeline(predicted.schedule, took)}
+    return {"planned": predicted.timeline, **measured}
+
 
 _REPEATS = 11  # a throttled process runs and pauses in turns
 
@@ -46,7 +170,7 @@ class PipelineWatch:
         self._replicas = programs.reducer.replicas
         self._starts = [replica.start_seconds for replica in programs.plan.replicas]
         self._gather = gather
-        self._predicted: dict[int, pipeline_report.PredictedStep] = {}
+        self._predicted: dict[int, PredictedStep] = {}
         self._ticks: dict[int, list[list[tuple[float, float]]]] = {}
 
     def measure(self, batch: Any, plan: Plan) -> tuple[str, ...]:
@@ -59,17 +183,17 @@ class PipelineWatch:
         if share_cores(d for r in self._replicas for d in r.devices):
             return ()
         local_times = self._stepper.measure_pipelines(batch, repeats=_REPEATS)
-        texts = self._gather("pipeline times", pipeline_report.to_text(local_times))
+        texts = self._gather("pipeline times", times_as_text(local_times))
         some = next(iter(self._pipelines.values()))
         fractions = plan.prediction.stage_fractions if plan.prediction is not None else ()
         lines = []
-        for replica, times in sorted(pipeline_report.from_texts(texts).items()):
+        for replica, times in sorted(times_from_texts(texts).items()):
             if not plan.counts[replica]:
                 continue  # it has no step
-            predicted = pipeline_report.predict(some, times, plan.counts[replica], fractions)
+            predicted = _predicted_step(some, times, plan.counts[replica], fractions)
             if predicted.has_times:
                 self._predicted[replica] = predicted
-            lines.append(pipeline_report.explain(replica, predicted, times))
+            lines.append(_in_words(replica, predicted, times))
         return tuple(lines)
 
     def predicted(self, prediction: Prediction) -> Prediction:
@@ -114,11 +238,28 @@ class PipelineWatch:
 
     def lanes(self, plan: Plan) -> dict[int, tuple[Lanes, ...]]:
         """The planned and the measured step of each pipeline."""
-        return pipeline_report.lanes(self._predicted, self._ticks, _labels(plan))
+        names = _labels(plan)
+        return {
+            replica: tuple(
+                lanes_of_timeline(
+                    timeline,
+                    names[replica],
+                    title=f"{which}: {span(timeline.makespan_seconds)}",
+                )
+                for which, timeline in _timelines(predicted, self._ticks.get(replica)).items()
+            )
+            for replica, predicted in self._predicted.items()
+        }
 
     def write_traces(self, folder: pathlib.Path, plan: Plan) -> None:
         """Write the same steps as Perfetto traces, and remove those of an earlier run."""
-        pipeline_report.write_traces(folder, self._predicted, self._ticks, _labels(plan))
+        for path in folder.glob("pipeline[0-9]*-*.perfetto.json"):
+            path.unlink()
+        names = _labels(plan)
+        for replica, predicted in self._predicted.items():
+            for which, timeline in _timelines(predicted, self._ticks.get(replica)).items():
+                path = folder / f"pipeline{replica}-{which}.perfetto.json"
+                path.write_text(perfetto(timeline, names[replica]))
 
 
 def _labels(plan: Plan) -> dict[int, list[str]]:

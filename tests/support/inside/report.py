@@ -15,6 +15,5 @@ from hxla._src.report.lanes import (
     write_picture,
 )
 from hxla._src.report.metrics_file import FILE_NAME, MetricsWriter, read_metrics
-from hxla._src.report.pipeline_report import PieceTimes, from_texts, to_text
 from hxla._src.report.run_tables import summarise
 from hxla._src.report.terminal import Progress, Waiting, line

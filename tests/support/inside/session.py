@@ -13,3 +13,4 @@ from hxla._src.session.opening import with_fastest_executors
 from hxla._src.session.step import Stepper
 from hxla._src.session.validate_plan import check_runnable
 from hxla._src.session.values import plans_from_table
+from hxla._src.session.watch import times_as_text, times_from_texts
