@@ -5,11 +5,11 @@ from hxla._src.session import opening as _opening
 from hxla._src.session import running_plan as _running_plan
 from hxla._src.session import step as _step
 from hxla._src.session import watch as _pipeline_watch
-from hxla._src.session.balancer import Balancer
 from hxla._src.session.ending import LEAVE, SAVE, STOP, Requests
 from hxla._src.session.measure import ObservedSteps, Observer, in_training, measured_links
 from hxla._src.session.member import rehearse
 from hxla._src.session.opening import with_fastest_executors
+from hxla._src.session.running_plan import Balancer
 from hxla._src.session.step import Stepper
 from hxla._src.session.validate_plan import check_runnable
 from hxla._src.session.values import plans_from_table
