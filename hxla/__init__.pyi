@@ -29,7 +29,7 @@ from ._src.weights.name_map import NameMap as NameMap, TensorName as TensorName
 from ._src.weights.save_weights import load_weights as load_weights, save_weights as save_weights
 from ._src.session.train import train as train
 from ._src.session.callbacks import Callback as Callback
-from ._src.session.monitors import keep_best as keep_best, stop_early as stop_early
+from ._src.session.callbacks import keep_best as keep_best, stop_early as stop_early
 from ._src.session.callbacks import log_to as log_to
 from ._src.session.job import Job as Job
 from ._src.choose.microbatch_counts import Counts as Counts
