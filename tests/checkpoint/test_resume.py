@@ -13,7 +13,8 @@ from flax import nnx
 
 import hxla
 from support import models, tiers
-from support.inside.job import JobContext, told_differences, told_of_run
+from support.inside.job import JobContext
+from support.inside.session import told_differences, told_of_run
 from support.launched import end_of, start
 from support.training import train_with
 

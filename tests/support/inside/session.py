@@ -10,6 +10,7 @@ from hxla._src.session.measure import ObservedSteps, Observer, in_training, meas
 from hxla._src.session.member import rehearse
 from hxla._src.session.opening import with_fastest_executors
 from hxla._src.session.running_plan import Balancer
+from hxla._src.session.saved_state import told_differences, told_of_run
 from hxla._src.session.step import Stepper
 from hxla._src.session.validate_plan import check_runnable
 from hxla._src.session.values import plans_from_table
