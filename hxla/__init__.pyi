@@ -26,7 +26,7 @@ from ._src.core.config import DataConfig as DataConfig, IoConfig as IoConfig
 from ._src.weights.weights import Weights as Weights
 from ._src.weights.name_map import load_names as load_names
 from ._src.weights.name_map import NameMap as NameMap, TensorName as TensorName
-from ._src.weights.save_weights import load_weights as load_weights, save_weights as save_weights
+from ._src.weights.weights import load_weights as load_weights, save_weights as save_weights
 from ._src.session.train import train as train
 from ._src.session.callbacks import Callback as Callback
 from ._src.session.callbacks import keep_best as keep_best, stop_early as stop_early

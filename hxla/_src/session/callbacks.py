@@ -27,7 +27,7 @@ from ..report.history import EvalRecord, StepRecord, scalars
 from ..report.metrics_file import CsvFile, JsonLinesFile, TensorBoard, named_scalars
 from ..weights.name_map import SAME
 from ..weights.safetensors import read_metadata
-from ..weights.save_weights import save_file
+from ..weights.weights import save_file
 from .session import Session
 
 

@@ -19,7 +19,7 @@ from ..lower.determinism import determinism
 from ..lower.initial_state import State
 from ..plan.plan import Plan
 from ..report.history import EvalRecord, History, StepRecord
-from ..weights.save_weights import weights_of
+from ..weights.weights import weights_of
 from .ending import LEAVE, MOVE, Ending, Requests, Termination
 from .forward_passes import evaluated
 from .member import ran

@@ -25,7 +25,7 @@ from ..lower.store import Store
 from ..model.functional import leaf_names
 from ..model.loss_scale import own_variables
 from ..model.plain_arrays import is_key
-from ..weights.save_weights import note_other_variables
+from ..weights.weights import note_other_variables
 
 _MOST_NAMES = 5
 

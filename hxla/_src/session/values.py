@@ -25,7 +25,7 @@ from ..plan.plan import Plan
 from ..report.history import History
 from ..report.run_tables import html_summary
 from ..report.terminal import Waiting
-from ..weights.save_weights import weights_of
+from ..weights.weights import weights_of
 
 #: A number of steps, or the end of each epoch.
 StepPeriod = int | Literal["epoch"]
