@@ -22,9 +22,9 @@ from ..cluster.mesh_file import dump_cluster
 from ..core.errors import HxlaError, ScheduleError
 from ..launch.environment import describe
 from ..launch.ray_cluster import connect, devices_of, draining, label_of, name_of
-from .device_proposals import ExecutorTime
 from .job_files import LiveJob
 from .live_run import Fleet, Places
+from .policies import ExecutorTime
 
 _END_SECONDS = 30.0
 _MOST_TIMES = 64  # of all devices of a job

@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from ..core.types import EXIT_PREEMPTED
-from .device_proposals import ExecutorTime, learned
 from .elastic_jobs import ActiveJob, Nums, Situation, free_devices
 from .job_files import LiveJob
 from .live_record import Arrived, Began, Decided, Ended, Entry, Holds
+from .policies import ExecutorTime, learned
 from .simulator import Policy
 
 #: The number of devices by the fleet's names for them; devices of one name are alike.

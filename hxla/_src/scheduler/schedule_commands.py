@@ -9,7 +9,6 @@ from ..core.errors import ScheduleError
 from ..core.format import clock, percent
 from ..report.page import Table, as_text
 from .allocation_picture import write_picture
-from .device_proposals import proposals
 from .elastic_jobs import ActiveJob, ElasticJob, Holdings, Nums, Situation, free_devices
 from .job_files import read_jobs
 from .policies import (
@@ -17,6 +16,7 @@ from .policies import (
     easyscale,
     easyscale_alike,
     one_at_a_time,
+    proposals,
     shortest_remaining,
     weighing,
 )

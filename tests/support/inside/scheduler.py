@@ -1,6 +1,5 @@
 """What tests know of the insides of `hxla._src.scheduler`."""
 
-from hxla._src.scheduler.device_proposals import ExecutorTime, Trials, learned, proposals
 from hxla._src.scheduler.elastic_jobs import (
     MOST_WASTE,
     ActiveJob,
@@ -25,6 +24,15 @@ from hxla._src.scheduler.live_record import (
     read_record,
 )
 from hxla._src.scheduler.live_run import LiveSchedule, Places
-from hxla._src.scheduler.policies import backfill, one_at_a_time, returned, shortest_remaining
+from hxla._src.scheduler.policies import (
+    ExecutorTime,
+    Trials,
+    backfill,
+    learned,
+    one_at_a_time,
+    proposals,
+    returned,
+    shortest_remaining,
+)
 from hxla._src.scheduler.schedule_commands import GANGS, POLICIES
 from hxla._src.scheduler.simulator import simulate
