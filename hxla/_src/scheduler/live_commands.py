@@ -18,18 +18,19 @@ from .allocation_picture import write_picture
 from .elastic_jobs import Holdings, Nums
 from .job_files import LiveJob, read_live_jobs
 from .live_hosts import JobFleet, JobProcess, MeshFleet
-from .live_record import (
+from .live_run import (
     Began,
     Decided,
     Ended,
     Entry,
     Holds,
+    LiveSchedule,
+    Places,
     as_line,
     as_simulation,
     decided_otherwise,
     read_record,
 )
-from .live_run import LiveSchedule, Places
 from .schedule_commands import GANGS, POLICIES
 
 #: Policies for jobs with changing devices.

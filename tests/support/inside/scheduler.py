@@ -15,15 +15,16 @@ from hxla._src.scheduler.elastic_jobs import (
 from hxla._src.scheduler.job_files import LiveJob, read_jobs, read_live_jobs
 from hxla._src.scheduler.live_commands import LIVE_POLICIES
 from hxla._src.scheduler.live_hosts import RayFleet
-from hxla._src.scheduler.live_record import (
+from hxla._src.scheduler.live_run import (
     Decided,
     Holds,
+    LiveSchedule,
+    Places,
     as_line,
     as_simulation,
     decided_otherwise,
     read_record,
 )
-from hxla._src.scheduler.live_run import LiveSchedule, Places
 from hxla._src.scheduler.policies import (
     ExecutorTime,
     Trials,
