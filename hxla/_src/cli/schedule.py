@@ -128,7 +128,7 @@ def _options(
     gangs: str,
     uncut: bool,
 ) -> Any:
-    from ..scheduler.schedule_commands import ScheduleOptions
+    from ..scheduler.commands import ScheduleOptions
 
     return ScheduleOptions(
         trace=trace,
@@ -169,7 +169,7 @@ def simulate(trace: str, json: str | None, draw: str | None, **options: Any) -> 
     TRACE is a CSV file of jobs: hxla's form, EasyScale's or Pollux's. The policies are
     one-at-a-time, backfill, shortest-remaining, easyscale-alike, easyscale and weighing.
     """
-    from ..scheduler.schedule_commands import simulate_command
+    from ..scheduler.commands import simulate_command
 
     click.echo(simulate_command(_options(trace, **options), write_json=json, draw=draw), nl=False)
     return 0
@@ -202,7 +202,7 @@ def explain(trace: str, at: float, **options: Any) -> int:
     TRACE is a CSV file of jobs: hxla's form, EasyScale's or Pollux's. The policies are
     one-at-a-time, backfill, shortest-remaining, easyscale-alike, easyscale and weighing.
     """
-    from ..scheduler.schedule_commands import explain_command
+    from ..scheduler.commands import explain_command
 
     click.echo(explain_command(_options(trace, **options), at), nl=False)
     return 0
@@ -259,7 +259,7 @@ def run(
 
     JOBS is a TOML file of the jobs. The policies are easyscale-alike, easyscale and weighing.
     """
-    from ..scheduler.live_commands import LiveOptions, run_command
+    from ..scheduler.commands import LiveOptions, run_command
 
     return run_command(
         LiveOptions(
@@ -294,7 +294,7 @@ def replay(record: str, draw: str | None) -> int:
 
     RECORD is the record.jsonl of hxla schedule run. The exit code is 1 if a decision differs.
     """
-    from ..scheduler.live_commands import replay_command
+    from ..scheduler.commands import replay_command
 
     text, code = replay_command(record, draw=draw)
     click.echo(text, nl=False)

@@ -1,5 +1,6 @@
 """What tests know of the insides of `hxla._src.scheduler`."""
 
+from hxla._src.scheduler.commands import GANGS, LIVE_POLICIES, POLICIES
 from hxla._src.scheduler.elastic_jobs import (
     MOST_WASTE,
     ActiveJob,
@@ -13,7 +14,6 @@ from hxla._src.scheduler.elastic_jobs import (
     plus,
 )
 from hxla._src.scheduler.job_files import LiveJob, read_jobs, read_live_jobs
-from hxla._src.scheduler.live_commands import LIVE_POLICIES
 from hxla._src.scheduler.live_hosts import RayFleet
 from hxla._src.scheduler.live_run import (
     Decided,
@@ -35,5 +35,4 @@ from hxla._src.scheduler.policies import (
     returned,
     shortest_remaining,
 )
-from hxla._src.scheduler.schedule_commands import GANGS, POLICIES
 from hxla._src.scheduler.simulator import simulate
