@@ -23,8 +23,7 @@ from ..jax import xla_protos as _assignment
 from ..jax import xla_protos as _proto
 from ..jax.xla_protos import BufferAssignment, Piece
 from ..plan.rules import RuleSet, as_rules
-from .analyze import UNREADABLE, Hints, analyze
-from .arguments import ArrayLayout, Signature, Spec, signature
+from .analyze import UNREADABLE, ArrayLayout, Hints, Signature, Spec, analyze, signature
 from .hlo_text import Module, read_module
 from .inspection import Inspection
 from .program import Program

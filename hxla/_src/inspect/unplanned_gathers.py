@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..graph.graph import Graph
 from ..lower.lower import Programs
-from .analyze import UNREADABLE
+from .analyze import UNREADABLE, arguments, path_of
 from .annotated_module import annotate, op_name
-from .arguments import arguments, path_of
 from .collectives import collectives
 from .hlo_text import Computation, Instruction, Module, arrays, read_module
 from .program import Collective
