@@ -87,7 +87,7 @@ from ._src.report.history import (
 )
 from ._src.report.history import MetricValue as MetricValue
 from ._src.inspect.inspect import inspect as inspect
-from ._src.inspect.inspection import Inspection as Inspection
+from ._src.inspect.inspect import Inspection as Inspection
 from ._src.inspect.program import Program as Program, ProgramArray as ProgramArray
 from ._src.inspect.program import Collective as Collective, Loop as Loop, Origin as Origin
 from ._src.inspect.program import Memory as Memory, Buffer as Buffer

@@ -23,8 +23,7 @@ from typing import Any
 
 from ._src.core.errors import InspectError
 from ._src.core.format import num_bytes as size
-from ._src.inspect.inspect import inspect
-from ._src.inspect.inspection import Inspection
+from ._src.inspect.inspect import Inspection, inspect
 from ._src.inspect.program import Buffer, Collective, Fusion
 
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

@@ -174,7 +174,7 @@ import sys, hxla
 assert "jax" not in sys.modules
 hxla.train
 assert "jax" in sys.modules
-unused = {"scipy.optimize", "orbax.checkpoint", "matplotlib", "hxla._src.inspect.inspection"}
+unused = {"scipy.optimize", "orbax.checkpoint", "matplotlib", "hxla._src.inspect.inspect"}
 print(sorted(unused & sys.modules.keys()))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

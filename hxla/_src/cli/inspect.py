@@ -17,7 +17,7 @@ from .arguments import (
 )
 
 if TYPE_CHECKING:
-    from ..inspect.inspection import Inspection
+    from ..inspect.inspect import Inspection
 
 _DUMP, _OUTPUT, _BITS = "Reading a dump", "Output", "Bit by bit"
 
