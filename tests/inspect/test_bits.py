@@ -16,7 +16,8 @@ from flax import nnx
 import hxla
 from hxla.__main__ import main
 from support import families
-from support.inside.inspect import EquationRuns, _bits_runs, compare_bits
+from support.inside.inspect import compare_bits
+from support.inside.session import EquationRuns, _bits_runs
 from support.tiers import rows
 
 pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("every_program_is_cached")]

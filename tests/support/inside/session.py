@@ -1,10 +1,12 @@
 """What tests know of the insides of `hxla._src.session`."""
 
+from hxla._src.session import bits as _bits_runs
 from hxla._src.session import member as _session_member
 from hxla._src.session import opening as _opening
 from hxla._src.session import running_plan as _running_plan
 from hxla._src.session import step as _step
 from hxla._src.session import watch as _pipeline_watch
+from hxla._src.session.bits import EquationRuns
 from hxla._src.session.ending import LEAVE, SAVE, STOP, Requests
 from hxla._src.session.measure import ObservedSteps, Observer, in_training, measured_links
 from hxla._src.session.member import rehearse
