@@ -26,6 +26,7 @@ from hxla._src.launch.environment import (
 )
 from hxla._src.launch.host import LocalHost
 from hxla._src.launch.join import ServiceStatuses
+from hxla._src.launch.launcher import planned_mesh
 from hxla._src.launch.member import Pinned, pin
 from hxla._src.launch.membership import (
     AskedBack,
@@ -58,7 +59,6 @@ from hxla._src.launch.membership import (
     pruned,
 )
 from hxla._src.launch.output import SAID, Forwarder, Logs, Output, Streams
-from hxla._src.launch.planned_mesh import planned_mesh
 from hxla._src.launch.ranks import RanksStart, Seat
 from hxla._src.launch.ray_cluster import RayHost, connect
 from hxla._src.launch.warm import WarmProcess
