@@ -10,7 +10,7 @@ from ..cluster.cluster import Cluster
 from ..cluster.kinds import are_unlike, in_words
 from ..core.config import OffloadConfig
 from ..core.errors import PlanError
-from ..launch.member import own_member, pinned
+from ..launch.channel import own_member, pinned
 from ..plan.parts import ZERO_STAGES, HeldBytes, HostTier, Tier
 from ..plan.plan import Plan
 from .recompute import num_again

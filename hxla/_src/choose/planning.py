@@ -17,7 +17,7 @@ from ..graph.graph import Graph, rows_touched
 from ..graph.parts import graph_of
 from ..graph.segments import segments
 from ..jax.devices import share_cores
-from ..launch.member import Pinned, own_member, pinned
+from ..launch.channel import Pinned, own_member, pinned
 from ..model.functional import Functional, tree_bytes
 from ..plan.axis_assignment import Axes, shard_graph
 from ..plan.parts import Prediction, SparseRows, SumsForm

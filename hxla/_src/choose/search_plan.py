@@ -16,7 +16,7 @@ from ..core.config import Config
 from ..core.errors import AnnotationError, ConfigError, PlanError
 from ..graph.parts import graph_of
 from ..graph.segments import segments
-from ..launch.member import own_member
+from ..launch.channel import own_member
 from ..model.functional import tree_bytes
 from ..plan.axis_assignment import shard_graph
 from ..plan.parts import RunnerUp, SumsForm

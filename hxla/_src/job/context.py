@@ -31,8 +31,8 @@ from ..graph.mixing import with_rules
 from ..graph.trace import trace_functional
 from ..jax import coordination
 from ..jax.digest import program_digest
+from ..launch.channel import own_member
 from ..launch.join import check_is_there
-from ..launch.member import own_member
 from ..lower.inputs import Training
 from ..lower.lower import Programs, lower
 from ..model.annotations import Strategy

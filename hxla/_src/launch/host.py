@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ..cluster.cluster import Device
+from .channel import PINNED
 from .cleanup import start_janitor
 from .environment import Environment
-from .member import PINNED
 from .membership import left_folder
 from .output import Streams
 from .ranks import LocalRanks, Ranks, RanksStart, StartProcess

@@ -20,6 +20,7 @@ from .channel import (
     LOGS_VARIABLE,
     MEMORY_VARIABLE,
     NEIGHBOURS_VARIABLE,
+    PINNED,
     Order,
     Report,
     Standing,
@@ -28,7 +29,6 @@ from .channel import (
 )
 from .cleanup import end_group
 from .environment import Environment
-from .member import PINNED
 from .membership import folders_of
 from .output import Forwarder, Streams
 from .throttle import Throttle, make_throttle
@@ -107,7 +107,7 @@ class RanksStart:
         num_processes: Number of processes of the generation, on all hosts.
         seats: The seats on this host, by rank.
         mesh: The text of the mesh file.
-        pinned: Choices of earlier generations, as `hxla._src.launch.member.pin` writes them.
+        pinned: Choices of earlier generations, as `hxla._src.launch.channel.pin` writes them.
     """
 
     job: str

@@ -147,8 +147,8 @@ def _run(
     threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
     os.environ.clear()
     os.environ.update(env)
+    from .channel import own_member
     from .join import run_script
-    from .member import own_member
 
     member = own_member()
     if member is not None and env.get(WAITS_VARIABLE):

@@ -16,7 +16,7 @@ from ..core.format import num_bytes
 from ..core.types import PyTree
 from ..jax.coordination import is_lost_peer
 from ..job.context import JobContext
-from ..launch.member import Member, pin
+from ..launch.channel import Member, pin
 from ..launch.membership import copy_folder
 from ..lower.store import Store
 from ..model.functional import tree_bytes

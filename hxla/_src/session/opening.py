@@ -20,7 +20,7 @@ from ..core.types import PyTree
 from ..jax.devices import is_here, keep_heap_small
 from ..job.agreement import facts_of_data
 from ..job.context import JobContext
-from ..launch.member import own_member
+from ..launch.channel import own_member
 from ..lower.lower import Programs
 from ..lower.store import Store
 from ..plan.plan import Plan

@@ -24,7 +24,7 @@ from ..graph.trace import loss_digest
 from ..jax.settings import unlike_settings
 from ..job.agreement import facts_of_data, facts_of_versions
 from ..job.context import JobContext
-from ..launch.member import Pinned
+from ..launch.channel import Pinned
 from ..lower.store import Store
 from ..model.functional import leaf_names, tree_bytes
 from ..model.loss_scale import own_variables

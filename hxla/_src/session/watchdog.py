@@ -20,10 +20,9 @@ import jax
 
 from ..core.config import WatchdogConfig
 from ..core.types import EXIT_PREEMPTED, EXIT_WATCHDOG
-from ..launch.channel import ENDED, RankStatuses, Status, own_channel
+from ..launch.channel import ENDED, RankStatuses, Status, own_channel, own_member
 from ..launch.ending import WAITING_PHASES
 from ..launch.join import ServiceStatuses
-from ..launch.member import own_member
 from ..launch.output import last_words
 from .ending import Preempted
 

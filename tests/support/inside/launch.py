@@ -10,11 +10,13 @@ from hxla._src.launch.channel import (
     MEMORY_VARIABLE,
     STEP_PHASES,
     Order,
+    Pinned,
     Report,
     Standing,
     Status,
     new_channel,
     open_channel,
+    pin,
 )
 from hxla._src.launch.ending import Wakeup, judge
 from hxla._src.launch.environment import (
@@ -27,7 +29,6 @@ from hxla._src.launch.environment import (
 from hxla._src.launch.host import LocalHost
 from hxla._src.launch.join import ServiceStatuses
 from hxla._src.launch.launcher import planned_mesh
-from hxla._src.launch.member import Pinned, pin
 from hxla._src.launch.membership import (
     AskedBack,
     Completed,
