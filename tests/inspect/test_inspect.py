@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import hxla
 from support import programs
 from support.inside.inspect import _annotated_module, _hlo_text, _shapes, waiting_table
-from support.inside.inspect import _replica_groups as _groups
+from support.inside.inspect import _collectives as _groups
 from support.inside.report import COLLECTIVE, COMPUTATION, Bar, Lanes
 from support.programs import compiled, inspected
 from support.uneven_models import Run
@@ -248,7 +248,7 @@ def test_what_is_nothing_to_inspect_is_refused():
     ],
 )
 def test_groups_are_read_in_all_their_forms(text, groups):
-    assert _groups.parse(text, 4) == groups
+    assert _groups.parse_groups(text, 4) == groups
 
 
 def test_groups_of_any_axes_are_found_again():

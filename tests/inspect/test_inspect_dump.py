@@ -16,7 +16,7 @@ import hxla
 from hxla import testing
 from support import programs
 from support.inside.inspect import _annotated_module, _shapes
-from support.inside.inspect import _replica_groups as _groups
+from support.inside.inspect import _collectives as _groups
 from support.inside.jax import _hlo_proto as _proto
 from support.large_dump import DUMPS, large_text, measured_alone
 from support.launched import own_environment
@@ -210,7 +210,12 @@ def test_100_mb_of_text_are_read_within_1_gb(tmp_path):
 
 
 def test_twice_the_text_takes_twice_the_calls_and_no_shape_twice():
-    caches = (_shapes.arrays, _shapes.shape_bytes, _groups.parse, _annotated_module.module_path)
+    caches = (
+        _shapes.arrays,
+        _shapes.shape_bytes,
+        _groups.parse_groups,
+        _annotated_module.module_path,
+    )
     hxla.inspect(large_text(2**18)[0])  # the first of a process imports and fills other caches
     calls, misses = [], []
     for num_bytes in (2**19, 2**20):

@@ -15,14 +15,12 @@ from ..core.errors import InspectError
 from ..core.files import shown
 from ..jax.xla_protos import BufferAssignment
 from ..plan.rules import RuleSet
-from . import replica_groups as _groups
 from .annotated_module import AnnotatedModule, annotate, op_name
-from .collectives import collectives
+from .collectives import Mesh, collectives, mesh_of
 from .cost_analysis import work
 from .hlo_text import Computation, Instruction, Module, arrays, first, shape_bytes, tuple_elements
 from .peak_memory import memory
 from .program import OWNERS, Program, ProgramArray, Transfer
-from .replica_groups import Mesh
 from .warnings import warnings
 
 Spec = tuple[tuple[str, ...], ...]
@@ -67,7 +65,7 @@ class Signature:
 def signature(before: Module) -> Signature:
     """Read the signature from the module before optimization."""
     named = _SDY_MESH.search(before.header.replace("\\", ""))
-    mesh = _groups.mesh_of(named[1]) if named else ()
+    mesh = mesh_of(named[1]) if named else ()
     layouts: dict[int, ArrayLayout] = {}
     entry = before.computations.get(before.entry)
     for number, parameter in enumerate(entry.parameters if entry is not None else ()):
@@ -75,7 +73,7 @@ def signature(before: Module) -> Signature:
         rest = parameter.rest.replace("\\", "")
         spec = ((),) * len(shape) if _WHOLE.search(rest) else None
         if sharding := _SHARDING.search(rest) or _SDY_SHARDING.search(rest):
-            mesh = mesh or _groups.mesh_of(sharding.groupdict().get("mesh", ""))
+            mesh = mesh or mesh_of(sharding.groupdict().get("mesh", ""))
             dims = [tuple(_AXIS.findall(dim)) for dim in _DIM.findall(sharding["dims"])]
             spec = tuple(dims) if len(dims) == len(shape) else None
         layouts[number] = shape, spec

@@ -1,17 +1,116 @@
-"""Every collective of a module."""
+"""Every collective of a module, the devices that run it together, and their mesh axes."""
 
 import functools
 import itertools
 import math
+import re
+from collections.abc import Sequence
+
+import numpy as np
 
 from ..choose.collective_costs import LinkSeconds, all_gather_seconds, ring_all_reduce_seconds
 from ..cluster.cluster import Cluster, Send, ring_transfers, transfer_seconds
 from . import hlo_text
-from . import replica_groups as _groups
 from .annotated_module import AnnotatedModule, CallContext
-from .hlo_text import Computation, Instruction, Module
+from .hlo_text import MOST_DEVICES, Computation, Instruction, Module
 from .program import Collective, Origin
-from .replica_groups import Groups, Mesh
+
+Mesh = tuple[tuple[str, int], ...]
+Groups = tuple[tuple[int, ...], ...]
+
+_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_NAMED = re.compile(r"mesh\[([^\]]*)\](?:\s*,\s*device_ids=[^{]*)?\s*\{([^}]*)\}")
+
+
+@functools.lru_cache(maxsize=1024)
+def parse_groups(text: str | None, num_devices: int) -> Groups:
+    """Read groups in any of XLA's three forms; `{}` and None are all devices together.
+
+    Args:
+        text: `{{0,1},{2,3}}`, `[2,2]<=[4]T(1,0)` or `mesh['d'=4] {'d'}`.
+
+    Raises:
+        ValueError: For a form that is not known.
+    """
+    if text is None or text.replace(" ", "") in ("{}", "{{}}"):
+        return (tuple(range(num_devices)),)
+    if iota := _IOTA.match(text):
+        shape, dims = _ints(iota[1]), _ints(iota[2])
+        ids = np.arange(_num_devices(dims)).reshape(dims)
+        if iota[3]:
+            ids = ids.transpose(_ints(iota[3]))
+        return tuple(map(tuple, ids.reshape(shape[0], -1).tolist()))
+    if named := _NAMED.match(text):
+        mesh = mesh_of(named[1])
+        return groups_of(mesh, [a for a in re.findall(r"'([^']+)'", named[2])])
+    groups = re.findall(r"\{([\d,\s]+)\}", text)
+    if not groups:
+        raise ValueError(f"replica groups of a form not known: {text[:60]}")
+    return tuple(tuple(_ints(group)) for group in groups)
+
+
+@functools.lru_cache(maxsize=1024)
+def parse_pairs(text: str | None) -> Groups:
+    """Sources and targets of a collective-permute."""
+    return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", text or ""))
+
+
+def mesh_of(text: str) -> Mesh:
+    """`'d'=2,'t'=4` or `"d"=2, "t"=4` as axes."""
+    return tuple((name, int(n)) for name, n in re.findall(r"['\"]?(\w+)['\"]?=(\d+)", text))
+
+
+def groups_of(mesh: Mesh, axes: Sequence[str]) -> Groups:
+    """Groups of devices that differ along these axes only."""
+    names = [name for name, _ in mesh]
+    ids = np.arange(_num_devices([n for _, n in mesh])).reshape([n for _, n in mesh])
+    rest = [i for i, name in enumerate(names) if name not in axes]
+    along = [names.index(a) for a in axes]
+    size = int(np.prod([mesh[i][1] for i in along], dtype=int))
+    return tuple(map(tuple, ids.transpose([*rest, *along]).reshape(-1, size).tolist()))
+
+
+def axes_of(groups: Groups, mesh: Mesh) -> tuple[str, ...] | None:
+    """The axes that groups run over; None if no axes have these groups."""
+    wanted = {frozenset(g) for g in groups}
+    real = [name for name, size in mesh if size > 1]
+    size = len(groups[0]) if groups else 0
+    sizes = dict(mesh)
+    for num in range(len(real) + 1):
+        for axes in itertools.combinations(real, num):
+            if np.prod([sizes[a] for a in axes], dtype=int) != size:
+                continue
+            if {frozenset(g) for g in groups_of(mesh, axes)} == wanted:
+                return axes
+    return None
+
+
+def axes_of_pairs(permuted: Groups, mesh: Mesh) -> tuple[str, ...] | None:
+    """The axes along which some source and its target differ."""
+    shape = [n for _, n in mesh]
+    if any(i >= math.prod(shape) for pair in permuted for i in pair):
+        return None
+    places = np.unravel_index(np.array(permuted, int).reshape(-1, 2), shape)
+    return tuple(
+        name for (name, _), at in zip(mesh, places, strict=True) if (at[:, 0] != at[:, 1]).any()
+    )
+
+
+def _num_devices(shape: Sequence[int]) -> int:
+    """The devices of a mesh.
+
+    Raises:
+        ValueError: Above `MOST_DEVICES`, because their list would fill the memory.
+    """
+    num = math.prod(shape)
+    if num > MOST_DEVICES:
+        raise ValueError(f"a mesh of {num:.3g} devices, {MOST_DEVICES} are the most")
+    return num
+
+
+def _ints(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n.strip()]
+
 
 KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
@@ -100,15 +199,15 @@ def _origin(read: AnnotatedModule, instruction: Instruction, computation: Comput
 
 def _devices(module: Module, instruction: Instruction, kind: str) -> tuple[Groups, str]:
     if kind == "collective-permute":
-        return _groups.pairs(instruction.attribute("source_target_pairs")), ""
+        return parse_pairs(instruction.attribute("source_target_pairs")), ""
     text = instruction.attribute("replica_groups")
     is_global = "use_global_device_ids=true" in instruction.rest
     n = module.num_partitions
     try:
         if n == 1 or is_global or kind in _BY_PARTITION:
-            return _groups.parse(text, module.num_devices), ""
+            return parse_groups(text, module.num_devices), ""
         # Groups of replicas, and with a channel all partitions of them together.
-        groups = _groups.parse(text, module.num_replicas)
+        groups = parse_groups(text, module.num_replicas)
     except ValueError as error:
         return (), str(error)
     if ", channel_id=" in instruction.rest:
@@ -124,7 +223,7 @@ def _axes(
     total = math.prod(n for _, n in mesh)
     if total != module.num_devices:
         return None, f"the mesh has {total} devices and the program {module.num_devices}"
-    axes = _groups.axes_of_pairs(groups, mesh) if is_permute else _groups.axes_of(groups, mesh)
+    axes = axes_of_pairs(groups, mesh) if is_permute else axes_of(groups, mesh)
     return axes, "" if axes is not None else "its groups are not those of whole axes"
 
 

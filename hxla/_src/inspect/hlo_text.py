@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterator, Set
 
-from .replica_groups import MOST_DEVICES
+MOST_DEVICES = 1 << 16  # of a program
 
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
 _COMMENT = re.compile(r"/\*.*?\*/")

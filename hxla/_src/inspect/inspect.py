@@ -29,13 +29,13 @@ from ..plan.plan import Plan
 from ..plan.rules import RuleSet, as_rules
 from ..report.page import write
 from .analyze import UNREADABLE, ArrayLayout, Hints, Signature, Spec, analyze, signature
+from .collectives import Mesh
 from .diff import diff
 from .hlo_text import Module, read_module
 from .inspection_page import diff_page, inspection_page
 from .pictures import lanes_of_file
 from .profiler_trace import last_step
 from .program import Collective, Program
-from .replica_groups import Mesh
 from .tables import terminal_tables
 
 

@@ -23,8 +23,8 @@ from ..report.lanes import (
 )
 from ..report.page import box, figure, fold, section, table
 from ..schedule.replay import from_perfetto
+from .collectives import Mesh
 from .program import Program, ProgramArray
-from .replica_groups import Mesh
 from .tables import alike, group, ranges
 
 _WIDTH, _HEIGHT = 210.0, 210.0  # pixels, of a square array

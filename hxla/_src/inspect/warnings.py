@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ..core.format import num_bytes as size
 from ..plan.rules import RuleSet
 from .annotated_module import AnnotatedModule
-from .collectives import KINDS, OPCODES
+from .collectives import KINDS, OPCODES, Mesh
 from .hlo_text import Computation, Instruction, Module, first, shape_bytes, shape_text
 from .program import Collective, Origin, ProgramArray, Warned
-from .replica_groups import Mesh
 
 
 def stacked_dims(read: AnnotatedModule) -> Mapping[str, tuple[int, ...]]:
