@@ -37,7 +37,7 @@ from ..model.loss import MetricColumns, as_sums
 from ..model.loss_call import Loss, closed_over_key_message, placement_message
 from ..model.loss_scale import scaled_loss
 from ..model.plain_arrays import root_key
-from ..model.writes import CallWrites, refuse_writes
+from ..model.variables import CallWrites, refuse_writes
 from .experts import with_experts
 from .factors import PATTERNS, UNITS, Patterns
 from .graph import Graph, Input, Op, Value, equation_flops, make_task_graphs

@@ -43,21 +43,19 @@ from .plain_arrays import (
     with_arrays,
 )
 from .variables import (
+    CHANGED,
     Merge,
     Trainable,
+    attributes_of,
+    changed_attributes,
     entries_of,
     frozen_names,
+    kept_collections,
     merges_of,
+    refuse_attributes,
     statistics_of,
     trained_leaves,
     trained_tree,
-)
-from .writes import (
-    CHANGED,
-    attributes_of,
-    changed_attributes,
-    kept_collections,
-    refuse_attributes,
     with_writes,
 )
 

@@ -22,7 +22,7 @@ from ..jax.fused_attention import traced_anywhere
 from ..jax.jaxpr import unbound_axis
 from ..jax.tracing import is_placement_error
 from .over_batch import OverBatch
-from .writes import NEEDED
+from .variables import NEEDED
 
 #: A loss of a model and a batch, `loss(model, batch)`, or also of a random key,
 #: `loss(model, batch, key)`, with a result that `hxla.Job` accepts.

@@ -20,7 +20,7 @@ from ..core.types import PyTree
 from ..jax.jaxpr import naming_axes, read_arguments, with_axes
 from .loss import KnownGradient, Metric, as_sums
 from .plain_arrays import root_key
-from .writes import CallWrites
+from .variables import CallWrites
 
 _Call = Callable[[PyTree, PyTree, jax.Array, Any], tuple[Any, PyTree]]
 _DTYPES = ("float32", "bfloat16", "float64")
