@@ -14,7 +14,6 @@ from support import families
 from support.inside.choose import Chain, Group, tables
 from support.inside.graph import (
     AS_THEY_ARE,
-    ResidualEstimator,
     bytes_of,
     cut_points,
     graph_at,
@@ -26,7 +25,7 @@ from support.inside.graph import (
 from support.inside.jax import Literal, run_equation
 from support.inside.lower import StagePart, direct_parts, segment_costs
 from support.inside.plan import Sharded, shard_graph
-from support.inside.profile import _kept_bytes, layer_sizes
+from support.inside.profile import ResidualEstimator, _kept_bytes, layer_sizes
 from support.tiers import rows
 
 

@@ -10,7 +10,6 @@ from ..cluster.cluster import Cluster, ring_transfers, transfer_seconds
 from ..graph.graph import Graph, bytes_of, params_of
 from ..graph.interpreter import AS_THEY_ARE
 from ..graph.parts import graph_at, graph_of, parts_of
-from ..graph.residuals import ResidualEstimator
 from ..graph.segments import Segment, layer_points, low_params, module_points, segments_at
 from ..jax.jaxpr import is_cheap, is_fused
 from ..lower import actions
@@ -24,6 +23,7 @@ from ..plan.check import schedule_of
 from ..plan.parts import Prediction, ReplicaWork
 from ..plan.plan import Plan
 from ..plan.sharding import Sharded
+from ..profile.segment_times import ResidualEstimator
 from ..schedule.segment_sequence import SegmentCost
 from .inner_split import described_speed
 from .memory_layout import Recompute, is_estimated

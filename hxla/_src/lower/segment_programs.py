@@ -19,11 +19,11 @@ from jax.sharding import PartitionSpec as P
 from ..core.types import PyTree
 from ..graph.graph import bytes_of, shapes_of
 from ..graph.parts import ChainPart, values_by_shape
-from ..graph.residuals import Composed, Variable
 from ..jax.jaxpr import is_cheap, is_fused, variables
 from ..model.plain_arrays import in_bytes
 from ..plan.layout import piece_shape
 from ..plan.sharding import Sharded
+from ..profile.segment_times import Composed, Variable
 from ..schedule.segment_sequence import CUT, INPUT, Residuals, SegmentCost
 from .call_loop import clip_of_call
 from .chain_spec import ChainSpec, wanted_values

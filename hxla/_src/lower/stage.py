@@ -26,7 +26,6 @@ from ..core.types import PyTree
 from ..graph.graph import Graph, shapes_of
 from ..graph.interpreter import ArrayPlacement, Env
 from ..graph.parts import ChainPart, run_part
-from ..graph.residuals import Composed, ResidualEstimator
 from ..graph.segments import segment_kind
 from ..jax.cpu_dots import row_major, uncrossed
 from ..jax.jaxpr import ClosedJaxpr, Literal
@@ -34,6 +33,7 @@ from ..jax.min_cut import Halves, halve
 from ..jax.ordered_adds import ordered
 from ..plan.layout import names_of
 from ..plan.sharding import place_in
+from ..profile.segment_times import Composed, ResidualEstimator
 from .bitcast_packing import BitcastPacking
 from .contribution import largest, peak_bits
 

@@ -6,7 +6,6 @@ from hxla._src.graph.graph import bytes_of, equation_flops, leaves
 from hxla._src.graph.interpreter import AS_THEY_ARE
 from hxla._src.graph.parts import graph_at, graph_of, parts_of
 from hxla._src.graph.precision import BACKWARD, FORWARD, class_of, float8_product, quantized
-from hxla._src.graph.residuals import ResidualEstimator
 from hxla._src.graph.segments import (
     chain_ops,
     crossing_bytes,

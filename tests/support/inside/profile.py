@@ -2,4 +2,4 @@
 
 from hxla._src.profile import segment_times as _kept_bytes
 from hxla._src.profile.profile import dump_profile, merge_profiles
-from hxla._src.profile.segment_times import layer_sizes, measure, model_name
+from hxla._src.profile.segment_times import ResidualEstimator, layer_sizes, measure, model_name
