@@ -36,9 +36,9 @@ from ..plan.plan import Plan
 from ..plan.rules import RuleSet, as_rules
 from ..profile.profile import Profile
 from .measure import SessionMeasure
+from .opening import check_settings
 from .saved_state import chosen_before
 from .session import Session
-from .validate_plan import check_settings
 from .values import SessionOptions, as_every, check_period
 
 _is_wanted = contextvars.ContextVar("hxla_capture", default=False)

@@ -10,10 +10,9 @@ from hxla._src.session.bits import EquationRuns
 from hxla._src.session.ending import LEAVE, SAVE, STOP, Requests
 from hxla._src.session.measure import ObservedSteps, Observer, in_training, measured_links
 from hxla._src.session.member import rehearse
-from hxla._src.session.opening import with_fastest_executors
+from hxla._src.session.opening import check_runnable, with_fastest_executors
 from hxla._src.session.running_plan import Balancer
 from hxla._src.session.saved_state import told_differences, told_of_run
 from hxla._src.session.step import Stepper
-from hxla._src.session.validate_plan import check_runnable
 from hxla._src.session.values import plans_from_table
 from hxla._src.session.watch import times_as_text, times_from_texts
