@@ -21,8 +21,7 @@ from ..core.errors import HxlaError, LaunchError
 from .authority import advance, begin
 from .channel import Report, Standing
 from .ending import HOPELESS_SECONDS, RunEnding, Verdict, Wakeup, costs_generation_only
-from .generation import GenerationRanks
-from .host import Carrying, Host, Hosts, KeptFolder, KnownDevices
+from .host import Carrying, GenerationRanks, Host, Hosts, KeptFolder, KnownDevices
 from .membership import (
     AskedBack,
     Completed,
