@@ -32,8 +32,7 @@ from ..plan.rules import RuleSet
 from ..plan.sharding import Sharded
 from ..profile.segment_times import layer_sizes
 from ..schedule.schedules import needs_even_counts
-from .best_pipeline import best_pipeline
-from .chain import UNBOUNDED, Chain, Group
+from .chain import UNBOUNDED, Chain, Group, best_pipeline
 from .mesh_axes import VirtualDevices, resolve_rules
 from .microbatch_counts import Counts
 

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import PlanError
-from .best_pipeline import best_pipeline, explain_infeasible, roomiest_pipeline
 from .branch import Branching
-from .chain import Chain, Staging, tables
+from .chain import Chain, Staging, best_pipeline, explain_infeasible, roomiest_pipeline, tables
 from .homogeneous_replicas import homogeneous_plans
 from .lower_bound import FINE, Alive, Bound, most_stages
 from .packing import (

@@ -1,8 +1,8 @@
 """What tests know of the insides of `hxla._src.choose`."""
 
 from hxla._src.choose import apportionment as _counts
-from hxla._src.choose import best_pipeline as _best_pipeline
 from hxla._src.choose import branch as _branch
+from hxla._src.choose import chain as _best_pipeline
 from hxla._src.choose import chain as _chain_tables
 from hxla._src.choose import homogeneous_replicas as _like_copies
 from hxla._src.choose import lower_bound as _bound
