@@ -1,8 +1,13 @@
-"""`hxla devices`: this machine's devices, their measured figures, and a mesh file of them."""
+"""`hxla devices`: this machine's devices, their measured figures, and a mesh file of them.
+
+Measured are rates of matrix products, copies and links.
+"""
 
 import contextlib
 import dataclasses
+import functools
 import itertools
+import math
 import os
 import pathlib
 import statistics
@@ -11,16 +16,98 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
 from ..core.errors import MeshError
+from ..core.timing import median_seconds
 from ..jax.devices import multiprocessors
-from . import hardware
 from . import nvml as _nvml
 from .cluster import Cluster, Device, Link, Node, Rate
 from .kinds import extra_for, installed_cuda, unsupported
 from .mesh_file import dump_cluster
+
+_MIN_SECONDS = 0.02  # of one product: far above the noise of clock and dispatch
+_LARGEST = 16384  # 1 GiB per float32 operand
+_LAUNCHED, _SMALL = 128, 64  # products in a chain, and their size
+_MESSAGE_BYTES = (2**12, 2**16, 2**20, 2**24, 2**27)
+
+
+def matmul_flops_per_second(device: jax.Device, dtype: str) -> float:
+    """Rate of square matrix products that take about 20 ms.
+
+    Args:
+        dtype: Of operands and result. `tensorfloat32` is float32 in JAX's default precision, which
+            NVIDIA cards from Ampere on round to TF32; `float32` is not rounded.
+    """
+    precision = "default" if dtype == "tensorfloat32" else "highest"
+    dtype = dtype.replace("tensor", "")
+    product = jax.jit(functools.partial(jnp.matmul, precision=precision))
+    size = 256
+    while True:
+        # Random, since GPUs multiply constants at a higher clock than real data.
+        x = jax.device_put(jax.random.normal(jax.random.key(0), (size, size), dtype), device)
+        seconds = median_seconds(functools.partial(product, x, x))
+        if seconds >= _MIN_SECONDS or size >= _LARGEST:
+            return 2 * size**3 / seconds
+        # Seconds grow at most cubically: the largest power of two that stays below the minimum.
+        more = math.log2(_MIN_SECONDS / seconds) / 3
+        size = min(_LARGEST, size * 2 ** max(1, int(more)))
+
+
+def launch_seconds(device: jax.Device) -> float:
+    """Seconds per small kernel in a long sequence, running or launching."""
+
+    @jax.jit
+    def chain(x: jax.Array) -> jax.Array:
+        for _ in range(_LAUNCHED):
+            x = x @ x
+        return x
+
+    x = jax.device_put(jnp.eye(_SMALL), device)
+    return median_seconds(functools.partial(chain, x)) / _LAUNCHED
+
+
+def host_bytes_per_second(device: jax.Device, num_bytes: int) -> float | None:
+    """Rate of copies to pinned memory of the device's host or back, the slower of the two.
+
+    Returns:
+        The rate; None if the backend has no pinned memory.
+    """
+    if "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
+        return None
+    kinds = ("device", "pinned_host")
+    here, there = (jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for kind in kinds)
+    x = jax.device_put(jnp.zeros(num_bytes // 4, jnp.float32), here)
+    y = jax.device_put(x, there)
+    ways = (functools.partial(jax.device_put, x, there), functools.partial(jax.device_put, y, here))
+    return x.nbytes / max(map(median_seconds, ways))
+
+
+def copy_bytes_per_second(device: jax.Device, num_bytes: int) -> float:
+    """Rate of a pass over memory, with both its reads and its writes counted."""
+    increment = jax.jit(lambda x: x + 1, donate_argnums=0)
+    x = jax.device_put(jnp.zeros(num_bytes // 4, jnp.float32), device)
+
+    def again() -> jax.Array:
+        nonlocal x
+        x = increment(x)
+        return x
+
+    return 2 * x.nbytes / median_seconds(again)
+
+
+def link_curve(source: jax.Device, target: jax.Device) -> tuple[tuple[float, float], ...]:
+    """(Message bytes, bytes per second) of copies from one device to another, by message size."""
+    points = []
+    for size in _MESSAGE_BYTES:
+        x = jax.device_put(jnp.zeros(size, jnp.uint8), source)
+        points.append(
+            (float(size), size / median_seconds(functools.partial(jax.device_put, x, target)))
+        )
+    return tuple(points)
+
 
 _MAX_COPY_BYTES = 2**28  # beyond any cache
 _MEASURED = ("memory_bytes_per_second", "host_bytes_per_second", "launch_seconds")
@@ -210,7 +297,7 @@ def measure(here: Here) -> Here:
     with Console(stderr=True).status("") as status:
         for i, (handle, free) in enumerate(zip(here.handles, here.free_bytes, strict=True)):
             status.update(f"measuring device {i + 1} of {len(here.handles)}")
-            rates = [(t, hardware.matmul_flops_per_second(handle, t)) for t in dtypes]
+            rates = [(t, matmul_flops_per_second(handle, t)) for t in dtypes]
             # On a card a smaller copy takes less time than its launch.
             most = _MAX_COPY_BYTES * (1 if handle.platform == "cpu" else 8)
             size = min(most, (free or 8 * most) // 8)
@@ -219,17 +306,17 @@ def measure(here: Here) -> Here:
                     Rate(dtype=dtype, flops_per_second=rate, measured=True, source=_SOURCE)
                     for dtype, rate in rates
                 ),
-                "memory_bytes_per_second": hardware.copy_bytes_per_second(handle, size),
+                "memory_bytes_per_second": copy_bytes_per_second(handle, size),
                 "source": f"{here.devices[i].source}; bandwidth: {_SOURCE}",
             }
             if handle.platform != "cpu":  # a CPU's memory is its host's
-                known["launch_seconds"] = hardware.launch_seconds(handle)
-                known["host_bytes_per_second"] = hardware.host_bytes_per_second(handle, size)
+                known["launch_seconds"] = launch_seconds(handle)
+                known["host_bytes_per_second"] = host_bytes_per_second(handle, size)
             devices.append(here.devices[i].model_copy(update=known))
         curves = {}
         for i, j in itertools.combinations(range(len(here.handles)), 2):
             status.update(f"measuring the link between devices {i} and {j}")
-            curves[i, j] = hardware.link_curve(here.handles[i], here.handles[j])
+            curves[i, j] = link_curve(here.handles[i], here.handles[j])
     return dataclasses.replace(here, devices=tuple(devices), curves=curves)
 
 

@@ -25,7 +25,6 @@ from ..choose.memory_model import tightest
 from ..choose.planning import PlanRequest, plan_for
 from ..choose.workload import TriedSizes
 from ..cluster.cluster import Cluster, Link
-from ..cluster.hardware import copy_bytes_per_second
 from ..cluster.kinds import are_unlike
 from ..core.config import BalanceConfig
 from ..core.errors import PlanError
@@ -180,6 +179,8 @@ def short_profile(
     Returns:
         The same profile on every process.
     """
+    from ..cluster.detect import copy_bytes_per_second  # with the command that describes devices
+
     device = next(d for d in devices if is_here(d))
     label = cluster.devices[devices.index(device)].label
     rate = copy_bytes_per_second(device, _COPIED_BYTES)

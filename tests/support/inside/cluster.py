@@ -1,6 +1,6 @@
 """What tests know of the insides of `hxla._src.cluster`."""
 
-from hxla._src.cluster import hardware as _hardware
+from hxla._src.cluster import detect as _hardware
 from hxla._src.cluster import job_devices as _job_devices
 from hxla._src.cluster.cluster import Cluster, Device, Send, ring_transfers, transfer_seconds
 from hxla._src.cluster.detect import describe, detect
