@@ -10,7 +10,8 @@ from typing import Any
 
 from ..choose.microbatch_counts import own_ids
 from ..cluster.job_devices import Devices
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, NonFiniteError
+from ..core.format import plural
 from ..core.types import PyTree
 from ..data.data import epochs_of, num_tokens
 from ..jax.portable import num_compilations
@@ -18,6 +19,7 @@ from ..job.context import JobContext
 from ..lower.determinism import determinism
 from ..lower.initial_state import State
 from ..plan.plan import Plan
+from ..plan.precision import LEAST_SCALE_EXPONENT
 from ..report.history import EvalRecord, History, StepRecord
 from ..weights.weights import weights_of
 from .ending import LEAVE, MOVE, Ending, Requests, Termination
@@ -28,7 +30,7 @@ from .recorder import LearningRate, recorder_of, step_record
 from .running_plan import RunningPlan
 from .saved_state import Saver
 from .state_access import ReplicaChecksum, StateAccess, agreed_arrays
-from .step import Feed, Outcome, left_out
+from .step import Feed, Outcome, Stepper
 from .values import Result, SessionOptions, result_of
 from .watchdog import Watchdog
 
@@ -226,7 +228,7 @@ class Session:
         with self._updating():
             if outcome.nonfinite:
                 stops = self._job.nonfinite == "stop" and not self._options.is_trial
-                self._recorder.warn(left_out(step, outcome, self._stepper, stops=stops))
+                self._recorder.warn(_left_out(step, outcome, self._stepper, stops=stops))
             else:
                 with contextlib.ExitStack() as updating:
                     if waits:
@@ -433,3 +435,33 @@ class Session:
         if self._member is not None:
             self._member.finished()
         return result
+
+
+def _left_out(step: int, outcome: Outcome, stepper: Stepper, *, stops: bool) -> str:
+    """Skip the update of a step, and halve the loss scale if there is one.
+
+    Returns:
+        A line for the log.
+
+    Raises:
+        NonFiniteError: If `stops`, or the scale is the least already.
+    """
+    names = outcome.nonfinite
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    message = f"step {step + 1}: not finite in the gradient of {shown}"
+    if stops:
+        raise NonFiniteError(
+            f"{message}; the parameters are those after {plural(step, 'step')}. Lower the learning "
+            "rate, clip, or pass nonfinite='skip' to leave such updates out"
+        )
+    scale = outcome.loss_scale
+    if scale is not None and outcome.overflowed:
+        if scale <= 2.0**LEAST_SCALE_EXPONENT:
+            raise NonFiniteError(
+                f"{message}, though the loss is scaled by 2^{LEAST_SCALE_EXPONENT}, the least: it "
+                "is not the scale that overflows. Lower the learning rate, clip, or use "
+                "precision='bf16'"
+            )
+        stepper.scales.rescale(overflowed=True)
+        message += f"; loss scale halved to {scale / 2:g}"
+    return f"{message}; update skipped"
