@@ -32,7 +32,6 @@ from ..plan.rules import RuleSet
 from ..plan.sharding import Sharded
 from ..profile.segment_times import layer_sizes
 from ..schedule.schedules import needs_even_counts
-from .chain import UNBOUNDED, Chain, Group, best_pipeline
 from .mesh_axes import VirtualDevices, resolve_rules
 from .microbatch_counts import Counts
 
@@ -521,6 +520,8 @@ def best_cut(
     Raises:
         PlanError: If no cut fits the devices' memory.
     """
+    from .chain import UNBOUNDED, Chain, Group, best_pipeline
+
     opened = graph_of(graph)
     chain = segments(opened, request.most_segments)
     sizes = layer_sizes(opened, chain, shard_graph(opened, (), {}), trained=trained)

@@ -28,7 +28,6 @@ from .checks import (
     leaf_name,
     with_dictionaries,
 )
-from .worker_pool import PooledExamples
 
 _ROUNDS = 8
 _MASK = np.uint64(0xFFFFFFFF)
@@ -322,6 +321,8 @@ def _pooled(reader: Any, num_workers: int) -> Any:
         raise DataError(
             f"data.workers={num_workers}: the data is arrays, which need no work: leave it at 0"
         )
+    from .worker_pool import PooledExamples
+
     return PooledExamples(reader, num_workers)
 
 

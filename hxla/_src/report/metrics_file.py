@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 from ..core.errors import ConfigError
 from ..core.files import set_aside
-from .history import EvalRecord, History, Rebalance, RunStart, StepRecord, scalars
+from .history import EvalRecord, History, Rebalance, RunStart, StepRecord, named_scalars
 
 #: From a line to whether it is kept; None: it does not tell.
 IsKept = Callable[[bytes], bool | None]
@@ -130,27 +130,6 @@ def _from_the_end(file: Any) -> Iterator[tuple[int, bytes]]:
 
 
 _STEP = "step"  # the first column: updates done
-
-
-def named_scalars(record: StepRecord | EvalRecord) -> dict[str, float]:
-    """The numbers of a record by their names in TensorBoard."""
-    which = "train" if isinstance(record, StepRecord) else "eval"
-    out = {f"{which}/{key}": value for key, value in scalars(record.metrics).items()}
-    out[f"{which}/loss"] = record.loss
-    if isinstance(record, EvalRecord):
-        return out
-    for name in ("epoch", "learning_rate", "gradient_norm"):
-        if (value := getattr(record, name)) is not None:
-            out[f"train/{name}"] = value
-    out["speed/step_seconds"] = record.seconds
-    if record.seconds:
-        out["speed/examples_per_second"] = record.num_examples / record.seconds
-        if record.num_tokens:
-            out["speed/tokens_per_second"] = record.num_tokens / record.seconds
-    for d, (count, idle) in enumerate(zip(record.counts, record.idle_seconds, strict=True)):
-        out[f"microbatches/device{d}"] = float(count)
-        out[f"idle_seconds/device{d}"] = idle
-    return out
 
 
 class JsonLinesFile:

@@ -23,8 +23,7 @@ from ..core.errors import ConfigError, WeightsError
 from ..core.files import did_you_mean, local_path, nearest, set_aside
 from ..core.keywords import check_whole_numbers
 from ..jax.coordination import gather
-from ..report.history import EvalRecord, StepRecord, scalars
-from ..report.metrics_file import CsvFile, JsonLinesFile, TensorBoard, named_scalars
+from ..report.history import EvalRecord, StepRecord, named_scalars, scalars
 from ..weights.name_map import SAME
 from ..weights.safetensors import read_metadata
 from ..weights.weights import save_file
@@ -308,6 +307,8 @@ def log_to(
             f"log_to({str(target)!r}): pass a path that ends in .csv or .jsonl, a folder for "
             "TensorBoard, or a function of (metrics, step)"
         )
+    from ..report.metrics_file import CsvFile, JsonLinesFile, TensorBoard
+
     kinds: dict[str, Callable[..., Any]] = {".csv": CsvFile, ".jsonl": JsonLinesFile}
     make = kinds.get(path.suffix, TensorBoard)
     return LogTo(lambda session: make(path, first_step=session.step_number))

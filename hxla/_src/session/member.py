@@ -5,7 +5,7 @@ import functools
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -124,19 +124,22 @@ class SessionMember:
             yield
 
     @contextlib.contextmanager
-    def updating(self, checkpoints: "Checkpoints | None", ran: Sequence[float]) -> Iterator[None]:
+    def updating(
+        self, checkpoints: "Checkpoints | None", plan: Plan, seconds: float
+    ) -> Iterator[None]:
         """Change the state by a step within it, then report the step to the authority.
 
         Args:
             checkpoints: Their newest step is reported too; None if there are none.
-            ran: The work of this process in the step, see `Report`.
+            plan: The plan of the step.
+            seconds: Seconds of the microbatches of this process's replica in the step.
         """
         with self.changing:
             yield
             self._step += 1
         saved = None if checkpoints is None or jax.process_index() else checkpoints.complete_step
         saved_step = -1 if saved is None else saved
-        self._member.tell(step=self._step, saved_step=saved_step, ran=ran)
+        self._member.tell(step=self._step, saved_step=saved_step, ran=_ran(plan, seconds))
 
     @property
     def changing(self) -> contextlib.AbstractContextManager[Any]:
@@ -201,7 +204,7 @@ class SessionMember:
         return leave_state(saved, facts, folder, self._part)
 
 
-def ran(plan: Plan, seconds: float) -> list[float]:
+def _ran(plan: Plan, seconds: float) -> list[float]:
     """The work of this process in a step, for `Report`.
 
     Args:

@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -40,10 +41,12 @@ from ..plan.parts import ChainSegment
 from ..plan.plan import Plan
 from ..plan.precision import Precision
 from .ending import Termination
-from .member import SessionMember, rehearse
 from .saved_state import RestoreSource
 from .step import Stepper
 from .values import SessionOptions
+
+if TYPE_CHECKING:
+    from .member import SessionMember
 
 _MOST_LINES = 20  # of one kind of difference
 _LINE = re.compile(r":\d+")  # of a source file; it moves when a comment is written
@@ -352,7 +355,7 @@ class Opened:
     store: Store
     stepper: Stepper
     source: RestoreSource
-    member: SessionMember | None
+    member: "SessionMember | None"
     first_batch: PyTree
     inputs: PyTree
     seconds: tuple[float, ...] | None
@@ -407,6 +410,8 @@ def opened_session(
         parts = stepper, programs, plan, inputs, times
         plan, seconds = seconds_of_replicas(*parts, job.settings, num_left)
     if own is not None:
+        from .member import SessionMember, rehearse
+
         rehearse(own, store, job)
         tell("waiting for the generation to be formed")
         source = make_source(folders=own.wait_for_the_others())

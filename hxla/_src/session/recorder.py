@@ -10,7 +10,7 @@ import pathlib
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -34,12 +34,14 @@ from ..report.history import (
     run_start,
     scalars,
 )
-from ..report.lanes import Lanes
-from ..report.metrics_file import MetricsWriter, Record, read_metrics
 from ..report.run_tables import terminal_report
 from ..report.terminal import LOGGER, Progress
 from .step import Outcome
 from .values import SessionOptions
+
+if TYPE_CHECKING:
+    from ..report.lanes import Lanes
+    from ..report.metrics_file import MetricsWriter
 
 _PLACE = ("hyperparams", "learning_rate")  # in the state of optax.inject_hyperparams
 
@@ -224,18 +226,23 @@ class Recorder:
         self._bits, self._page_due = bits, 0.0
         self._earlier = History(device_names=names)
         self._starts: tuple[RunStart, ...] = ()
-        self._metrics = None
-        if run_dir is not None:
-            self._metrics = MetricsWriter(run_dir, tensorboard=tensorboard, first_step=start_step)
         self._progress = None
         if self._is_shown:
             self._progress = Progress(last_step, names, log_every=log_every)
-        if self._metrics is not None and self._metrics.earlier is not None:
+        self._metrics: MetricsWriter | None = None
+        if run_dir is None:
+            return
+        from ..report import metrics_file
+
+        self._metrics = metrics_file.MetricsWriter(
+            run_dir, tensorboard=tensorboard, first_step=start_step
+        )
+        if self._metrics.earlier is not None:
             self.log(f"the metrics of an earlier run are now in {self._metrics.earlier}")
-        if self._metrics is not None and start is not None:
+        if start is not None:
             self._write(start)
             try:
-                self._earlier, self._starts = read_metrics(self._metrics.path)
+                self._earlier, self._starts = metrics_file.read_metrics(self._metrics.path)
             except ConfigError as error:
                 self.log(f"the report begins after step {start_step}: {error}")
                 self._starts = (start,)
@@ -257,7 +264,7 @@ class Recorder:
         if self._is_main:
             LOGGER.warning("%s", text)
 
-    def _write(self, record: Record) -> None:
+    def _write(self, record: RunStart | StepRecord | EvalRecord | Rebalance) -> None:
         if self._metrics is not None:
             self._metrics.write(record)
 
@@ -319,7 +326,7 @@ class Recorder:
         history: History,
         plan: Plan,
         state: RunState,
-        pipelines: Mapping[int, Sequence[Lanes]],
+        pipelines: Mapping[int, Sequence["Lanes"]],
     ) -> None:
         """Write the report of all steps, with those before a resume."""
         assert self._run_dir is not None
@@ -345,7 +352,7 @@ class Recorder:
         history: History,
         plan: Plan,
         state: RunState,
-        pipelines: Mapping[int, Sequence[Lanes]],
+        pipelines: Mapping[int, Sequence["Lanes"]],
     ) -> None:
         """Print a summary and write the report, unless no step ran."""
         if self._progress is not None:

@@ -24,7 +24,6 @@ from ..report.history import EvalRecord, History, StepRecord
 from ..weights.weights import weights_of
 from .ending import LEAVE, MOVE, Ending, Requests, Termination
 from .forward_passes import evaluated
-from .member import ran
 from .opening import opened_session
 from .recorder import LearningRate, recorder_of, step_record
 from .running_plan import RunningPlan
@@ -285,7 +284,7 @@ class Session:
             return contextlib.nullcontext()
         self._stepper.wait_for_sums()
         [seconds] = self._stepper.busy_seconds_here()
-        return self._member.updating(self._checkpoints, ran(self.plan, seconds))
+        return self._member.updating(self._checkpoints, self.plan, seconds)
 
     def _end_early(self, *, moves: bool) -> None:
         if self.step_number == self._options.steps:

@@ -12,7 +12,7 @@ import json
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -26,10 +26,12 @@ from ..lower.pipeline import PieceTimes, Pipeline
 from ..plan.parts import Prediction
 from ..plan.plan import Plan
 from ..report.history import SplitWork
-from ..report.lanes import Lanes, lanes_of_timeline
 from ..schedule.replay import Timeline, measured_timeline, perfetto, replay_ticks
 from ..schedule.schedules import BACKWARD, FORWARD, WEIGHT, Schedule
 from .step import Stepper
+
+if TYPE_CHECKING:
+    from ..report.lanes import Lanes
 
 _KINDS = (FORWARD, BACKWARD, WEIGHT)
 
@@ -236,8 +238,12 @@ class PipelineWatch:
                 # Clocks differ between hosts, so times start at the first tick of each stage.
                 rows[stage] = [(a - times[0][0], b - times[0][0]) for a, b in times]
 
-    def lanes(self, plan: Plan) -> dict[int, tuple[Lanes, ...]]:
+    def lanes(self, plan: Plan) -> dict[int, tuple["Lanes", ...]]:
         """The planned and the measured step of each pipeline."""
+        if not self._predicted:
+            return {}
+        from ..report.lanes import lanes_of_timeline
+
         names = _labels(plan)
         return {
             replica: tuple(
