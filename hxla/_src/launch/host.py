@@ -23,9 +23,8 @@ from .ending import HOPELESS_SECONDS, RunEnding, Verdict, judge
 from .environment import Environment
 from .membership import Generation, left_folder
 from .output import Streams
-from .ranks import LocalRanks, Ranks, RanksStart, Seat, StartProcess
+from .ranks import CoordinationProcess, LocalRanks, Ranks, RanksStart, Seat, StartProcess, warm_up
 from .throttle import own_cores, pack
-from .warm import CoordinationProcess, warm_up
 
 _MEMORY = "/dev/shm"  # survives the end of its writer
 #: Notice of a device without a deadline, such as one that is no longer in the mesh file.

@@ -23,9 +23,8 @@ from .environment import describe, elastic_environment, place_of, process_enviro
 from .host import Hosts, LocalHost
 from .membership import MembershipRules
 from .output import Streams
-from .ranks import ColdProcess
+from .ranks import ColdProcess, WarmProcess
 from .run import EventLog, Run
-from .warm import WarmProcess
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan

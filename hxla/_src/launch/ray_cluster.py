@@ -34,8 +34,7 @@ from .environment import describe, elastic_environment, num_gpus
 from .host import NOTICE_SECONDS, Host, KeptFolder, LocalHost, OfferedDevice
 from .membership import left_folder
 from .output import Streams
-from .ranks import LocalRanks, Ranks, RanksStart
-from .warm import WarmProcess
+from .ranks import LocalRanks, Ranks, RanksStart, WarmProcess
 
 #: Node label: the share of a core of each of its CPU devices.
 CORE_SHARE = "core-share"

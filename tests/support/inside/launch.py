@@ -60,6 +60,5 @@ from hxla._src.launch.membership import (
     pruned,
 )
 from hxla._src.launch.output import SAID, Forwarder, Logs, Output, Streams
-from hxla._src.launch.ranks import RanksStart, Seat
+from hxla._src.launch.ranks import RanksStart, Seat, WarmProcess
 from hxla._src.launch.ray_cluster import RayHost, connect
-from hxla._src.launch.warm import WarmProcess
