@@ -33,8 +33,7 @@ from .collectives import Mesh
 from .diff import diff
 from .hlo_text import Module, read_module
 from .inspection_page import diff_page, inspection_page
-from .pictures import lanes_of_file
-from .profiler_trace import last_step
+from .profiler_trace import lanes_of_file, last_step
 from .program import Collective, Program
 from .tables import terminal_tables
 

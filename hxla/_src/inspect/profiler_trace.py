@@ -1,15 +1,38 @@
-"""Reads one measured step from a trace of jax's profiler."""
+"""One step in time: measured, from a trace of jax's profiler, and predicted."""
 
 import collections
 import dataclasses
+import html
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..core.errors import InspectError
-from ..core.files import MOST_DUMP_BYTES, parse_json, read_bytes, shown, unpack
+from ..core.files import (
+    MOST_DUMP_BYTES,
+    MOST_JSON_BYTES,
+    named,
+    parse_json,
+    read_bytes,
+    read_text,
+    shown,
+    unpack,
+)
 from ..core.format import span
-from ..report.lanes import COLLECTIVE, COMPUTATION, TRANSFER, Bar, Lanes
+from ..plan.parts import Prediction
+from ..plan.plan import Plan
+from ..report.lanes import (
+    COLLECTIVE,
+    COMPUTATION,
+    TRANSFER,
+    Bar,
+    Lanes,
+    lanes_of_timeline,
+    step_legend,
+    step_picture,
+)
+from ..report.page import figure, fold, section, table
+from ..schedule.replay import from_perfetto
 from .collectives import KINDS
 from .program import Program
 
@@ -186,3 +209,73 @@ def _kind(event: _Event, collectives: set[tuple[str, str]]) -> str:
     if (event.program, event.name) in collectives or event.name.startswith(tuple(KINDS)):
         return COLLECTIVE
     return TRANSFER if event.name.startswith(_TRANSFERS) else COMPUTATION
+
+
+_MAX_LONGEST = 15  # operations listed
+
+
+def step_section(measured: Lanes | None, predicted: Lanes | None) -> str:
+    """A section on one step in time, with its longest operations if it was measured."""
+    steps = [step for step in (measured, predicted) if step is not None]
+    titles = "; ".join(step.title for step in steps)
+    picture = figure(step_picture(steps), f"{titles}. A line marks where a step ends.")
+    parts = [picture, step_legend(steps)]
+    if measured is not None:
+        rows = [
+            (
+                name,
+                span(measured.busy_seconds(lane, COMPUTATION)),
+                span(measured.busy_seconds(lane, COLLECTIVE)),
+                span(max(bar.end_seconds for bar in measured.bars if bar.lane == lane)),
+            )
+            for lane, name in enumerate(measured.names)
+        ]
+        heads = ("measured", "computation", "collectives and waiting in them", "until")
+        parts.append(fold("Each device", table(heads, rows)))
+        took = sorted(measured.mean_seconds().items(), key=lambda item: -item[1])
+        heads = ("operation", "kind", "program", "a step, mean over devices")
+        rows = [(*names, span(seconds)) for names, seconds in took[:_MAX_LONGEST]]
+        parts.append(fold("Longest operations", table(heads, rows, left=(0, 1, 2))))
+        parts.append(f"<p>{html.escape(measured.note)}</p>")
+    return section("One step in time", *parts)
+
+
+def lanes_of_file(path: pathlib.Path) -> Lanes:
+    """A file of `hxla plan --write` as lanes: the plan or the timeline of one replica.
+
+    Raises:
+        PlanError: If it is neither.
+        InspectError: If it cannot be read.
+    """
+    text = read_text(path, MOST_JSON_BYTES, named("prediction", path, InspectError))
+    if '"traceEvents"' not in text:
+        return lanes_of_plan(Plan.from_json(text))
+    timeline, names = from_perfetto(text)
+    title = f"predicted, without reduction and update: {span(timeline.makespan_seconds)}"
+    return lanes_of_timeline(timeline, names, title=title)
+
+
+def lanes_of_plan(plan: Plan) -> Lanes:
+    """A plan as lanes: the seconds of each kind of work of a device, in no true order."""
+    bars = []
+    known = plan.prediction or Prediction()
+    kinds = {device.rank: device.kind for device in plan.devices}
+    for lane, device in enumerate(known.devices):
+        at = 0.0
+        for kind, took in (
+            ("forward and backward", device.compute_seconds),
+            ("waiting", device.wait_seconds),
+            ("reduction", device.reduction_seconds),
+            ("update", device.update_seconds),
+        ):
+            if took > 0:
+                label = f"{kind} {span(took)}"
+                bars.append(
+                    Bar(lane=lane, kind=kind, label=label, start_seconds=at, end_seconds=at + took)
+                )
+                at += took
+    return Lanes(
+        title=f"predicted: {span(known.step_seconds)}, sums of each device",
+        names=tuple(f"{kinds[d.rank]} (device {d.rank})" for d in known.devices),
+        bars=tuple(bars),
+    )
