@@ -13,7 +13,6 @@ from .assignment_problem import ChoiceNode, Edge, Problem, State, all_reduce_byt
 from .layout import Layout
 from .parts import PlannedStage, Role
 from .sharding import AxisAssignment, Sharded
-from .token_assignment import assign_tokens
 
 Axes = tuple[tuple[str, int], ...]  # names and sizes
 Roles = Mapping[str, tuple[Role, ...]]
@@ -54,6 +53,8 @@ def shard_graph(
     for name, size in reversed(list(axes)):  # the innermost axis has the fastest links
         fixed: dict[int, int | None] = {}
         if "tokens" in roles[name]:
+            from .token_assignment import assign_tokens
+
             tokens = assign_tokens(graph, size)
             solved[name], warnings = tokens.axis, (*warnings, *tokens.lines)
             continue

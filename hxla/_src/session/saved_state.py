@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ..checkpoint.hand_over import facts_of_state, load_state
-from ..checkpoint.seal import newest_facts
 from ..core.errors import CheckpointError, ConfigError
 from ..core.files import local_path
 from ..graph.trace import loss_digest
@@ -353,6 +352,8 @@ def chosen_before(job: JobContext, folder: str | os.PathLike[str] | None) -> Pin
     """
     if folder is None:
         return Pinned()
+    from ..checkpoint.seal import newest_facts
+
     local, choices = local_path(folder, "checkpoint_dir", ConfigError), Pinned()
     if jax.process_index() == 0:
         facts = newest_facts(local)
