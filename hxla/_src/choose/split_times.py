@@ -82,6 +82,11 @@ def places_of(
     return tuple(places)
 
 
+def flops_per_second(device: Device, arithmetic: str) -> float:
+    """The described speed of a device in an arithmetic; zero: not known."""
+    return _speed(device, arithmetic)[0]
+
+
 def _speed(device: Device, arithmetic: str) -> tuple[float, float, float]:
     """Operations, bytes of memory and bytes of collectives a second; zero: not known."""
     if device.core_share is not None or device.kind == "cpu":
