@@ -14,7 +14,7 @@ from flax import nnx
 
 import hxla
 from hxla import LayerSize, LayerTime, Profile, Setting, load_cluster, load_profile
-from support import profiles
+from support import models, profiles
 from support.inside.choose import Alternative, ChainWork, propose, with_measured
 from support.paths import ROOT
 
@@ -225,6 +225,59 @@ def test_a_model_that_fits_no_device_becomes_stages(tmp_path):
     assert all(0 < d.memory_bytes <= d.capacity_bytes for d in found.prediction.devices)
 
 
+def large_job(num):
+    """A job of `num` equal layers, whose products fill all cards. Nothing is allocated."""
+    model = nnx.eval_shape(
+        lambda: nnx.Sequential(*(nnx.Linear(4096, 4096, rngs=nnx.Rngs(0)) for _ in range(num)))
+    )
+    rows = jax.ShapeDtypeStruct((65536, 4096), np.float32)
+    return hxla.Job(
+        model, {"x": rows, "y": rows}, models.squared_error, optax.sgd(1e-2), batch_size=65536
+    )
+
+
+def described_speeds(mesh):
+    """In any unit."""
+    devices = load_cluster(mesh).devices
+    if devices[0].kind == "cpu":
+        return [device.core_share for device in devices]
+    return [device.product_rate("model").flops_per_second for device in devices]
+
+
+@pytest.mark.parametrize("mesh", ["workstation-3090-4090", "cpu-1.0-0.33", "cpu-1.0-1.0"])
+def test_stages_for_devices_that_are_not_here_follow_their_described_speeds(mesh):
+    """Eight equal layers: the best of all cuts, by trying each."""
+    plan = large_job(8).plan(mesh, stages=2, microbatch_size=8192)
+    speeds = described_speeds(mesh)
+    first, second = (speeds[rank] for rank in plan.replicas[0].devices)
+    slowest = {n: max(n / first, (8 - n) / second) for n in range(1, 8)}
+    [num, rest] = plan.pipeline.cut
+    assert num + rest == 8
+    assert slowest[num] == min(slowest.values())
+    said = "estimated from FLOPs and the described speeds" in plan.explain()
+    assert said == (len(set(speeds)) == 2)
+
+
+@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "tensor": 2}, {"data": 1, "tensor": 8}])
+def test_counts_for_devices_that_are_not_here_follow_their_described_speeds(axes):
+    """Four V100 and four P100: one microbatch more on any would end later than the last.
+
+    To a tenth: a part of each microbatch takes its time by the speed of memory.
+    """
+    columns = hxla.Rule(path=".*kernel", axes=((), ("tensor",)), rank=2)
+    rules = hxla.RuleSet(name="columns", rules=(columns,)) if "tensor" in axes else None
+    job, mesh = large_job(2), "whale-4v100-4p100"
+    plan = job.plan(mesh, mesh=axes, rules=rules, microbatch_size=1024)
+    speeds = described_speeds(mesh)
+    slowest = [min(speeds[rank] for rank in replica.devices) for replica in plan.replicas]
+    ends = [count / speed for count, speed in zip(plan.counts, slowest, strict=True)]
+    later = [(count + 1) / speed for count, speed in zip(plan.counts, slowest, strict=True)]
+    assert sum(plan.counts) == 64
+    assert max(ends) <= 1.1 * min(later)
+    even = job.plan(mesh, mesh=axes, rules=rules, microbatch_size=1024, counts="even")
+    assert len(set(even.counts)) == 1
+
+
 def test_a_model_that_fits_nowhere_is_refused_with_the_missing_bytes(tmp_path):
     # 4 times 2 MiB and two microbatches of 2 KiB in flight, in 3 MiB.
     assert 4 * 2**21 + 2 * 2 * 2**10 - 3 * 2**20 == 5_246_976
@@ -287,7 +340,7 @@ def test_a_loop_of_the_users_own_gets_the_plan_of_hxla_run(tmp_path, monkeypatch
         plan="auto",
     )
     assert trained.plan.counts == plan.counts
-    assert job.plan("cpu-1.0-0.5", mesh={"data": 2}, microbatch_size=1).counts == (4, 4)
+    assert job.plan("cpu-1.0-0.5", mesh={"data": 2}, microbatch_size=1).counts == (6, 2)
     with pytest.raises(hxla.ConfigError, match=r"but the script opens another plan"):
         job.open(plan.with_counts((1, 3)), steps=1)
 

@@ -63,6 +63,19 @@ def test_a_plan_without_a_mesh_is_for_the_devices_of_this_machine(tmp_path, caps
     assert (plan.cluster, plan.mesh) == ("", "")
 
 
+def test_plans_for_two_meshes_are_drawn_and_compared(tmp_path, capsys):
+    script, out = tmp_path / "script.py", tmp_path / "out"
+    script.write_text(profiles.SCRIPT.replace("steps=3", "steps=3, stages=2"))
+    meshes = ("workstation-3090-4090", "cpu-1.0-0.33")
+    words = said(
+        capsys, "plan", "--mesh", meshes[0], "--compare", meshes[1], "--draw", str(out), str(script)
+    )
+    for mesh in meshes:
+        assert f"{mesh}: " in words
+        assert (out / f"{mesh}.png").read_bytes().startswith(b"\x89PNG")
+    assert re.search(r"^microbatches +8 +8$", words, re.M)
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_says_in_sentences_what_a_command_does(command, capsys):
     words = command.split()

@@ -17,17 +17,29 @@ from flax import nnx
 
 import hxla
 from support import models
-from support.inside.lower import PieceTimes
+from support.inside.lower import Determinism, PieceTimes
 from support.inside.report import (
     Curve,
     MetricsWriter,
+    Rebalance,
+    RunState,
+    band_chart,
     curve_chart,
+    html_report,
+    lanes_of_timeline,
     line,
     read_metrics,
     run_start,
     summarise,
 )
-from support.inside.session import times_as_text, times_from_texts
+from support.inside.schedule import BACKWARD, FORWARD, measured_timeline, one_f_one_b
+from support.inside.session import (
+    PredictedStep,
+    pipeline_in_words,
+    times_as_text,
+    times_from_texts,
+)
+from support.overlapped_replay import replay
 from support.training import train_with
 
 
@@ -287,6 +299,41 @@ def test_a_chart_keeps_the_peak_of_a_long_curve_and_leaves_gaps_out():
     assert "from 1.000 to 9.000" in chart
 
 
+def test_a_noisy_curve_has_its_running_median_over_it():
+    x = np.arange(2000.0)
+    y = 1.0 + 0.002 * x + np.where(x % 2, 0.5, -0.5)
+    y[::97] = np.nan
+    curve = Curve(name="norm", color="train", x=x, y=y, is_noisy=True)
+    chart = curve_chart("Norm", [curve], marks={}, is_linear=True, from_zero=True)
+    assert re.search(r'<path class="curve faint train" d="M', chart)
+    (path,) = re.findall(r'<path class="curve train" d="([^"]*)"', chart)
+    points = np.array([tuple(map(float, p.split())) for p in re.split("[ML]", path)[1:]])
+    # From zero to a little above the largest value; down is positive.
+    high = 1.06 * np.nanmax(y)
+    middle = points[len(points) // 10 : -len(points) // 10]
+    drawn = high * (1 - middle[:, 1] / 1000)
+    assert np.abs(drawn - (1.0 + 0.002 * middle[:, 0] * x[-1] / 1000)).max() < 0.6
+    assert np.abs(np.diff(drawn)).max() < 1.0 + 1e-2
+
+
+def test_bands_are_as_high_as_their_numbers_and_the_last_one_has_the_rest():
+    """Of ten devices, the colours are for seven and all others."""
+    rows = np.tile(np.arange(1, 11), (6, 1))
+    rows[3:] = np.arange(10, 0, -1)
+    names = [f"device {i}" for i in range(10)]
+    chart = band_chart("Counts", names, np.arange(6.0), rows, marks={3.0: "resumed"})
+    drawn = re.findall(r'<path class="band k(\d)" d="([^"]*)z"', chart)
+    assert [int(band) for band, _ in drawn] == list(range(8))
+    expected = np.concatenate([rows[[0, 3], :7], rows[[0, 3], 7:].sum(axis=1)[:, None]], axis=1)
+    heights = []
+    for _, path in drawn:
+        numbers = [int(down) for down in re.findall(r"[ML]\d+ (\d+)H", path)]
+        heights.append([numbers[3] - numbers[0], numbers[2] - numbers[1]])
+    assert np.allclose(np.array(heights).T / 1000, expected / (1.06 * rows[0].sum()), atol=0.002)
+    assert "3 others" in chart
+    assert "from step 3: 10/9/8/7/6/5/4/6" in chart
+
+
 @pytest.mark.parametrize("y", [[np.nan, np.nan], [0.0, 0.0], [1e-9, 1e9], [-5.0, 5.0], [7.0]])
 def test_a_chart_of_any_values_has_places_inside_it(y):
     x = np.arange(1.0, len(y) + 1)
@@ -313,6 +360,61 @@ def test_times_of_a_pipeline_are_those_of_its_slowest_process():
     whole = PieceTimes(seconds=together, meeting_seconds={0: 4.0}, fixed_seconds=0.7)
     for order in ((here, there), (there, here)):
         assert times_from_texts([times_as_text({1: times}) for times in order]) == {1: whole}
+
+
+STEP = PieceTimes(
+    seconds={(FORWARD, 0): 1.0, (FORWARD, 1): 2.0, (BACKWARD, 0): 2.0, (BACKWARD, 1): 4.0},
+    meeting_seconds={0: 2.25},
+    fixed_seconds=0.5,
+)
+
+
+def planned_step(schedule):
+    took = [[STEP.seconds[kind, stage] for stage in range(2)] for kind in (FORWARD, BACKWARD)]
+    return PredictedStep(schedule=schedule, timeline=replay(schedule, *took), fixed_seconds=0.5)
+
+
+def test_a_pipeline_is_told_and_drawn_as_planned_and_as_measured(run, tmp_path):
+    schedule = one_f_one_b(2, 3)
+    planned = planned_step(schedule)
+    # The large stage works for 3 * 6 s, and waits 1 s before them and the small one 2 s after.
+    assert planned.busy_seconds == 1 + 18 + 2 + 0.5
+    words = pipeline_in_words(0, planned, STEP)
+    idle = 1 - (9 + 18) / (2 * 21)
+    assert f"3 microbatches in 21.5 s, idle {idle:.0%}" in words
+    assert "stage 0: 1e+03/2e+03, 1: 2e+03/4e+03 ms; between them 250 ms" in words
+
+    ticks = [[(float(t), t + 0.5) for t, _ in enumerate(schedule.table_TS)] for _ in range(2)]
+    drawn = {"planned": planned.timeline, "measured": measured_timeline(schedule, ticks)}
+    assert sum(drawn["measured"].busy_seconds) == 0.5 * 2 * 2 * 3
+    lanes = tuple(
+        lanes_of_timeline(
+            timeline, ("small", "large"), title=f"{which}: {timeline.makespan_seconds:g} s"
+        )
+        for which, timeline in drawn.items()
+    )
+
+    result, counts = run[1], [step.counts for step in run[1].history.steps]
+    moved = Rebalance(step=3, before=counts[0], after=(1, 7), reason="slower", expected_gain=0.25)
+    steps = [
+        dataclasses.replace(s, counts=(1, 7)) if s.step >= 3 else s for s in result.history.steps
+    ]
+    page = tmp_path / "report.html"
+    page.write_text(
+        html_report(
+            dataclasses.replace(result.history, steps=tuple(steps), rebalances=(moved,)),
+            [run_start(0, 6, hosts=["here"], devices=["cpu", "cpu"], job={})],
+            RunState(kind="finished"),
+            title="a run",
+            plan=result.plan,
+            bits=Determinism(level="D1", reasons=("sums are exact",)),
+            pipelines={0: lanes},
+        )
+    )
+    shown = Page(page)
+    assert "One step of pipeline 0, planned: 21 s and measured:" in shown.text
+    first = "/".join(map(str, counts[0]))
+    assert f"Microbatches of each device over steps: {first} at first, 1/7 last" in shown.charts
 
 
 def test_the_live_line_tells_step_loss_speed_time_and_shares(run):

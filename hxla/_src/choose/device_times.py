@@ -22,7 +22,7 @@ from ..profile.products import MatrixProduct
 from ..profile.profile import LayerSize, Profile, Setting, SplitTime, together_key
 from .apportionment import SplitDevice
 
-_BACKWARD = 2.0  # a layer's backward is two products for each of its forward's
+BACKWARD_FLOPS = 2.0  # a layer's backward is two products for each of its forward's
 # The part of the data sheet's rate that large products reach: on one V100 in the profiles of Sailor
 # (SOSP 2025), GPT-Neo-2.7, whose matrices fill all waves. docs/concepts/prediction.md says why
 # such figures were chosen.
@@ -167,7 +167,7 @@ def _estimated(
         rows.append(
             (
                 kernel_seconds(s.products, s.flops, moved),
-                kernel_seconds(backward, _BACKWARD * s.flops, _BACKWARD * moved),
+                kernel_seconds(backward, BACKWARD_FLOPS * s.flops, BACKWARD_FLOPS * moved),
                 update,
             )
         )
@@ -279,6 +279,11 @@ def places_of(
             )
         )
     return tuple(places)
+
+
+def flops_per_second(device: Device, arithmetic: str) -> float:
+    """The described speed of a device in an arithmetic; zero: not known."""
+    return _speed(device, arithmetic)[0]
 
 
 def _speed(device: Device, arithmetic: str) -> tuple[float, float, float]:

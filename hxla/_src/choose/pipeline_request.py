@@ -489,12 +489,13 @@ class StageCut:
     Attributes:
         order: The devices of the pipelines, in the order of their stages.
         fractions: Each stage's part of a microbatch's time on its device.
+        stage_seconds: Of a microbatch on each stage.
     """
 
     order: tuple[int, ...]
     layers: tuple[int, ...]
     fractions: tuple[float, ...]
-    reason: str
+    stage_seconds: tuple[float, ...]
 
 
 def best_cut(
@@ -565,10 +566,9 @@ def best_cut(
     spans = zip(replica.groups, staging.cuts, ends, strict=True)
     busy = [float(means[g][a:b].sum()) for g, a, b in spans]
     whole = [float(means[g].sum()) for g in replica.groups]
-    shown = ", ".join(f"{s * 1e3:.3g}" for s in busy)
     return StageCut(
         order=tuple(itertools.chain(*pipelines)),
         layers=layers,
         fractions=tuple(b / w if w else 0.0 for b, w in zip(busy, whole, strict=True)),
-        reason=f"cut by measured times: {shown} ms a microbatch on the stages",
+        stage_seconds=tuple(busy),
     )

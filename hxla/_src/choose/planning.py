@@ -15,7 +15,7 @@ from ..core.format import num_bytes
 from ..core.keywords import as_whole_number, check_whole_numbers
 from ..graph.graph import Graph, rows_touched
 from ..graph.parts import graph_of
-from ..graph.segments import segments
+from ..graph.segments import Segment, segments
 from ..jax.devices import share_cores
 from ..launch.channel import Pinned, own_member, pinned
 from ..model.functional import Functional, tree_bytes
@@ -27,7 +27,7 @@ from ..profile.profile import Profile, Setting
 from ..profile.segment_times import layer_sizes
 from .apportionment import best_counts, best_size, candidate_sizes, default_sizes
 from .complete import complete
-from .device_times import Alternative, layer_times
+from .device_times import BACKWARD_FLOPS, Alternative, flops_per_second, layer_times
 from .memory import with_sums_and_memory
 from .microbatch_counts import Counts, asked_counts, predicted, share_one_process
 from .pipeline_request import (
@@ -220,9 +220,9 @@ def plan_for(
             profile=profile,
         )
         plan = with_sums_and_memory(work, plan, cluster, measure)
-        if timed is not None:
-            return _with_profiled_counts(plan, work.graph, timed, cluster)
-        return plan if profile is None else _with_profiled_split(plan, profile, cluster)
+        if profile is None and measure is not None:
+            return plan
+        return _with_timed_work(plan, work.graph, profile, cluster, is_free=counts == "measured")
 
     def with_measured_split(plan: Plan) -> Plan:
         """The plan with the sizes of a split by a trial on the devices here."""
@@ -416,7 +416,7 @@ def _timed_stages(
     measure: Measure | None,
     profile: Profile | None,
 ) -> tuple[ReplicaGroups, tuple[float, ...]]:
-    """Pipelines cut by the times of their devices, if these are known.
+    """Pipelines cut by the times of their devices, if these are known, else by their speeds.
 
     Returns:
         The structure, and the stages' fractions of the work if measured.
@@ -428,8 +428,10 @@ def _timed_stages(
         or request.counts == "even"
         or pipeline.shares is not None
         or pipeline.num_chunks > 1
-        or (profile is None and (measure is None or share_cores(measure.devices)))
     ):
+        return structure, ()
+    is_measured = profile is not None or measure is not None
+    if profile is None and measure is not None and share_cores(measure.devices):
         return structure, ()
     kept, chain = request.pinned.cut, segments(graph_of(graph), pipeline.most_segments)
     if (len(kept), sum(kept)) == (pipeline.num_parts, len(chain)):
@@ -441,6 +443,10 @@ def _timed_stages(
         times = _profiled(profile, graph, size, cluster)
     elif measure is not None:
         times = measure.segment_seconds(cluster, size, pipeline.most_segments, sums)
+    else:
+        times = _estimated(chain, graph_of(graph), size, cluster)
+        if not times:
+            return structure, ()
     cut = best_cut(
         graph,
         pipeline,
@@ -452,7 +458,35 @@ def _timed_stages(
         trained=work.model.trained_places,
     )
     structure = pipelined(cut.order, dataclasses.replace(pipeline, cut=cut.layers))
-    return dataclasses.replace(structure, reasons=(cut.reason,)), cut.fractions
+    shown = ", ".join(f"{seconds * 1e3:.3g}" for seconds in cut.stage_seconds)
+    how = (
+        "by measured times"
+        if is_measured
+        else "by times estimated from FLOPs and the described speeds"
+    )
+    reason = f"cut {how}: {shown} ms a microbatch on the stages"
+    structure = dataclasses.replace(structure, reasons=(reason,))
+    return structure, cut.fractions if is_measured else ()
+
+
+def _estimated(
+    chain: Sequence[Segment], graph: Graph, size: int, cluster: Cluster
+) -> dict[int, np.ndarray]:
+    """[3, L] Seconds of the segments on each device, by its described speed.
+
+    Empty: the devices are alike, or a speed is not known.
+    """
+    speeds = [flops_per_second(device, graph.arithmetic) for device in cluster.devices]
+    if len(set(speeds)) == 1 or not all(speeds):
+        return {}
+    sizes = layer_sizes(graph, chain, shard_graph(graph, (), {}))
+    flops = np.array([[1.0], [BACKWARD_FLOPS], [0.0]]) * [segment.flops for segment in chain]
+    return {
+        rank: layer_times(device, Alternative(size), sizes, None)[0]
+        if device.product_rate(graph.arithmetic) is not None
+        else flops / speed
+        for rank, (device, speed) in enumerate(zip(cluster.devices, speeds, strict=True))
+    }
 
 
 def _profiled(profile: Profile, graph: Graph, size: int, cluster: Cluster) -> dict[int, np.ndarray]:
@@ -467,6 +501,23 @@ def _profiled(profile: Profile, graph: Graph, size: int, cluster: Cluster) -> di
     }
 
 
+def _with_timed_work(
+    plan: Plan, graph: Graph, profile: Profile | None, cluster: Cluster, *, is_free: bool
+) -> Plan:
+    """A plan with counts and step by a profile, else with counts by described speeds.
+
+    Args:
+        is_free: Whether the counts may be chosen.
+    """
+    if profile is not None and is_free and not plan.axes:
+        return _with_profiled_counts(plan, graph, profile, cluster)
+    if profile is not None:
+        return _with_profiled_split(plan, profile, cluster)
+    if is_free and plan.pipeline is None and not plan.is_uneven:
+        return _with_estimated_counts(plan, graph, cluster)
+    return plan
+
+
 def _with_profiled_counts(plan: Plan, graph: Graph, profile: Profile, cluster: Cluster) -> Plan:
     """A plan of replicas of one device each, with counts by a profile's times."""
     times = _profiled(profile, graph, plan.microbatch_size, cluster)
@@ -476,6 +527,22 @@ def _with_profiled_counts(plan: Plan, graph: Graph, profile: Profile, cluster: C
     plan = plan.with_counts(best_counts(plan.num_microbatches, seconds, fixed))
     known = predicted(plan, seconds, fixed, memory_bytes=(), cluster=cluster)
     return plan.replaced(prediction=known)
+
+
+def _with_estimated_counts(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
+    """A plan for devices that are not here, with counts by their described speeds.
+
+    Devices of a replica have equal shares of its work, so that the slowest of them decides.
+    """
+    graph = graph_of(graph)
+    chain = segments(graph, 1)
+    times = _estimated(chain, graph, plan.microbatch_size, cluster)
+    if not times:
+        return plan
+    seconds = [max(float(times[r][:2].sum()) for r in replica.devices) for replica in plan.replicas]
+    found = plan.with_counts(best_counts(plan.num_microbatches, seconds, [0.0] * len(seconds)))
+    line = "counts by times estimated from FLOPs and the described speeds"
+    return found.replaced(reasons=(*found.reasons, line))
 
 
 def _with_profiled_split(plan: Plan, profile: Profile, cluster: Cluster) -> Plan:

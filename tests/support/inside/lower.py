@@ -26,7 +26,7 @@ from hxla._src.lower.contribution import (
     packs_of,
 )
 from hxla._src.lower.decisions import DecisionSpec
-from hxla._src.lower.determinism import _equations, dependent
+from hxla._src.lower.determinism import Determinism, _equations, dependent
 from hxla._src.lower.disk import _AHEAD, DirectFile, DiskBuffer, _buffers
 from hxla._src.lower.exact import Limbs
 from hxla._src.lower.exact_norms import (

@@ -15,4 +15,5 @@ from hxla._src.session.running_plan import Balancer
 from hxla._src.session.saved_state import told_differences, told_of_run
 from hxla._src.session.step import Stepper
 from hxla._src.session.values import plans_from_table
-from hxla._src.session.watch import times_as_text, times_from_texts
+from hxla._src.session.watch import PredictedStep, times_as_text, times_from_texts
+from hxla._src.session.watch import _in_words as pipeline_in_words
