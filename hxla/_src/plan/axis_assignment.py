@@ -10,11 +10,10 @@ from ..jax.jaxpr import scan_counts
 from .assignment_problem import ChoiceNode, Edge, Problem, State, all_reduce_bytes, cost, solve
 from .parts import Role
 from .sharding import AxisAssignment, Sharded
-from .token_assignment import assign_tokens
+from .token_assignment import Cuts, assign_tokens
 
 Axes = tuple[tuple[str, int], ...]  # names and sizes
 Roles = Mapping[str, tuple[Role, ...]]
-Cuts = Mapping[int, Mapping[int, int]]  # value -> dimension -> number of shards over other axes
 
 # Replicated work costs time but no bytes. One byte sent is worth a thousand floating-point
 # operations (A100 datasheet: 312 Tflop/s in bf16, 300 GB/s each way over NVLink).
@@ -48,12 +47,15 @@ def shard_graph(
     known = like.axes if like is not None and is_alike(like.graph, graph) else {}
     cuts: dict[int, dict[int, int]] = {}
     solved: dict[str, AxisAssignment] = {}
+    tokens = {name: assign_tokens(graph, size) for name, size in axes if "tokens" in roles[name]}
+    for name, size in axes:
+        if name in tokens:
+            _cut(cuts, tokens[name].axis({}), size)
+    others: dict[int, dict[int, int]] = {}
     for name, size in reversed(list(axes)):  # the innermost axis has the fastest links
-        fixed: dict[int, int | None] = {}
-        if "tokens" in roles[name]:
-            tokens = assign_tokens(graph, size)
-            solved[name], warnings = tokens.axis, (*warnings, *tokens.lines)
+        if name in tokens:
             continue
+        fixed: dict[int, int | None] = {}
         if dims is not None:
             fixed = {i: dim_of.get(name) for i, dim_of in enumerate(dims)}
         solved[name] = assign(
@@ -67,11 +69,19 @@ def shard_graph(
         )
         if granules is not None:
             solved[name] = solved[name].in_granules(size)
-        for v, dim in solved[name].made.items():
-            if dim is not None:
-                divisors = cuts.setdefault(v, {})
-                divisors[dim] = divisors.get(dim, 1) * size
+        _cut(cuts, solved[name], size)
+        _cut(others, solved[name], size)
+    for name, found in tokens.items():
+        solved[name], warnings = found.axis(others), (*warnings, *found.lines(others))
     return Sharded(graph, {name: solved[name] for name, _ in axes}, warnings)
+
+
+def _cut(cuts: dict[int, dict[int, int]], axis: AxisAssignment, size: int) -> None:
+    """Add the shards of an axis."""
+    for v, dim in axis.made.items():
+        if dim is not None:
+            divisors = cuts.setdefault(v, {})
+            divisors[dim] = divisors.get(dim, 1) * size
 
 
 def is_alike(one: Graph, other: Graph) -> bool:
