@@ -28,7 +28,15 @@ from support.zoo.row import BATCH, MICROBATCH, SEED, STEPS
 
 MOST = 1e-5  # relative error
 REFUSED_BESIDE_TENSOR = [name for names, _ in feature_pairs.REFUSED.values() for name in names]
-FORMS = {"2": {"data": 1, "sequence": 2}, "4": {"sequence": 4}, "2 x 2": {"data": 2, "sequence": 2}}
+FORMS = {
+    "2": {"data": 1, "sequence": 2},
+    "4": {"sequence": 4},
+    "2 x 2": {"data": 2, "sequence": 2},
+    "2 and tensor": {"sequence": 2, "tensor": 2},
+    "2 and fsdp": {"fsdp": 2, "sequence": 2},
+    "2, fsdp and tensor": {"fsdp": 2, "sequence": 2, "tensor": 2},
+}
+BESIDE = list(FORMS)[3:]
 FLOAT = 4
 
 
@@ -41,7 +49,12 @@ def planned(mesh, model=None, loss=weighted, data=TEXT, **options):
     num = math.prod(len(n) if isinstance(n, tuple) else n for n in mesh.values())
     make = model or (lambda: GPT(nnx.Rngs(0)))
     own = hxla.Job(make, data, loss, ROWS["gpt"].optimizer, batch_size=BATCH)
+    options = {"rules": rules_of(mesh)} | options
     return own.plan(devices(num), microbatch_size=MICROBATCH, mesh=mesh, **options), own
+
+
+def rules_of(mesh):
+    return "decoder" if {"tensor", "fsdp"} & set(mesh) else None
 
 
 def train(row, mesh, memory=None):
@@ -59,6 +72,7 @@ def train(row, mesh, memory=None):
         variables=row.variables,
         mixes_examples=row.by_microbatch,
         mesh=mesh,
+        rules=rules_of(mesh),
         config={"cluster": {"visible_devices": visible}, "memory": memory or {}},
     )
 
@@ -75,14 +89,15 @@ def as_plain(name, result):
     assert worst < MOST, path
 
 
-#: Each model on two or on four devices, and one in every form.
+#: Each model on two or on four devices and beside other axes, and one in every form.
 CASES = [
     *(f"gpt on {form}" for form in FORMS),
     *(f"{model} on {2 + 2 * (i % 2)}" for i, model in enumerate(ROWS) if model != "gpt"),
+    *(f"{model} on {BESIDE[i % 3]}" for i, model in enumerate(ROWS) if model != "gpt"),
 ]
 
 
-@pytest.mark.parametrize("name", rows(CASES, "gpt on 2 x 2"))
+@pytest.mark.parametrize("name", rows(CASES, "gpt on 2 x 2", "gpt on 2, fsdp and tensor"))
 def test_a_model_is_trained_as_plain_jax_does(name):
     model, _, form = name.partition(" on ")
     result = train(ROWS[model], FORMS[form])
@@ -91,8 +106,9 @@ def test_a_model_is_trained_as_plain_jax_does(name):
 
 
 @pytest.mark.slow
-def test_no_bit_depends_on_replicas_around_it():
-    found = [train(ROWS["dropout"], FORMS[form]) for form in ("2", "2 x 2")]
+@pytest.mark.parametrize("form", ["2", "2 and tensor"])
+def test_no_bit_depends_on_replicas_around_it(form):
+    found = [train(ROWS["dropout"], {"data": num} | FORMS[form]) for num in (1, 2)]
     assert len({(r.sha256, r.plan.numerics) for r in found}) == 1
 
 
@@ -108,16 +124,28 @@ def test_no_bit_depends_on_replicas_around_it():
     ids=str,
 )
 def test_memory_settings_go_with_it(memory):
-    as_plain("gpt", train(ROWS["gpt"], FORMS["2 x 2"], memory))
+    for form in ("2 x 2", "2 and tensor"):
+        as_plain("gpt", train(ROWS["gpt"], {"data": 2} | FORMS[form], memory))
 
 
-OTHERS = [name for name in feature_pairs.FEATURES if name not in feature_pairs.FORMS]
+OTHERS = [
+    f"{form}: {name}"
+    for form in ("alone", "beside tensor")
+    for name in feature_pairs.FEATURES
+    if name not in feature_pairs.FORMS
+]
+FEATURE_FORMS = {
+    "alone": {"plan": {"mesh": {"data": 4, "sequence": 2}}},
+    "beside tensor": {
+        "plan": {"mesh": {"data": 2, "sequence": 2, "tensor": 2}, "rules": "decoder"}
+    },
+}
 
 
-@pytest.mark.parametrize("name", rows(OTHERS, "zero 3", "2 executors"))
-def test_a_feature_goes_with_it_where_it_goes_with_tensor(name, monkeypatch):
-    form = {"plan": {"mesh": {"data": 4, "sequence": 2}}}
-    monkeypatch.setitem(feature_pairs.FEATURES, "sequence", form)
+@pytest.mark.parametrize("named", rows(OTHERS, "alone: 2 executors", "beside tensor: zero 3"))
+def test_a_feature_goes_with_it_where_it_goes_with_tensor(named, monkeypatch):
+    form, name = named.split(": ")
+    monkeypatch.setitem(feature_pairs.FEATURES, "sequence", FEATURE_FORMS[form])
     said = feature_pairs.refusal("sequence", name)
     assert bool(said) == (f"tensor + {name}" in REFUSED_BESIDE_TENSOR), said
 
@@ -142,6 +170,15 @@ def test_only_keys_and_values_are_gathered(num):
     assert all("s32" in str(c.arrays) for c in others)  # tokens, cut before and after a shift
 
 
+def test_heads_that_tensor_cuts_are_gathered_by_their_devices_only():
+    found = hxla.inspect(microbatch(FORMS["2 and tensor"], None, TEXT)).main
+    keys = FLOAT * MICROBATCH * LENGTH * WIDTH
+    gathered = sum(c.num_bytes * (c.runs or 1) for c in found.select("all-gather"))
+    assert gathered == pytest.approx(2 * 2 * keys / 2, rel=0.05)
+    others = [c for c in found.collectives if c.kind not in ("all-gather", "all-reduce")]
+    assert all("s32" in str(c.arrays) for c in others)
+
+
 @pytest.mark.slow
 def test_a_device_needs_its_share_of_the_memory():
     length = 1024
@@ -151,9 +188,10 @@ def test_a_device_needs_its_share_of_the_memory():
         program = microbatch(mesh, lambda: GPT(nnx.Rngs(0), length=length), tokens)
         return program.memory_analysis().temp_size_in_bytes
 
-    alone = temporary({"data": 1})
-    for num in (2, 4):
-        assert temporary({"sequence": num}) <= 1.1 * alone / num
+    for others in ({}, {"tensor": 2}):
+        alone = temporary({"data": 1} | others)
+        for num in (2, 4):
+            assert temporary({"sequence": num} | others) <= 1.1 * alone / num
 
 
 # -- decisions -------------------------------------------------------------------------------------
@@ -168,6 +206,8 @@ def test_the_plan_says_what_is_cut_and_sent():
     assert "sequence cuts the tokens (dimension 1 of float32[2,16]) into 2" in text
     assert f"a device receives {2 * 2 * keys // 2:,} bytes of keys and values" in text
     assert plan.prediction.sent_bytes > 2 * 2 * 2 * keys / 2  # forward and backward
+    beside, _ = planned(FORMS["2 and tensor"])
+    assert f"a device receives {2 * 2 * keys // 4:,} bytes of keys and values" in beside.explain()
 
 
 def test_the_plan_says_how_much_is_not_cut():
@@ -192,6 +232,9 @@ def test_how_tokens_are_cut_decides_bits():
     numerics = [planned(mesh)[0].numerics for mesh in meshes]
     assert len(set(numerics)) == 3
     assert planned({"data": 2, "sequence": 2})[0].numerics == numerics[1]
+    orders = ({"sequence": 2, "tensor": 2}, {"tensor": 2, "sequence": 2}, {"tensor": 2})
+    numerics = [planned(mesh)[0].numerics for mesh in orders]
+    assert len(set(numerics)) == 3
 
 
 def test_an_annotation_splits_tokens_as_a_mesh_does():
@@ -238,7 +281,7 @@ class Scores(nnx.Module):
 def test_queries_are_cut_wherever_they_stand():
     batch = {"tokens": TEXT["tokens"][:2]}
     graph = hxla.trace(Scores(nnx.Rngs(0)), next_token, batch)
-    found = assign_tokens(graph, 2).axis
+    found = assign_tokens(graph, 2).axis({})
     scores = [
         v
         for op in leaves(graph.ops)
@@ -261,8 +304,7 @@ def test_what_cannot_be_cut_along_tokens_is_refused(name):
     [
         ({"sequence": 3}, {}, r"16 tokens do not divide: pad them to 18"),
         ({"sequence": (2, 1)}, {}, r"cuts tokens evenly: .* \{'sequence': 2\}"),
-        ({"sequence": 2, "tensor": 2}, {"rules": "decoder"}, "does not cut them beside 'tensor'"),
-        ({"sequence": 2, "fsdp": 2}, {}, "does not cut them beside 'fsdp'"),
+        ({"sequence": 2, "tensor": (2, 1)}, {}, "one axis"),
         ({"stage": 2, "sequence": 2}, {}, "axes sequence would cut the batch inside a stage"),
     ],
     ids=str,
@@ -292,3 +334,6 @@ def test_a_split_of_parameters_disagrees():
 
     with pytest.raises(hxla.PlanError, match="splits parameters, and the mesh axis 'sequence'"):
         planned({"sequence": 2}, lambda: Split(nnx.Rngs(0)))
+    plan, _ = planned({"sequence": 2, "tensor": 2}, lambda: Split(nnx.Rngs(0)), rules=None)
+    assert [set(axis.roles) for axis in plan.axes] == [{"tokens"}, {"split"}]
+    assert plan.device_parameter_bytes < 0.7 * plan.parameter_bytes

@@ -9,7 +9,7 @@ from flax import nnx
 
 from support.zoo.row import BATCH, Row
 
-VOCABULARY, WIDTH, HEADS, LENGTH, SOURCE = 13, 8, 4, 16, 8
+VOCABULARY, WIDTH, HEADS, LENGTH, SOURCE = 14, 8, 4, 16, 8
 _RNG = np.random.default_rng(2)
 
 

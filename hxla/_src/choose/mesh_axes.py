@@ -319,7 +319,7 @@ def roles_of_mesh(graph: Graph, axes: Axes, *, by_rules: bool) -> Roles:
         elif by_rules:
             roles[name] = tuple("rules" for _ in kinds)
         elif "split" in kinds:
-            roles[name] = tuple(kinds)
+            roles[name] = tuple("replicate" if kind == "tokens" else kind for kind in kinds)
         else:
             raise PlanError(
                 f"the mesh has an axis {name!r}, but neither rules nor a hxla.split in the model "
@@ -330,20 +330,15 @@ def roles_of_mesh(graph: Graph, axes: Axes, *, by_rules: bool) -> Roles:
 
 
 def _check_tokens(graph: Graph, axes: Axes) -> None:
-    """Refuse an axis of tokens beside others, and annotations that disagree with it."""
+    """Refuse annotations that disagree with an axis of tokens."""
     sizes = {name: size for name, size in axes if size > 1}
-    if TOKEN_AXIS in sizes and len(sizes) > 1:
-        others = ", ".join(repr(name) for name in sizes if name != TOKEN_AXIS)
-        raise PlanError(
-            f"the mesh axis {TOKEN_AXIS!r} cuts tokens, and hxla does not cut them beside "
-            f"{others}: use {DATA_AXIS!r} for replicas around it, or leave one of the axes out"
-        )
     num = dict(axes).get(TOKEN_AXIS, 0)
     for task in graph.task_graphs:
-        if TOKEN_AXIS in sizes and task.strategy == "split":
+        if TOKEN_AXIS in sizes and task.strategy == "split" and not set(sizes) - set(BATCH_AXES):
             raise PlanError(
                 f"hxla.{task.label} at {task.source} splits parameters, and the mesh axis "
-                f"{TOKEN_AXIS!r} cuts tokens: leave one of the two out"
+                f"{TOKEN_AXIS!r} cuts tokens: add an axis {TENSOR_AXIS!r}, or leave one of the two "
+                "out"
             )
         if task.strategy == "tokens" and task.device_count not in ((None, num) if num else ()):
             raise PlanError(

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.errors import AnnotationError, PlanError
 from ..graph.factors import Factor, fits
@@ -12,11 +12,13 @@ from ..jax.jaxpr import scan_counts
 from .assignment_problem import ChoiceNode, Edge, Problem, State, all_reduce_bytes, cost, solve
 from .layout import Layout
 from .parts import PlannedStage, Role
-from .sharding import AxisAssignment, Sharded
+from .sharding import AxisAssignment, Cuts, Sharded
+
+if TYPE_CHECKING:
+    from .token_assignment import TokenAssignment
 
 Axes = tuple[tuple[str, int], ...]  # names and sizes
 Roles = Mapping[str, tuple[Role, ...]]
-Cuts = Mapping[int, Mapping[int, int]]  # value -> dimension -> number of shards over other axes
 
 # Replicated work costs time but no bytes. One byte sent is worth a thousand floating-point
 # operations (A100 datasheet: 312 Tflop/s in bf16, 300 GB/s each way over NVLink).
@@ -50,14 +52,14 @@ def shard_graph(
     known = like.axes if like is not None and is_alike(like.graph, graph) else {}
     cuts: dict[int, dict[int, int]] = {}
     solved: dict[str, AxisAssignment] = {}
+    tokens = _tokens(graph, axes, roles)
+    for name, found in tokens.items():
+        _cut(cuts, found.axis({}), dict(axes)[name])
+    others: dict[int, dict[int, int]] = {}
     for name, size in reversed(list(axes)):  # the innermost axis has the fastest links
-        fixed: dict[int, int | None] = {}
-        if "tokens" in roles[name]:
-            from .token_assignment import assign_tokens
-
-            tokens = assign_tokens(graph, size)
-            solved[name], warnings = tokens.axis, (*warnings, *tokens.lines)
+        if name in tokens:
             continue
+        fixed: dict[int, int | None] = {}
         if dims is not None:
             fixed = {i: dim_of.get(name) for i, dim_of in enumerate(dims)}
         solved[name] = assign(
@@ -71,10 +73,10 @@ def shard_graph(
         )
         if granules is not None:
             solved[name] = solved[name].in_granules(size)
-        for v, dim in solved[name].made.items():
-            if dim is not None:
-                divisors = cuts.setdefault(v, {})
-                divisors[dim] = divisors.get(dim, 1) * size
+        _cut(cuts, solved[name], size)
+        _cut(others, solved[name], size)
+    for name, found in tokens.items():
+        solved[name], warnings = found.axis(others), (*warnings, *found.lines(others))
     return Sharded(graph, {name: solved[name] for name, _ in axes}, warnings)
 
 
@@ -122,6 +124,26 @@ def sharded_stages(
 def _dims(layout: Layout) -> dict[str, int]:
     """The dimension of a parameter that each axis cuts."""
     return {name: dim for dim, names in enumerate(layout.spec) for name in names}
+
+
+def _tokens(
+    graph: Graph, axes: Sequence[tuple[str, int]], roles: Roles
+) -> dict[str, "TokenAssignment"]:
+    """The assignments of the axes that cut tokens; few plans have one."""
+    named = [(name, size) for name, size in axes if "tokens" in roles[name]]
+    if not named:
+        return {}
+    from .token_assignment import assign_tokens
+
+    return {name: assign_tokens(graph, size) for name, size in named}
+
+
+def _cut(cuts: dict[int, dict[int, int]], axis: AxisAssignment, size: int) -> None:
+    """Add the shards of an axis."""
+    for v, dim in axis.made.items():
+        if dim is not None:
+            divisors = cuts.setdefault(v, {})
+            divisors[dim] = divisors.get(dim, 1) * size
 
 
 def is_alike(one: Graph, other: Graph) -> bool:

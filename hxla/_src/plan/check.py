@@ -228,7 +228,7 @@ def _granule_faults(plan: Any, axis: Axis, num: int) -> Iterator[str]:
 
 
 def _token_faults(plan: Any) -> Iterator[str]:
-    others = [axis.name for axis in plan.axes if axis.size > 1 and axis.name != TOKEN_AXIS]
+    outer = [axis.name for axis in plan.axes if axis.size > 1 and axis.name in OUTER_AXES]
     for axis in plan.axes:
         if (axis.name == TOKEN_AXIS) != ("tokens" in axis.roles):
             yield f"axes.{axis.name}.roles: {TOKEN_AXIS!r} cuts 'tokens', and no other axis does"
@@ -238,8 +238,8 @@ def _token_faults(plan: Any) -> Iterator[str]:
             yield f"axes.{axis.name}.roles: it cuts the 'tokens' of all TaskGraphs"
         if axis.shares:
             yield f"axes.{axis.name}.shares: tokens are cut evenly, leave the shares out"
-        if others:
-            yield f"axes.{axis.name}: tokens are not cut beside {', '.join(others)}: leave one out"
+        if outer:
+            yield f"axes.{axis.name}: tokens are not cut inside stages, leave {outer[0]!r} out"
 
 
 def _parameter_faults(plan: Any) -> Iterator[str]:

@@ -29,6 +29,9 @@ from ..jax.partition_invariant import partition_invariant
 from .granule_products import GranuleProduct
 from .layout import piece_shape, to_spec
 
+#: For each value by dimension, into how many shards mesh axes cut it.
+Cuts = Mapping[int, Mapping[int, int]]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AxisAssignment:

@@ -14,8 +14,8 @@ References:
 """
 
 import collections
-import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,7 +26,7 @@ from ..graph.graph import Graph, Op, Value, leaves, origins
 from ..jax.fused_attention import FORWARD as FUSED
 from ..jax.jaxpr import scan_counts
 from .assignment_problem import State, all_gather_bytes, all_reduce_bytes, reshard_bytes
-from .sharding import AxisAssignment
+from .sharding import AxisAssignment, Cuts
 
 _PARAM, _BATCH = 1, 2  # what a value depends on
 _MOST_GATHERS = 4  # in words
@@ -46,31 +46,25 @@ _REMEDIES = {
 Place = tuple[int, int]  # a value and one of its dimensions
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenAssignment:
-    """What the axis cuts and sends.
-
-    Attributes:
-        lines: For the plan.
-    """
-
-    axis: AxisAssignment
-    lines: tuple[str, ...]
-
-
-def assign_tokens(graph: Graph, num_devices: int) -> TokenAssignment:
+def assign_tokens(graph: Graph, num_devices: int) -> "TokenAssignment":
     """Cut the tokens of a graph evenly over the devices of one mesh axis.
 
     Raises:
         PlanError: If no dimension is one of tokens, their number does not divide, or an operation
             reads tokens in a way that cannot be cut.
     """
-    assigner = _Assigner(graph, num_devices)
-    assigner.run()
-    return assigner.result()
+    found = TokenAssignment(graph, num_devices)
+    found.solve()
+    return found
 
 
-class _Assigner:
+class TokenAssignment:
+    """What the axis cuts and sends.
+
+    Args:
+        num_devices: The size of the axis.
+    """
+
     def __init__(self, graph: Graph, num_devices: int):
         self._graph, self._n = graph, num_devices
         self._values: Sequence[Value] = graph.values
@@ -83,7 +77,8 @@ class _Assigner:
         self._factors: dict[int, Factor | None] = {}
         self._faults: dict[str, None] = {}
 
-    def run(self) -> None:
+    def solve(self) -> None:
+        """Choose the dimensions."""
         if self._n > 1:
             self._tokens.check_known()
         while True:
@@ -104,18 +99,21 @@ class _Assigner:
         self._tokens.check_sizes(self._n)
         self._cut_data()
 
-    def result(self) -> TokenAssignment:
+    def axis(self, others: Cuts) -> AxisAssignment:
+        """The dimensions, and the bytes sent.
+
+        Args:
+            others: Shards over the other axes, which make arrays smaller.
+        """
         equations = list(self._equations())
-        regathers = frozenset(op.outputs[0] for op in equations if self._has_gathers(op))
-        axis = AxisAssignment(
+        return AxisAssignment(
             num_devices=self._n,
             made=self._made,
             wanted=self._wanted,
             factors={v: None if f is None else f.name for v, f in self._factors.items()},
-            sent_bytes=sum(map(self._sent_bytes, equations)),
-            regathers=regathers,
+            sent_bytes=sum(self._sent_bytes(op, others) for op in equations),
+            regathers=frozenset(op.outputs[0] for op in equations if self._has_gathers(op)),
         )
-        return TokenAssignment(axis=axis, lines=self._lines() if self._n > 1 else ())
 
     def _equations(self) -> Iterator[Op]:
         return (
@@ -248,33 +246,41 @@ class _Assigner:
         remedy = _REMEDIES.get(op.name)
         self._faults[f"{where} {why}" + (f": {remedy}" if remedy else "")] = None
 
-    def _sent_bytes(self, op: Op) -> float:
+    def _num_bytes(self, v: int, others: Cuts) -> float:
+        return self._values[v].num_bytes / math.prod(others.get(v, {}).values())
+
+    def _sent_bytes(self, op: Op, others: Cuts) -> float:
         """The bytes that each device sends for an equation, forward and backward."""
         first, total = op.outputs[0], 0.0
         factor, gathered = self._factors[first], set(self._gathered(op))
         for v, wanted in zip(op.inputs, self._wanted[first], strict=True):
             if not isinstance(v, int):
                 continue
-            known, made = self._values[v], self._made.get(v)
-            total += reshard_bytes(
-                made, wanted, known.num_bytes, self._n, differentiable=known.differentiable
-            )
+            has_gradient, made = self._values[v].differentiable, self._made.get(v)
+            size = self._num_bytes(v, others)
+            total += reshard_bytes(made, wanted, size, self._n, differentiable=has_gradient)
             if v in gathered:
-                total += all_gather_bytes(known.num_bytes, self._n)
-            if factor is not None and wanted is None and known.differentiable:
-                total += all_reduce_bytes(known.num_bytes, self._n)
+                total += all_gather_bytes(size, self._n)
+            if factor is not None and wanted is None and has_gradient:
+                total += all_reduce_bytes(size, self._n)
         if factor is not None and factor.partial:
             whole = [v for v, dim in zip(op.outputs, factor.results, strict=True) if dim is None]
-            total += sum(all_reduce_bytes(self._values[v].num_bytes, self._n) for v in whole)
+            total += sum(all_reduce_bytes(self._num_bytes(v, others), self._n) for v in whole)
         return total * op.times
 
-    def _lines(self) -> tuple[str, ...]:
+    def lines(self, others: Cuts) -> tuple[str, ...]:
+        """What is cut and gathered, for the plan.
+
+        Args:
+            others: As of `axis`.
+        """
+        if self._n == 1:
+            return ()
         sent: dict[str, float] = collections.defaultdict(float)
         for op in self._equations():
             for v in self._gathered(op):
                 where = f"{self._values[v]} for {op.name} ({op.source})"
-                num_bytes = self._values[v].num_bytes * op.times
-                sent[where] += all_gather_bytes(num_bytes, self._n)
+                sent[where] += all_gather_bytes(self._num_bytes(v, others) * op.times, self._n)
         total = sum(sent.values())
         what = (
             f"receives {total:,.0f} bytes of keys and values forward, and as many backward unless "
