@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import hxla
-from support import feature_pairs, zoo
+from support import families, feature_pairs, zoo
 from support.inside.graph import leaves
 from support.inside.plan import assign_tokens
 from support.tiers import rows
@@ -54,6 +54,8 @@ def planned(mesh, model=None, loss=weighted, data=TEXT, **options):
 
 
 def rules_of(mesh):
+    if "expert" in mesh:
+        return "moe"
     return "decoder" if {"tensor", "fsdp"} & set(mesh) else None
 
 
@@ -103,6 +105,23 @@ def test_a_model_is_trained_as_plain_jax_does(name):
     result = train(ROWS[model], FORMS[form])
     assert result.plan.axis_sizes["sequence"] > 1
     as_plain(model, result)
+
+
+@pytest.mark.slow
+def test_experts_of_devices_that_share_tokens_are_trained_as_plain_jax_does():
+    text = {"text": np.random.default_rng(0).integers(0, 256, (2 * BATCH, LENGTH + 1))}
+    row = zoo.Row(
+        make=lambda: families.experts()[0],
+        loss=families.token_loss,
+        data={"text": text["text"].astype(np.int32)},
+        optimizer=ROWS["gpt"].optimizer,
+    )
+    result = train(row, {"sequence": 2, "expert": 2})
+    values, state = zoo.plain(row)
+    assert result.plan.device_parameter_bytes < result.plan.parameter_bytes
+    np.testing.assert_allclose([s.loss for s in result.history.steps], values, rtol=MOST)
+    worst, path = zoo.error(result.state, state, row.floor)
+    assert worst < MOST, path
 
 
 @pytest.mark.slow
