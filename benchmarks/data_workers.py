@@ -87,7 +87,7 @@ def num_children(pid):
             except OSError:
                 continue
             parents[int(folder.name)] = int(stat[1])
-            if b"spawn_main" in command or b"_data_worker" in command:
+            if b"spawn_main" in command or b"hxla._src.data.worker" in command:
                 makes.add(int(folder.name))
 
     def is_below(child):

@@ -88,7 +88,7 @@ def work(steps):
     [found["main"]] = [
         cumulative
         for (file, _, name), (_, _, _, cumulative, _) in profiled
-        if file.endswith("_session_member.py") and name == "updating"
+        if file.endswith("session/member.py") and name == "updating"
     ]
     print("RESULT", json.dumps(found | {"rank": jax.process_index()}), flush=True)
 
