@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+import hxla
+from support.inside.job import agree
 from support.launched import end_of, slurm_tasks
 from support.tiers import rows
 
@@ -200,3 +202,18 @@ def test_processes_that_agree_train_to_the_same_bits(told):
     [(sha256, loss), other] = told("nothing").values()
     assert sha256
     assert [sha256, loss] == other
+
+
+def test_of_programs_that_differ_the_unlike_lines_are_told_side_by_side():
+    """A line more renumbers all that follow, and they still count as alike."""
+    one = "%0 = sine %x\n%1 = multiply %0, 2.0\n%2 = add %1, %x"
+    two = "%0 = cosine %y\n%1 = sine %x\n%2 = multiply %1, 3.0\n%3 = add %2, %x"
+    texts = [json.dumps({"update program": text}) for text in (one, two, one)]
+    with pytest.raises(hxla.LaunchError) as error:
+        agree("programs", {"update program": one}, lambda what, text: tuple(texts))
+    said = str(error.value).splitlines()[1:-1]
+    assert said == [
+        "  update program: ranks 0, 2 and rank 1 have different ones",
+        "    nothing on ranks 0, 2; cosine on rank 1",
+        "    multiply , 2.0 on ranks 0, 2; multiply , 3.0 on rank 1",
+    ]
