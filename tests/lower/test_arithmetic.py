@@ -61,6 +61,7 @@ def programs(case, devices, reduction="exact"):
     plan = job.plan(microbatch_size=2, mesh=mesh, counts="even", reduction=reduction)
     with job.open(plan, mesh=mesh) as session:
         found = session._programs
+        found.compile_each()  # a step of one device is one program
         runners = [text(runner._programs.of(0)["loss"]) for runner in found.runners]
         updates = [text(own.compiled[-1]) for own in found._updates.each]
     return list(zip(runners, updates, strict=True))
