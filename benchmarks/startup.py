@@ -10,9 +10,10 @@ imported and the model is made until the loss of the first step is known: tracin
 compilation, the first state, warming up, a step.
 
 `seconds` are those of the clock, `cpu_seconds` those of all threads of the process: on a machine
-that does other work besides they are the steadier ones. `silence_seconds` is the longest time
-without a line on standard output. Writes benchmarks/results/startup.json, with
-`--leaves` benchmarks/results/startup_leaves.json.
+that does other work besides they are the steadier ones. `import_cpu_seconds` are spent before, on
+hxla's modules, which `import hxla` leaves to the first use. `silence_seconds` is the longest time
+without a line on standard output. Writes benchmarks/results/startup.json, with `--leaves`
+benchmarks/results/startup_leaves.json.
 """
 
 import os
@@ -110,12 +111,17 @@ def child(name: str, leaves: int) -> None:
     jax.config.update("jax_num_cpu_devices", COUNTS.get(name, 1))
     model, data, loss_of = subject(leaves)
     jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
+    cpu = time.process_time()
+    if name != PLAIN:
+        _ = hxla.Job, hxla.Session
+    import_cpu_seconds = time.process_time() - cpu
     print(BEGIN, flush=True)
     began, cpu = time.perf_counter(), time.process_time()
     loss = (by_hand if name == PLAIN else ours)(model, data, loss_of)
     told = {
         "seconds": time.perf_counter() - began,
         "cpu_seconds": time.process_time() - cpu,
+        "import_cpu_seconds": import_cpu_seconds,
         "loss": loss,
     }
     print(END + json.dumps(told), flush=True)
@@ -169,7 +175,7 @@ def main() -> None:
     rows = {
         name: {
             what: round(statistics.median(each(name, what)), 2)
-            for what in ("seconds", "cpu_seconds", "silence_seconds")
+            for what in ("seconds", "cpu_seconds", "import_cpu_seconds", "silence_seconds")
         }
         for name in taken
     }

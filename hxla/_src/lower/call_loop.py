@@ -102,7 +102,8 @@ class CallPrograms(NamedTuple):
                 return (sums, tick), d_inputs
 
             carried = sums, np.float32(0)
-            (sums, tick), d_inputs = each(run, where, batch, carried, inputs)
+            like: Any = None if inputs else []
+            (sums, tick), d_inputs = each(run, where, batch, carried, inputs, like)
             return sums, tick, d_inputs
 
         def hxla_last_gradients(
@@ -150,8 +151,13 @@ def _each(
     batch: Sequence[Any],
     carried: Any,
     rows: Any,
+    like: Any = None,
 ) -> tuple[Any, Any]:
-    """The last `carried`, and the rows that microbatches made; those of no microbatch are zeros."""
+    """The last `carried`, and the rows that microbatches made; those of no microbatch are zeros.
+
+    Args:
+        like: Shapes of what a microbatch makes; None: it is traced once more to know them.
+    """
     if per_call == 1:
         return run(where, batch, carried, rows)
     step, first, keep, num = where[0], where[1], where[2], where[3]
@@ -170,7 +176,8 @@ def _each(
         put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
         return carried, jax.tree.map(put, both[1], new)
 
-    _, like = jax.eval_shape(at, jnp.int32(0), carried)
+    if like is None:
+        _, like = jax.eval_shape(at, jnp.int32(0), carried)
     made = jax.tree.map(lambda x: jnp.zeros((per_call, *x.shape), x.dtype), like)
     both: tuple[Any, Any] = jax.lax.fori_loop(0, num, body, (carried, made))
     return both

@@ -245,7 +245,8 @@ def put_digits(digits: list[jax.Array], x: jax.Array, shift: int) -> None:
 def as_float(digits: Sequence[jax.Array], unit: jax.Array) -> jax.Array:
     """Integers as float32, rounded to float64 and from that to float32, as `np.float32` does.
 
-    It is one chain of element-wise operations, which compilers make one kernel.
+    It is one chain of element-wise operations, which compilers make one kernel. It ends with a
+    sum, or they would repeat it in each kernel that reads its result: it is 250 operations long.
 
     Args:
         digits: `NUM_DIGITS` arrays of int32, the lowest digits first, of any sign and below 2**30;
@@ -283,7 +284,9 @@ def as_float(digits: Sequence[jax.Array], unit: jax.Array) -> jax.Array:
     normal = jnp.where(exponent > 127, _INFINITE, ((exponent + 126) << 23) + whole)
     bits = jnp.where(lost > 0, whole, jnp.minimum(normal, _INFINITE))
     bits |= jnp.where(is_negative, jnp.int32(-(2**31)), 0)
-    return jax.lax.bitcast_convert_type(jnp.where(window[0] == 0, 0, bits), jnp.float32)
+    is_first = jax.lax.broadcasted_iota(jnp.int32, (2, *bits.shape), 0) == 0
+    bits = jnp.where(is_first & (window[0] != 0), bits, 0).sum(0)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _carried(digits: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:

@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..core.types import PyTree
 from ..graph.graph import Graph
 from ..plan.plan import Plan
 from .chain_runner import ChainRunner
-from .compile import compile_all, extra_bytes, loop_options
+from .compile import compile_all, extra_bytes, loop_options, update_waits
 from .contribution import DeviceSums
 from .decisions import Decisions
 from .determinism import calls_host
@@ -143,7 +144,9 @@ class StepProgram:
         return [params[k] for k in self._trained], [params[k] for k in self._others]
 
     def _traced(self) -> Any:
-        micro, reduce, update = self._runner.traced, self._reducer.traced(), self._update.traced()
+        micro, update = self._runner.traced, self._update.traced()
+        decide, totals = self._reducer.traced()
+        has_branches = update_waits(self._replica.devices[0].platform)
 
         def hxla_step(
             params: list[jax.Array],
@@ -162,17 +165,29 @@ class StepProgram:
             every = dict(zip(places, (*params, *frozen_params), strict=True))
             read = [every[k] for k in range(len(every))]
             sums = micro(read, aux, sums, scales[0], where, batch)
-            decisions, words, totals = _apart(reduce(_apart(sums), scales))
-            given = UpdateInputs(
-                totals,
-                words,
-                decisions.exponents_T,
-                decisions.weight,
-                decisions.value,
-                decisions.is_accepted & counts,
-                rows=rows,
-            )
-            return *update(params, opt_state, aux, given, place), sums, decisions
+            summed = _apart(sums)
+            decisions, words = _apart(decide(summed, scales))
+            counts &= decisions.is_accepted
+
+            def updated(is_accepted: jax.Array | None = None) -> Any:
+                given = UpdateInputs(
+                    _apart(totals(summed)),
+                    words,
+                    decisions.exponents_T,
+                    decisions.weight,
+                    decisions.value,
+                    is_accepted,
+                    rows=rows,
+                )
+                return update(params, opt_state, aux, given, place)
+
+            def same() -> Any:
+                return params, opt_state, aux, jnp.zeros(self._update.num_sums, jnp.float32)
+
+            # With a branch XLA copies no state, and fuses no decision into each tensor's kernels.
+            # Elsewhere the host would wait for it.
+            after = jax.lax.cond(counts, updated, same) if has_branches else updated(counts)
+            return *after, sums, decisions
 
         return hxla_step
 

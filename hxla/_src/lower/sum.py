@@ -412,27 +412,26 @@ class Reducer:
             decisions=tuple(Decisions._make([*(x[i] for x in each), told]) for i in num),
         )
 
-    def traced(self) -> Callable[[DeviceSums, Sequence[jax.Array]], Any]:
+    def traced(self) -> tuple[Callable[..., Any], Callable[..., list[jax.Array]]]:
         """What `reduce` computes on one device, which is alone.
 
         Returns:
-            `(sums, scales) -> (decisions, words, totals)`.
+            `(sums, scales) -> (decisions, words)` and `sums -> totals`.
         """
         programs = [self._build(k).__wrapped__ for k in range(self.layout.num_buckets)]
 
-        def run(sums: DeviceSums, scales: Sequence[jax.Array]) -> Any:
+        def decide(sums: DeviceSums, scales: Sequence[jax.Array]) -> Any:
             stats = jnp.zeros(self.layout.small_shapes[0], jnp.int32)
-            small: Any = [sums.peaks_T, *scales], [stats, sums.small_MS, *sums.words]
-            first: Any = ()
-            totals: list[jax.Array] = []
-            for k, program in enumerate(programs):
-                values = [sums.values[p] for p in self.layout.bucket_packs[k]]
-                *others, new = program(*(small if k == 0 else ([], [])), values, [])
-                first = first or others
-                totals += new
-            return *first, totals
+            small = [sums.peaks_T, *scales], [stats, sums.small_MS, *sums.words]
+            decisions, words, _ = programs[0](*small, [], [])
+            return decisions, words
 
-        return run
+        def totals(sums: DeviceSums) -> list[jax.Array]:
+            each = [[sums.values[p] for p in packs] for packs in self.layout.bucket_packs]
+            pairs = zip(programs, each, strict=True)
+            return [x for program, values in pairs for x in program([], [], values, [])[2]]
+
+        return decide, totals
 
     def told(self, decisions: Decisions) -> Told:
         """What the host learns of a reduction; waits for it."""

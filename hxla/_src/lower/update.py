@@ -32,7 +32,7 @@ from .replica import Replica
 from .state_sums import changed, decided
 from .units import Group, ShardedUpdate, Unit, UnitsPart
 
-_FEWEST_ROWS = 16  # of a table; fewer slices compile as fast
+_FEWEST_ROWS = 2  # of a table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -117,6 +117,11 @@ class ReplicaUpdate:
         num = len(self.groups.groups) + 1
         return (*["a sum in the update"] * self._sums.num, *["the update"] * num)
 
+    @property
+    def num_sums(self) -> int:
+        """The number of the update's sums over whole arrays."""
+        return len(self._ownership.update.sums)
+
     def placed(self, inputs: UpdateInputs, sums: Any = None) -> UpdateInputs:
         """The inputs with the replica's first granule and the sums over whole arrays."""
         return inputs._replace(where=self.place, sums=sums)
@@ -187,7 +192,6 @@ class ReplicaUpdate:
         """The program of the last group, which makes the sums over whole arrays or reads them."""
         spec, ownership = self._spec, self._ownership
         num, floats = ownership.num_params, spec.tensors.floats
-        num_sums = len(ownership.update.sums)
         dtype = gathered_dtype(spec.tensors.params)
 
         def hxla_update(
@@ -201,7 +205,7 @@ class ReplicaUpdate:
             sums = None
             if has_sums:
                 read = params, opt_state, opt_common
-                sums, given = _with_sums(self._whole_sums, num_sums, read, given)
+                sums, given = _with_sums(self._whole_sums, self.num_sums, read, given)
             arrays = GroupArrays(self.groups.last, params, opt_state, opt_common, given)
             new, opt_state, opt_common = self._arithmetic.updated(arrays)
             sent: Any = new
@@ -276,7 +280,7 @@ class ReplicaUpdate:
             params: Shapes and shardings of the trained parameters.
         """
         leaves = jax.tree.leaves(opt_state)
-        shapes = [((2,), np.int32), ((len(self._ownership.update.sums),), np.float32)]
+        shapes = [((2,), np.int32), ((self.num_sums,), np.float32)]
         where, sums = (self._replica.like(jax.ShapeDtypeStruct(*x)) for x in shapes)
         inputs = inputs._replace(where=where, sums=sums)
         common, without_words = [leaves[k] for k in self._common], inputs._replace(words=[])
