@@ -25,11 +25,12 @@ from ..graph.graph import Graph
 from ..graph.parts import ChainPart, graph_of, stacked_dims, uncut_scans
 from ..graph.segments import cut_points, segments, segments_at, task_points
 from ..jax.jaxpr import scan_counts, source_of
-from ..plan.axis_assignment import Axes, shard_graph, shard_stage
+from ..plan.axis_assignment import Axes, shard_graph
 from ..plan.layout import Layout, dtype_name, from_spec
-from ..plan.parts import STAGE_AXES, Axis, PlannedPipeline, PlannedSegment, PlannedStage, Role
+from ..plan.parts import Axis, PlannedPipeline, PlannedSegment, PlannedStage, Role
 from ..plan.rules import RuleSet
 from ..plan.sharding import Sharded
+from ..plan.unlike_stages import STAGE_AXES, shard_stage
 from ..profile.segment_times import layer_sizes
 from ..schedule.schedules import needs_even_counts
 from .mesh_axes import VirtualDevices, resolve_rules

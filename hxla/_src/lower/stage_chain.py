@@ -3,7 +3,7 @@
 A stage is one part of a chain, with the programs of a chain over its devices. Between stages the
 values that cross take a route, and so do the gradients that come back: the processes of both stages
 call it, in the order of the schedule. Before the microbatches the parameters go from all devices of
-the replica to their stages, and after them the sums go back.
+the replica to their stages, and after them the sums go back; see `plan.unlike_stages`.
 
 Legend of shape suffixes: M microbatches of a step, S sums of a microbatch, T float tensors.
 """

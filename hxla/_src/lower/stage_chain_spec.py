@@ -9,10 +9,10 @@ from jax.sharding import PartitionSpec as P
 from ..graph.graph import Graph
 from ..graph.parts import graph_at
 from ..model.loss import num_columns
-from ..plan.axis_assignment import sharded_stages
 from ..plan.check import schedule_of
 from ..plan.layout import check_layers_whole, to_spec
 from ..plan.plan import Plan
+from ..plan.unlike_stages import sharded_stages
 from ..schedule.schedules import Schedule
 from .chain_spec import ChainSpec, direct_parts
 from .contribution import Contribution, Tensors, num_terms

@@ -1,17 +1,14 @@
 """The dimension of every array that each mesh axis inside a replica cuts, by the solver."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import AnnotationError, PlanError
 from ..graph.factors import Factor, fits
-from ..graph.graph import Graph, Op, Value, is_unit, leaves, params_of
-from ..graph.parts import ChainPart
+from ..graph.graph import Graph, Op, Value, is_unit, leaves
 from ..jax.jaxpr import scan_counts
 from .assignment_problem import ChoiceNode, Edge, Problem, State, all_reduce_bytes, cost, solve
-from .layout import Layout
-from .parts import PlannedStage, Role
+from .parts import Role
 from .sharding import AxisAssignment, Cuts, Sharded
 
 if TYPE_CHECKING:
@@ -78,52 +75,6 @@ def shard_graph(
     for name, found in tokens.items():
         solved[name], warnings = found.axis(others), (*warnings, *found.lines(others))
     return Sharded(graph, {name: solved[name] for name, _ in axes}, warnings)
-
-
-def shard_stage(
-    graph: Graph,
-    part: ChainPart,
-    axes: Axes,
-    roles: Roles,
-    dims: Sequence[Mapping[str, int]] | None,
-) -> Sharded:
-    """The equations of a stage sharded over its axes; values of other stages arrive whole.
-
-    Args:
-        graph: In the order in which it is cut.
-        dims: For each parameter the dimension that each axis cuts; None: the least communication.
-    """
-    alone = dataclasses.replace(
-        graph, ops=part.segment.ops, batch_values=(*graph.batch_values, *part.inputs)
-    )
-    of_entries = None if dims is None else [dims[p] for p in params_of(graph)]
-    solved = shard_graph(alone, axes, roles, of_entries)
-    return Sharded(graph, solved.axes)
-
-
-def sharded_stages(
-    graph: Graph,
-    parts: Sequence[ChainPart],
-    stages: Sequence[PlannedStage],
-    parameters: Sequence[Layout],
-) -> list[Sharded]:
-    """The graph sharded as each stage of a plan says.
-
-    Args:
-        parameters: The layouts of all parameters, in the order of the model.
-    """
-    out = []
-    for part, stage in zip(parts, stages, strict=True):
-        inside = {layout.name: _dims(layout) for layout in stage.parameters}
-        dims = [inside.get(parameter.name, {}) for parameter in parameters]
-        axes = tuple((axis.name, axis.size) for axis in stage.axes)
-        out.append(shard_stage(graph, part, axes, {a.name: a.roles for a in stage.axes}, dims))
-    return out
-
-
-def _dims(layout: Layout) -> dict[str, int]:
-    """The dimension of a parameter that each axis cuts."""
-    return {name: dim for dim, names in enumerate(layout.spec) for name in names}
 
 
 def _tokens(

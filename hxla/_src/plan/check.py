@@ -25,7 +25,8 @@ from ..schedule.segment_sequence import (
     sequence_from_texts,
 )
 from .layout import Layout
-from .parts import STAGE_AXES, Axis, Placement, PlannedChain, PlannedPipeline, PlannedStage
+from .parts import Axis, Placement, PlannedChain, PlannedPipeline
+from .unlike_stages import unlike_stage_faults
 
 
 def schedule_of(schedule: Any, num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
@@ -60,7 +61,7 @@ def faults(plan: Any) -> Iterator[str]:
     if plan.pipeline is not None:
         yield from _pipeline_faults(plan, plan.pipeline)
         if plan.unlike_stages:
-            yield from _unlike_stage_faults(plan, plan.pipeline)
+            yield from unlike_stage_faults(plan, plan.pipeline)
     if plan.chain is not None:
         yield from _chain_faults(plan, plan.chain)
     yield from _stash_faults(plan)
@@ -574,94 +575,3 @@ def _drop(tree: Any, path: Sequence[int | str]) -> None:
         return  # a parent was dropped already, or has another type
     if path and isinstance(tree, dict):
         tree.pop(path[-1], None)
-
-
-def _unlike_stage_faults(plan: Any, pipeline: PlannedPipeline) -> Iterator[str]:
-    """Faults of a plan with unlike stages: `key: fault, remedy`.
-
-    Between steps the state of such a replica is sharded over all of its devices, along the axis
-    `device`. So the optimizer, checkpoints and evaluations know nothing of its stages.
-    """
-    stages = plan.unlike_stages
-    total = sum(stage.num_devices for stage in stages)
-    if [(axis.name, axis.size) for axis in plan.axes] != [(DEVICE_AXIS, total)]:
-        yield (
-            f"axes: unlike stages have {total} devices, and the state is sharded "
-            f"over the one axis {DEVICE_AXIS!r} of this size: give it alone"
-        )
-    known = {p.name: p for p in plan.parameters}
-    for s, stage in enumerate(stages):
-        yield from _stage_axis_faults(f"pipeline.stages.{s}", stage)
-        for layout in stage.parameters:
-            yield from _stage_layout_faults(f"pipeline.stages.{s}", stage, layout, known)
-        names = Counter(layout.name for layout in stage.parameters)
-        for name in (name for name, times in names.items() if times > 1):
-            yield f"pipeline.stages.{s}.parameters: {name!r} is listed twice"
-    for key, value, allowed in (
-        ("pipeline.num_chunks", pipeline.num_chunks, 1),
-        ("placement.zero", plan.placement.zero, 0),
-        ("sums.kind", plan.sums.kind, "exact"),
-        ("precision.loss_scale", plan.precision.loss_scale, None),
-    ):
-        if value != allowed:
-            yield (
-                f"{key}: unlike stages do not run with {value!r} yet: use "
-                f"{allowed!r}, or stages of one form"
-            )
-    if plan.precision.products == "float8":
-        yield (
-            "precision.products: unlike stages do not run with 'float8' yet: use "
-            "another, or stages of one form"
-        )
-    if pipeline.has_weight:
-        yield (
-            "pipeline.schedule: unlike stages have no separate weight gradients "
-            "yet: use '1f1b' or 'gpipe', or stages of one form"
-        )
-
-
-def _stage_axis_faults(key: str, stage: PlannedStage) -> Iterator[str]:
-    for name, times in Counter(axis.name for axis in stage.axes).items():
-        if times > 1:
-            yield f"{key}.axes: {name!r} is listed twice"
-        if name not in STAGE_AXES:
-            yield f"{key}.axes: a stage has no axis {name!r}, use {' or '.join(STAGE_AXES)}"
-    for axis in stage.axes:
-        if axis.shares:
-            yield (
-                f"{key}.axes.{axis.name}.shares: shards inside a stage are alike, leave the "
-                "shares out"
-            )
-    if len({len(axis.roles) for axis in stage.axes}) > 1:
-        yield f"{key}.axes: `roles` must have one entry for each TaskGraph"
-
-
-def _stage_layout_faults(
-    key: str, stage: PlannedStage, layout: Layout, known: Mapping[str, Layout]
-) -> Iterator[str]:
-    key, sizes = f"{key}.parameters.{layout.name}", stage.axis_sizes
-    whole = known.get(layout.name)
-    if whole is None:
-        yield f"{key}: there is no such parameter"
-        return
-    if (layout.shape, layout.dtype) != (whole.shape, whole.dtype):
-        yield (
-            f"{key}: {layout.dtype}{list(layout.shape)} here, {whole.dtype}{list(whole.shape)} in "
-            "`parameters`"
-        )
-        return
-    if layout.sizes:
-        yield f"{key}.sizes: shards inside a stage are alike, leave the sizes out"
-    if len(layout.spec) != len(layout.shape):
-        yield f"{key}.spec: {len(layout.spec)} entries for {len(layout.shape)} dimensions"
-        return
-    used = Counter(axis for names in layout.spec for axis in names)
-    for axis, times in used.items():
-        if axis not in sizes or axis in (DATA_AXIS, STAGE_AXIS):
-            yield f"{key}.spec: no axis {axis!r} cuts parameters inside this stage"
-        elif times > 1:
-            yield f"{key}.spec: {axis!r} cuts it twice"
-    for d, (size, names) in enumerate(zip(layout.shape, layout.spec, strict=True)):
-        num = math.prod(sizes.get(name, 1) for name in names)
-        if size % num:
-            yield f"{key}.spec: dimension {d} of size {size} does not divide into {num}"

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from ..core.files import shown
-from ..core.types import DATA_AXIS, TENSOR_AXIS
 from ..core.version import __version__
 from ..jax.settings import bit_settings, jax_versions, processor
 from ..schedule.schedules import needs_even_counts
@@ -147,10 +146,6 @@ class PlannedSegment(ChainSegment):
 
     part: pydantic.NonNegativeInt
     keep: Literal["residuals", "inputs"] = "residuals"
-
-
-#: The axes that a stage may have.
-STAGE_AXES = (DATA_AXIS, TENSOR_AXIS)
 
 
 class PlannedStage(PlanValue):

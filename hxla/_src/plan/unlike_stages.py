@@ -1,0 +1,155 @@
+"""Unlike stages: how each is sharded, and what a plan of them lacks.
+
+Between steps the state of such a replica is sharded over all of its devices, along the axis
+`device`. So the optimizer, checkpoints and evaluations know nothing of its stages.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..core.types import DATA_AXIS, DEVICE_AXIS, STAGE_AXIS, TENSOR_AXIS
+from ..graph.graph import Graph, params_of
+from ..graph.parts import ChainPart
+from .axis_assignment import Axes, Roles, shard_graph
+from .layout import Layout
+from .parts import PlannedPipeline, PlannedStage
+from .sharding import Sharded
+
+#: The axes that a stage may have.
+STAGE_AXES = (DATA_AXIS, TENSOR_AXIS)
+
+
+def shard_stage(
+    graph: Graph,
+    part: ChainPart,
+    axes: Axes,
+    roles: Roles,
+    dims: Sequence[Mapping[str, int]] | None,
+) -> Sharded:
+    """The equations of a stage sharded over its axes; values of other stages arrive whole.
+
+    Args:
+        graph: In the order in which it is cut.
+        dims: For each parameter the dimension that each axis cuts; None: the least communication.
+    """
+    alone = dataclasses.replace(
+        graph, ops=part.segment.ops, batch_values=(*graph.batch_values, *part.inputs)
+    )
+    of_entries = None if dims is None else [dims[p] for p in params_of(graph)]
+    solved = shard_graph(alone, axes, roles, of_entries)
+    return Sharded(graph, solved.axes)
+
+
+def sharded_stages(
+    graph: Graph,
+    parts: Sequence[ChainPart],
+    stages: Sequence[PlannedStage],
+    parameters: Sequence[Layout],
+) -> list[Sharded]:
+    """The graph sharded as each stage of a plan says.
+
+    Args:
+        parameters: The layouts of all parameters, in the order of the model.
+    """
+    out = []
+    for part, stage in zip(parts, stages, strict=True):
+        inside = {layout.name: _dims(layout) for layout in stage.parameters}
+        dims = [inside.get(parameter.name, {}) for parameter in parameters]
+        axes = tuple((axis.name, axis.size) for axis in stage.axes)
+        out.append(shard_stage(graph, part, axes, {a.name: a.roles for a in stage.axes}, dims))
+    return out
+
+
+def _dims(layout: Layout) -> dict[str, int]:
+    """The dimension of a parameter that each axis cuts."""
+    return {name: dim for dim, names in enumerate(layout.spec) for name in names}
+
+
+def unlike_stage_faults(plan: Any, pipeline: PlannedPipeline) -> Iterator[str]:
+    """Faults of a plan with unlike stages: `key: fault, remedy`."""
+    stages = plan.unlike_stages
+    total = sum(stage.num_devices for stage in stages)
+    if [(axis.name, axis.size) for axis in plan.axes] != [(DEVICE_AXIS, total)]:
+        yield (
+            f"axes: unlike stages have {total} devices, and the state is sharded "
+            f"over the one axis {DEVICE_AXIS!r} of this size: give it alone"
+        )
+    known = {p.name: p for p in plan.parameters}
+    for s, stage in enumerate(stages):
+        yield from _axis_faults(f"pipeline.stages.{s}", stage)
+        for layout in stage.parameters:
+            yield from _layout_faults(f"pipeline.stages.{s}", stage, layout, known)
+        names = Counter(layout.name for layout in stage.parameters)
+        for name in (name for name, times in names.items() if times > 1):
+            yield f"pipeline.stages.{s}.parameters: {name!r} is listed twice"
+    for key, value, allowed in (
+        ("pipeline.num_chunks", pipeline.num_chunks, 1),
+        ("placement.zero", plan.placement.zero, 0),
+        ("sums.kind", plan.sums.kind, "exact"),
+        ("precision.loss_scale", plan.precision.loss_scale, None),
+    ):
+        if value != allowed:
+            yield (
+                f"{key}: unlike stages do not run with {value!r} yet: use "
+                f"{allowed!r}, or stages of one form"
+            )
+    if plan.precision.products == "float8":
+        yield (
+            "precision.products: unlike stages do not run with 'float8' yet: use "
+            "another, or stages of one form"
+        )
+    if pipeline.has_weight:
+        yield (
+            "pipeline.schedule: unlike stages have no separate weight gradients "
+            "yet: use '1f1b' or 'gpipe', or stages of one form"
+        )
+
+
+def _axis_faults(key: str, stage: PlannedStage) -> Iterator[str]:
+    for name, times in Counter(axis.name for axis in stage.axes).items():
+        if times > 1:
+            yield f"{key}.axes: {name!r} is listed twice"
+        if name not in STAGE_AXES:
+            yield f"{key}.axes: a stage has no axis {name!r}, use {' or '.join(STAGE_AXES)}"
+    for axis in stage.axes:
+        if axis.shares:
+            yield (
+                f"{key}.axes.{axis.name}.shares: shards inside a stage are alike, leave the "
+                "shares out"
+            )
+    if len({len(axis.roles) for axis in stage.axes}) > 1:
+        yield f"{key}.axes: `roles` must have one entry for each TaskGraph"
+
+
+def _layout_faults(
+    key: str, stage: PlannedStage, layout: Layout, known: Mapping[str, Layout]
+) -> Iterator[str]:
+    key, sizes = f"{key}.parameters.{layout.name}", stage.axis_sizes
+    whole = known.get(layout.name)
+    if whole is None:
+        yield f"{key}: there is no such parameter"
+        return
+    if (layout.shape, layout.dtype) != (whole.shape, whole.dtype):
+        yield (
+            f"{key}: {layout.dtype}{list(layout.shape)} here, {whole.dtype}{list(whole.shape)} in "
+            "`parameters`"
+        )
+        return
+    if layout.sizes:
+        yield f"{key}.sizes: shards inside a stage are alike, leave the sizes out"
+    if len(layout.spec) != len(layout.shape):
+        yield f"{key}.spec: {len(layout.spec)} entries for {len(layout.shape)} dimensions"
+        return
+    used = Counter(axis for names in layout.spec for axis in names)
+    for axis, times in used.items():
+        if axis not in sizes or axis in (DATA_AXIS, STAGE_AXIS):
+            yield f"{key}.spec: no axis {axis!r} cuts parameters inside this stage"
+        elif times > 1:
+            yield f"{key}.spec: {axis!r} cuts it twice"
+    for d, (size, names) in enumerate(zip(layout.shape, layout.spec, strict=True)):
+        num = math.prod(sizes.get(name, 1) for name in names)
+        if size % num:
+            yield f"{key}.spec: dimension {d} of size {size} does not divide into {num}"
