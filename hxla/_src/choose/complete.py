@@ -39,7 +39,7 @@ from ..profile.profile import Profile
 from .apportionment import even_counts
 from .device_times import microbatch_seconds
 from .inner_split import Sizes, inner_split, lines_of, state_factor
-from .pipeline_request import planned_stages
+from .stage_forms import planned_stages
 from .structures import ReplicaGroups
 
 _MOST_NAMES = 3

@@ -22,14 +22,8 @@ from ..plan.axis_assignment import Axes
 from ..plan.parts import Role
 from ..plan.rules import RuleSet
 from .mesh_axes import BATCH_AXES, axes_of_annotations, roles_of_mesh
-from .pipeline_request import (
-    PipelineRequest,
-    StageForm,
-    Stages,
-    asked,
-    check_settings,
-    forms_annotated,
-)
+from .pipeline_request import PipelineRequest, Stages, asked
+from .stage_forms import StageForm, check_settings, forms_annotated
 
 Ranks = tuple[int, ...]
 
