@@ -220,8 +220,12 @@ def _why_even(structure: ReplicaGroups) -> str:
     if structure.pipeline is not None:
         return "parts of unlike sizes inside a pipeline's stages are not lowered"
     if len(structure.inner) != 1:
-        names = ", ".join(name for name, _ in structure.inner)
-        return f"parts of unlike sizes are for replicas with one axis, these have {names or 'none'}"
+        axes = [name for name, _ in structure.inner]
+        instead = " (memory.zero shares them out as fsdp would)" * ("fsdp" in axes)
+        return (
+            "parts of unlike sizes are for replicas with one axis, these have "
+            f"{', '.join(axes) or 'none'}{instead}"
+        )
     if structure.inner[0][0] == TOKEN_AXIS:
         return f"{TOKEN_AXIS!r} cuts tokens evenly"
     if structure.granules is not None:

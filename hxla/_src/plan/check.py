@@ -185,9 +185,10 @@ def _axis_faults(plan: Any) -> Iterator[str]:
         if len(axis.shares) != axis.size:
             yield f"axes.{axis.name}.shares: {len(axis.shares)} for {axis.size} devices"
         if len(plan.axes) > 1:
+            instead = ", or use placement.zero instead of fsdp" * ("fsdp" in names)
             yield (
                 f"axes.{axis.name}.shares: uneven shards need replicas with one axis, this plan "
-                f"has {', '.join(names)}: leave the shares out, or the other axes"
+                f"has {', '.join(names)}: leave the shares out, or the other axes{instead}"
             )
     yield from _token_faults(plan)
     for axis in plan.axes:
@@ -349,8 +350,6 @@ def _sharded_replica_faults(plan: Any) -> Iterator[str]:
         yield f"placement.zero: {cut}, and one replica has nobody to share with: use 0"
     if plan.pipeline is not None and placement.waves > 1:
         yield f"placement.waves: {cut}, and stages run all microbatches in one wave: use 1"
-    if plan.is_uneven:
-        yield f"placement.zero: {cut} in uneven shards, whose state is not shared out: use 0"
 
 
 def _shard_group_faults(plan: Any) -> Iterator[str]:
