@@ -37,10 +37,11 @@ from ..plan.plan import Plan
 from ..plan.precision import Precision
 from ..profile.profile import Profile
 from .counts import even_counts
-from .inner_split import Sizes, inner_split, lines_of, state_factor
+from .inner_split import inner_split, lines_of, state_factor
 from .split_times import microbatch_seconds
 from .stage_forms import planned_stages
 from .structures import ReplicaGroups
+from .uneven_sizes import Sizes
 
 _MOST_NAMES = 3
 

@@ -250,7 +250,7 @@ def _recomputed(
 
 
 def _program_candidates(
-    work: Workload, plan: Plan, stages: Sequence[int], groups: int
+    work: Workload, plan: Plan, stages: tuple[int, ...], groups: int
 ) -> list[Candidate]:
     """The candidates of pipelines and of uneven replicas, which are no chain of segments.
 

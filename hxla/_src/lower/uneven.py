@@ -253,6 +253,13 @@ class Uneven:
     def _cut(self, group: int, dim: int, size: int) -> Cut:
         return Cut(dim, self.parts.sizes(group, size), self.axis, self.place)
 
+    def padding_of(self, v: int) -> Padding:
+        """The padding of a value, as its maker leaves it."""
+        cut, rank = self.cut_of(v), len(self.graph.values[v].shape)
+        if cut is None or len(set(cut.sizes)) == 1:
+            return Padding()
+        return Padding(tuple(cut.sizes if d == cut.dim else () for d in range(rank)))
+
     def cuts(self, op: Op) -> bool:
         """Whether devices compute different results in an operation.
 
@@ -269,18 +276,7 @@ class Uneven:
 
     def aux_paddings(self) -> list[Padding]:
         """Padding of each other variable."""
-        cuts = [self.cut_of(v) for v in self.graph.aux_values]
-        return [
-            Padding()
-            if cut is None or len(set(cut.sizes)) == 1
-            else Padding(
-                tuple(
-                    cut.sizes if d == cut.dim else ()
-                    for d in range(len(self.graph.values[v].shape))
-                )
-            )
-            for v, cut in zip(self.graph.aux_values, cuts, strict=True)
-        ]
+        return list(map(self.padding_of, self.graph.aux_values))
 
     def cuts_of_sums(self, trained: Sequence[int], summed: Sequence[bool]) -> list[Cut | None]:
         """How each float tensor of the sums is cut, where its shards are unlike; else None.
@@ -344,6 +340,18 @@ class Uneven:
         num = len(graph.result_values) - len(graph.aux_values)
         wanted = [*[None] * num, *map(self.cut_of, graph.aux_values)]
         return [level.as_cut(v, cut) for v, cut in zip(graph.result_values, wanted, strict=True)]
+
+    def whole_results(
+        self, ops: Sequence[Op], env: Env, ends: Sequence[Any], *, on_cpu: bool
+    ) -> list[Any]:
+        """Results of some operations, whole on this device.
+
+        Args:
+            env: Arrays that they read; cut ones are padded.
+        """
+        level = _Level(self, ops, env, ends, on_cpu=on_cpu)
+        level.run()
+        return [jnp.asarray(level.whole(v)) for v in ends]
 
     def _run_segment(self, segment: Segment, env: Env, *, again: bool, on_cpu: bool) -> None:
         """Add the results of a segment to the arrays."""

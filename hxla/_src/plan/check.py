@@ -24,8 +24,7 @@ from ..schedule.segment_sequence import (
     replay_sequence,
     sequence_from_texts,
 )
-from .layout import Layout
-from .parts import Axis, Placement, PlannedChain, PlannedPipeline
+from .parts import Axis, Placement, PlannedChain, PlannedPipeline, size_faults
 from .unlike_stages import unlike_stage_faults
 
 
@@ -270,25 +269,9 @@ def _parameter_faults(plan: Any) -> Iterator[str]:
             continue
         for d, (size, cut) in enumerate(zip(p.shape, p.cuts(sizes), strict=True)):
             if unlike[d]:
-                yield from _uneven_size_faults(plan, p, d)
+                yield from size_faults(f"parameters.{p.name}", p, d, plan.axes)
             elif size % cut:
                 yield f"{key}: dimension {d} of size {size} does not divide into {cut}"
-
-
-def _uneven_size_faults(plan: Any, p: Layout, d: int) -> Iterator[str]:
-    """Faults of a dimension with shards of unlike sizes."""
-    key, parts, axes = f"parameters.{p.name}.sizes.{d}", p.sizes[d], p.spec[d]
-    if len(axes) != 1:
-        cut = f"{len(axes)} axes cut" if axes else "no axis cuts"
-        yield f"{key}: {cut} this dimension, shards of unlike sizes need exactly one axis"
-        return
-    axis = next((axis for axis in plan.axes if axis.name == axes[0]), None)
-    if axis is not None and len(parts) != axis.size:
-        yield f"{key}: {len(parts)} sizes for the {axis.size} devices of {axis.name!r}"
-    elif axis is not None and not axis.shares:
-        yield f"{key}: sizes are unlike only over an axis with `shares`, {axis.name!r} has none"
-    if sum(parts) != p.shape[d]:
-        yield f"{key}: {' + '.join(map(str, parts))} is {sum(parts)}, not {p.shape[d]}"
 
 
 def _zero_faults(plan: Any) -> Iterator[str]:
