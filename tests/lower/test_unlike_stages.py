@@ -96,8 +96,10 @@ def test_statistics_dropout_and_low_precision_are_those_of_one_device():
 
 
 @pytest.mark.slow
-def test_no_spread_of_microbatches_moves_a_bit():
-    one, two = CASES["one and two"], CASES["two pipelines"]
+@pytest.mark.parametrize("name", ["one and two", "of unlike shards"])
+def test_no_spread_of_microbatches_moves_a_bit(name):
+    one = CASES[name]
+    two = dataclasses.replace(one, num_devices=2 * one.num_devices)
     results = [trained(one), *(trained(two, counts=counts) for counts in ((5, 3), (2, 6)))]
     assert len({result.plan.numerics for result in results}) == 1
     assert len({result.sha256 for result in results}) == 1

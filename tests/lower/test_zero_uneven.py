@@ -5,7 +5,6 @@ import json
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -14,6 +13,7 @@ from flax import nnx
 import hxla
 from support import models
 from support.tiers import rows
+from support.uneven_runs import SevenUnits
 
 pytestmark = pytest.mark.optimized
 
@@ -34,22 +34,9 @@ OPTIMIZERS = {
 }
 
 
-class Net(nnx.Module):
-    """Seven hidden units, of which a device has five and another two."""
-
-    def __init__(self, rngs):
-        self.scale = nnx.Param(jnp.ones(()))
-        self.up = nnx.Linear(6, 7, rngs=rngs)
-        self.down = nnx.Linear(7, 3, rngs=rngs)
-
-    def __call__(self, x):
-        with hxla.split():
-            return self.down(jnp.tanh(self.up(x * self.scale[...])))
-
-
 def job(optimizer="adamw", batch_size=BATCH, **memory):
     return hxla.Job(
-        lambda: Net(nnx.Rngs(0)),
+        lambda: SevenUnits(nnx.Rngs(0)),
         models.regression(),
         models.squared_error,
         OPTIMIZERS[optimizer](),
@@ -91,7 +78,7 @@ def bytes_of(tree):
 @functools.cache
 def plain(optimizer):
     """Losses and parameters of a loop in jax and optax, on one device."""
-    graphdef, params = nnx.split(Net(nnx.Rngs(0)), nnx.Param)
+    graphdef, params = nnx.split(SevenUnits(nnx.Rngs(0)), nnx.Param)
     optimizer = OPTIMIZERS[optimizer]()
     state, losses, data = optimizer.init(nnx.to_pure_dict(params)), [], models.regression()
     params = nnx.to_pure_dict(params)

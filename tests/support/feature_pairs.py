@@ -113,10 +113,6 @@ REFUSED = {
         _each(["uneven tensor"], "stash on host"),
         "a microbatch is one, which offloads nothing",
     ),
-    "The scales of float8 need maxima inside a gradient rule, over uneven shards.": (
-        _each(["uneven tensor"], "fp8"),
-        "cannot run reduce_max on parts of unlike sizes",
-    ),
     "The ticks of a pipeline are one program, which offloads nothing.": (
         _each(_PIPELINES[:2], "stash on host"),
         "stages run as one program, which offloads nothing",

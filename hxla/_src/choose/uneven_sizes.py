@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from ..core.errors import PlanError
 from ..graph.graph import Graph, Op
-from ..graph.local_ops import EXTREMES, SUMS, run_custom, run_part
+from ..graph.local_ops import EXTREMES, SUMS, Between, run_custom, run_part, take
+from ..graph.precision import is_float8_product
 from ..plan.linked_dims import LinkedDims, in_shares
 from ..plan.sharding import AxisAssignment
 from .split_sizes import SplitDevice, best_sizes
@@ -48,7 +49,8 @@ def check_parts(graph: Graph, axis: AxisAssignment, linked: LinkedDims) -> None:
             raise PlanError(
                 f"{_location(op)} joins dimensions that are cut at different places: {_REMEDY}"
             )
-        if not any(dim is not None for dim in results) and op.name not in (*SUMS, *EXTREMES):
+        is_completed = op.name in (*SUMS, *EXTREMES) or is_float8_product(op)
+        if not any(dim is not None for dim in results) and not is_completed:
             raise PlanError(
                 f"{_location(op)}: partial results are not completed over unlike parts: {_REMEDY}"
             )
@@ -84,8 +86,14 @@ def _trace_unit(op: Op, states: States, results: States, num_units: int) -> None
             return size // num_units, start
 
         if op.kind == "custom":
-            outputs, dims = run_custom(op.eqn, operands, states, part)
-            if any(d is not None and d != wanted for d, wanted in zip(dims, results, strict=True)):
+            between = None
+            if is_float8_product(op):
+                between = Between(lambda _, x: x, lambda x, dim: take(x, dim, part))
+            outputs, dims = run_custom(op.eqn, operands, states, part, between)
+            pairs = [(d, wanted) for d, wanted in zip(dims, results, strict=True) if d is not None]
+            if between is not None:  # it is gathered where it is whole outside
+                pairs = [(d, wanted) for d, wanted in pairs if wanted is not None]
+            if any(d != wanted for d, wanted in pairs):
                 raise PlanError(
                     f"it has rules of its own for gradients, and cuts inside: {_REMEDY}"
                 )

@@ -227,22 +227,23 @@ class ZeroState:
             and (self._specs[k], self.paddings[k]) == leaf_cut
             and not self.is_common[k]
         )
-        arrays, spec, padding = self._reducer.arrays, self.spec(k), self.paddings[k]
-        # A padded leaf is whole on its places before its padding is removed: XLA cuts it then.
-        whole_spec = spec if padding.is_none else self._specs[k]
-        run = self._even_part(k) if way == "evenly" else self._shard_part(k)
-        shard_spec = arrays.own_spec
-        in_spec, out_spec = (shard_spec, whole_spec)
-        if way == "shared":
-            in_spec, out_spec = out_spec, in_spec
+        arrays, padding, is_even = self._reducer.arrays, self.paddings[k], way == "evenly"
+        # A padded leaf is whole at its places while its padding changes.
+        whole = self.spec(k) if padding.is_none else self._specs[k]
+        in_spec, out_spec = (arrays.own_spec, whole) if is_even else (whole, arrays.own_spec)
         mapped = jax.shard_map(
-            run, mesh=arrays.mesh, in_specs=in_spec, out_specs=out_spec, check_vma=False
+            self._even_part(k) if is_even else self._shard_part(k),
+            mesh=arrays.mesh,
+            in_specs=in_spec,
+            out_specs=out_spec,
+            check_vma=False,
         )
-        if way == "shared":
-            return jax.jit(
-                lambda x: mapped(padding.pad(x)), out_shardings=arrays.sharding(out_spec)
-            )
-        return jax.jit(lambda x: padding.unpad(mapped(x)), out_shardings=arrays.sharding(spec))
+
+        def hxla_convert(x: jax.Array) -> jax.Array:
+            return padding.unpad(mapped(x)) if is_even else mapped(padding.pad(x))  # type: ignore[no-any-return]
+
+        result = self.spec(k) if is_even else arrays.own_spec
+        return jax.jit(hxla_convert, out_shardings=arrays.sharding(result))
 
     def _even_part(self, k: int) -> Callable[[jax.Array], jax.Array]:
         """The function from this place's shard to its part of the even cut."""
