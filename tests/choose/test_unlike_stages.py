@@ -90,6 +90,23 @@ def test_the_forms_of_stages_decide_bits():
     assert len({plan.numerics for plan in plans}) == len(plans)
 
 
+def test_a_stage_may_have_shards_of_unlike_sizes():
+    plans = [planned(ONE, {"tensor": ratio}) for ratio in ((2, 1), (3, 1), (1, 1))]
+    uneven, other, even = plans
+    second = uneven.pipeline.stages[1]
+    assert second.shares == (2, 1)
+    sizes = {layout.name: layout.sizes for layout in second.parameters if layout.sizes}
+    assert sizes
+    assert all({*each} <= {(), (43, 21), (11, 5), (22, 10), (2, 1)} for each in sizes.values())
+    assert hxla.Plan.from_json(uneven.to_json()) == uneven
+    assert "stage 1 on A #1-2: tensor 2:1" in uneven.explain()
+    assert len({plan.numerics for plan in plans}) == 3
+    assert even.numerics == one_and_two().numerics
+    assert not any(layout.sizes for layout in even.pipeline.stages[1].parameters)
+    # Between steps the state is shared evenly, as of any stages.
+    assert other.parameters == uneven.parameters == one_and_two().parameters
+
+
 def test_annotations_make_the_plan_of_tables():
     scopes = [lambda: hxla.replicate(1), lambda: hxla.split(2), lambda: hxla.replicate(2)]
     plan = planned(num=5, scopes=scopes)
@@ -110,7 +127,11 @@ def test_a_task_graph_that_shares_some_devices_of_another_is_no_stage():
     ("stages", "message"),
     [
         ([ONE], "a pipeline has at least two stages"),
-        ([ONE, {"tensor": (2, 1)}], r"stages[1]: tensor=(2, 1): shards inside a stage are alike"),
+        ([ONE, {"data": (2, 1)}], "stages[1]: data=(2, 1): only 'tensor' has a ratio of shards"),
+        ([ONE, {"tensor": (2, 0)}], "stages[1]: tensor=(2, 0) is no count"),
+        ([ONE, {"tensor": (2, 0.5)}], "stages[1]: tensor=(2, 0.5) is no count"),
+        ([ONE, {"devices": 3, "tensor": (2, 1)}], "stages[1]: 3 devices, but its axes take 2"),
+        ([ONE, {"data": 2, "tensor": (2, 1)}], "stages[1]: uneven shards need the one axis"),
         ([ONE, {"devices": 2}], "stages[1]: 2 devices, but nothing says what each computes"),
         ([ONE, {"devices": 3, "tensor": 2}], "stages[1]: 3 devices, but its axes take 2"),
         ([ONE, {"fsdp": 2}], "stages[1]: there is no key 'fsdp'"),
@@ -163,6 +184,14 @@ def test_other_arguments_that_do_not_go_with_them_are_refused():
             "pipeline.stages.1.parameters.no such: there is no such parameter",
         ),
         (lambda p: p["placement"].update(zero=1), "placement.zero: unlike stages"),
+        (
+            lambda p: p["pipeline"]["stages"][1]["axes"][0].update(shares=[2, 1, 1]),
+            "pipeline.stages.1.axes.tensor.shares: 3 for 2 devices",
+        ),
+        (
+            lambda p: p["pipeline"]["stages"][1]["parameters"][0].update(sizes=[[1, 2, 3]] * 2),
+            "pipeline.stages.1.parameters.",
+        ),
     ],
 )
 def test_a_plan_edited_wrongly_is_refused_by_key(edit, fault):

@@ -51,6 +51,7 @@ for name in os.environ["NAMES"].split():
             OPTIMIZERS[name],
             batch_size=2 * SIZE,
             seed=1,
+            config={"memory": json.loads(os.environ.get("MEMORY", "{}"))},
         ),
         microbatch_size=SIZE,
         steps=9,
@@ -67,9 +68,10 @@ for name in os.environ["NAMES"].split():
 """
 
 
-def results(folder, *options, names=("sgd",)):
+def results(folder, *options, names=("sgd",), **memory):
     folder.mkdir(exist_ok=True)
-    job = start(folder, CODE, *options, env={"NAMES": " ".join(names)})
+    env = {"NAMES": " ".join(names), "MEMORY": json.dumps(memory)}
+    job = start(folder, CODE, *options, env=env)
     out, err = job.communicate(timeout=LIMIT_SECONDS)
     assert job.returncode == 0, err[-3000:]
     lines = [line.split("RESULT ", 1)[1] for line in out.splitlines() if "RESULT " in line]
@@ -102,6 +104,15 @@ def test_two_pairs_of_processes_end_with_the_bits_of_one(pair, two_pairs):
     assert one["numerics"] == two["numerics"]
     assert one["sha256"] == two["sha256"]
     assert one["losses"] == two["losses"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [{"zero": 1, "shares": [2, 1]}, {"zero": 3}], ids=str)
+def test_processes_that_share_the_state_end_with_the_bits_of_others(two_pairs, tmp_path, memory):
+    whole, shared = two_pairs[1]["sgd"], results(tmp_path / "shared", "-n", "4", **memory)[1]["sgd"]
+    assert shared["numerics"] == whole["numerics"]
+    assert shared["sha256"] == whole["sha256"]
+    assert shared["losses"] == whole["losses"]
 
 
 @pytest.mark.parametrize("name", rows(OPTIMIZERS, "sgd"))

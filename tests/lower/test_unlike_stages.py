@@ -47,7 +47,7 @@ print("ended", jax.process_index())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["one and two", "gpt", "two and one"])
+@pytest.mark.parametrize("name", ["one and two", "gpt", "two and one", "of unlike shards"])
 def test_processes_of_unlike_stages_train_as_plain_jax_does(tmp_path, name):
     losses, params = reference(CASES[name])
     out, err = end_of(start(tmp_path, CODE, "-n", "3", env={"NAME": name}))
@@ -67,7 +67,7 @@ def test_checkpoints_and_evaluations_know_nothing_of_stages(tmp_path):
     losses, _ = reference(case)
     trained(case, steps=1, **folder)
     two = trained(case, steps=2, **folder)  # the same stages again
-    last = trained(CASES["two and one"], **folder)
+    last = trained(CASES["first of unlike shards"], **folder)
     alone = trained(dataclasses.replace(case, options={}, num_devices=1), eval_data=held_out)
     resumed = [step.loss for r in (two, last) for step in r.history.steps]
     np.testing.assert_allclose(resumed, losses[1:], rtol=2e-5)
@@ -96,8 +96,10 @@ def test_statistics_dropout_and_low_precision_are_those_of_one_device():
 
 
 @pytest.mark.slow
-def test_no_spread_of_microbatches_moves_a_bit():
-    one, two = CASES["one and two"], CASES["two pipelines"]
+@pytest.mark.parametrize("name", ["one and two", "of unlike shards"])
+def test_no_spread_of_microbatches_moves_a_bit(name):
+    one = CASES[name]
+    two = dataclasses.replace(one, num_devices=2 * one.num_devices)
     results = [trained(one), *(trained(two, counts=counts) for counts in ((5, 3), (2, 6)))]
     assert len({result.plan.numerics for result in results}) == 1
     assert len({result.sha256 for result in results}) == 1

@@ -109,21 +109,9 @@ def _each(names, *others):
 
 #: By reason the pairs that are refused, and what the message says.
 REFUSED = {
-    "Not built: uneven shards are padded, and ZeRO would cut granules out of the padding.": (
-        _each(
-            ["uneven tensor"],
-            *("zero 1", "zero 2", "zero 3", "optimizer on host", "optimizer on disk"),
-            *("parameters on host", "waves 2", "shard groups 2", "shares"),
-        ),
-        "whose state is not shared out: use 0",
-    ),
     "Over uneven shards a microbatch is one program, which offloads nothing.": (
         _each(["uneven tensor"], "stash on host"),
         "a microbatch is one, which offloads nothing",
-    ),
-    "The scales of float8 need maxima inside a gradient rule, over uneven shards.": (
-        _each(["uneven tensor"], "fp8"),
-        "cannot run reduce_max on parts of unlike sizes",
     ),
     "The ticks of a pipeline are one program, which offloads nothing.": (
         _each(_PIPELINES[:2], "stash on host"),

@@ -28,6 +28,19 @@ class Columns(nnx.Module):
             return self.down(jnp.tanh(self.up(x)))
 
 
+class SevenUnits(nnx.Module):
+    """Seven hidden units, of which a device has five and another two."""
+
+    def __init__(self, rngs):
+        self.scale = nnx.Param(jnp.ones(()))
+        self.up = nnx.Linear(6, 7, rngs=rngs)
+        self.down = nnx.Linear(7, 3, rngs=rngs)
+
+    def __call__(self, x):
+        with hxla.split():
+            return self.down(jnp.tanh(self.up(x * self.scale[...])))
+
+
 #: The model of each, its loss and its data.
 NETS = {
     "columns": (Columns, models.squared_error, models.regression),

@@ -18,6 +18,7 @@ from support.training import train_with
 
 OPTIMIZER = optax.sgd(0.3, momentum=0.9)
 ONE, TWO, DATA = {"devices": 1}, {"tensor": 2}, {"data": 2}
+UNEVEN = {"tensor": (2, 1)}
 
 
 class Net(nnx.Module):
@@ -90,10 +91,14 @@ CASES = {
     "one, two, one": _net(4, ONE, TWO, ONE),
     "data and tensor": _net(4, DATA, TWO),
     "both axes": _net(5, ONE, {"data": 2, "tensor": 2}),
+    "of unlike shards": _net(3, ONE, UNEVEN),
+    "first of unlike shards": _net(4, {"tensor": (1, 2, 1)}, ONE),
     "two pipelines": _net(6, ONE, TWO, counts=(5, 3)),
     "recomputed": _recomputing(_net(3, ONE, TWO)),
     "gpt": _gpt(3, ONE, TWO),
     "gpt, four stages": _gpt(6, TWO, ONE, DATA, ONE),
+    "gpt of unlike shards": _gpt(5, UNEVEN, ONE, UNEVEN),
+    "recomputed, of unlike shards": _recomputing(_net(5, UNEVEN, {"tensor": (1, 3)}, ONE)),
     "gpt, two pipelines": _gpt(6, TWO, ONE),
     "annotated": _annotated(
         4, lambda: hxla.replicate(1), lambda: hxla.split(2), lambda: hxla.replicate(1)

@@ -38,9 +38,10 @@ from ..plan.precision import Precision
 from ..profile.profile import Profile
 from .apportionment import even_counts
 from .device_times import microbatch_seconds
-from .inner_split import Sizes, inner_split, lines_of, state_factor
+from .inner_split import inner_split, lines_of, state_factor
 from .stage_forms import planned_stages
 from .structures import ReplicaGroups
+from .uneven_sizes import Sizes
 
 _MOST_NAMES = 3
 

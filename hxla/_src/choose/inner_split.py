@@ -10,129 +10,23 @@ The measured seconds of its devices give better sizes.
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from ..cluster.cluster import Cluster, Device
 from ..core.errors import AnnotationError, PlanError
 from ..core.types import TOKEN_AXIS
 from ..graph.factors import fits
-from ..graph.graph import Graph, Op, leaves
-from ..graph.local_ops import EXTREMES, SUMS, run_custom, run_part
+from ..graph.graph import Graph, leaves
 from ..plan.axis_assignment import shard_graph
 from ..plan.layout import from_spec
-from ..plan.linked_dims import LinkedDims, in_shares
 from ..plan.parts import SumsForm
 from ..plan.plan import Plan
-from ..plan.sharding import AxisAssignment, Sharded
+from ..plan.sharding import Sharded
 from ..profile.profile import Profile
 from .apportionment import SplitDevice, best_sizes
 from .device_times import NUM_GRANULES, Place, are_alike, granules_of, places_of, split_devices
 from .mesh_axes import BATCH_AXES, resolve_rules
 from .structures import ReplicaGroups
-
-States = Sequence[int | None]
-
-_REMEDY = "leave it out of the split, or use even parts"
-
-
-def check_parts(graph: Graph, axis: AxisAssignment, linked: LinkedDims) -> None:
-    """Trace each kind of equation on the shapes of one unit; nothing is computed.
-
-    Raises:
-        PlanError: For the first equation that hxla cannot shard unevenly.
-    """
-    seen = set()
-    for op in _cut_ops(graph.ops, axis):
-        states, results = _states(op, axis)
-        shapes = tuple(tuple(v.aval.shape) for v in op.eqn.invars)
-        key = op.name, shapes, states, results
-        if key in seen and op.kind != "custom":
-            continue
-        seen.add(key)
-        groups = {linked.of_value(v) for v in op.outputs} | {
-            linked.of_value(v) if op.kind == "custom" else (linked.of_operand(op, k) or (None,))[0]
-            for k, v in enumerate(op.inputs)
-            if isinstance(v, int)
-        }
-        units = [linked.groups[g].num_units for g in groups if g is not None]
-        if len(units) != 1:
-            raise PlanError(
-                f"{_location(op)} joins dimensions that are cut at different places: {_REMEDY}"
-            )
-        if not any(dim is not None for dim in results) and op.name not in (*SUMS, *EXTREMES):
-            raise PlanError(
-                f"{_location(op)}: partial results are not completed over unlike parts: {_REMEDY}"
-            )
-        try:
-            _trace_unit(op, states, results, units[0])
-        except PlanError as error:
-            raise PlanError(f"{_location(op)}: {error}") from None
-
-
-def _cut_ops(ops: Sequence[Op], axis: AxisAssignment) -> Iterator[Op]:
-    for op in ops:
-        if op.body and op.kind != "custom":
-            yield from _cut_ops(op.body, axis)
-        elif op.outputs and any(d is not None for side in _states(op, axis) for d in side):
-            yield op
-
-
-def _states(op: Op, axis: AxisAssignment) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
-    """The sharded dimensions of operands and results."""
-    if op.kind == "custom":
-        dims = (axis.made.get(v) if isinstance(v, int) else None for v in op.inputs)
-        states = tuple(dims)
-    else:
-        states = axis.wanted[op.outputs[0]]
-    return states, tuple(axis.made.get(v) for v in op.outputs)
-
-
-def _trace_unit(op: Op, states: States, results: States, num_units: int) -> None:
-    """Trace an equation on the shapes of one unit."""
-
-    def run(start: Any, *operands: Any) -> Any:
-        def part(size: int) -> tuple[int, Any]:
-            return size // num_units, start
-
-        if op.kind == "custom":
-            outputs, dims = run_custom(op.eqn, operands, states, part)
-            if any(d is not None and d != wanted for d, wanted in zip(dims, results, strict=True)):
-                raise PlanError(
-                    f"it has rules of its own for gradients, and cuts inside: {_REMEDY}"
-                )
-            floats = [x for x in outputs if jnp.issubdtype(x.dtype, jnp.inexact)]
-            return sum(jnp.sum(x) for x in floats)
-        return run_part(op.eqn, operands, states, results, part)
-
-    shapes = [
-        jax.ShapeDtypeStruct(
-            tuple(n // num_units if d == dim else n for d, n in enumerate(v.aval.shape)),
-            v.aval.dtype,
-        )
-        for v, dim in zip(op.eqn.invars, states, strict=True)
-    ]
-    start = jax.ShapeDtypeStruct((), jnp.int32)
-    is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in shapes]
-    if op.kind != "custom" or not any(is_float):
-        jax.eval_shape(run, start, *shapes)
-        return
-    places = tuple(i + 1 for i, f in enumerate(is_float) if f)
-    jax.eval_shape(jax.grad(run, argnums=places), start, *shapes)
-
-
-def _location(op: Op) -> str:
-    module = "/".join(p for p in op.stack.split("/") if not p.startswith("hxla."))
-    return f"{op.name} in {module or 'the loss'} ({op.source})"
-
-
-#: For each dimension of a parameter the sizes of its shards, as in a layout.
-Sizes = tuple[tuple[int, ...], ...]
-
-_MOST_SIZE_LINES = 8
-_LEAST_GRANULES = 64  # of a dimension, for each device: parts are then within a percent or two
+from .uneven_sizes import Sizes, sizes_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -218,10 +112,17 @@ def inner_split(
 
 def _why_even(structure: ReplicaGroups) -> str:
     if structure.pipeline is not None:
-        return "parts of unlike sizes inside a pipeline's stages are not lowered"
+        return (
+            "parts of unlike sizes inside a pipeline's stages need stages with programs of their "
+            "own: write stages=[{'tensor': (2, 1)}, {'tensor': (2, 1)}]"
+        )
     if len(structure.inner) != 1:
-        names = ", ".join(name for name, _ in structure.inner)
-        return f"parts of unlike sizes are for replicas with one axis, these have {names or 'none'}"
+        axes = [name for name, _ in structure.inner]
+        instead = " (memory.zero shares them out as fsdp would)" * ("fsdp" in axes)
+        return (
+            "parts of unlike sizes are for replicas with one axis, these have "
+            f"{', '.join(axes) or 'none'}{instead}"
+        )
     if structure.inner[0][0] == TOKEN_AXIS:
         return f"{TOKEN_AXIS!r} cuts tokens evenly"
     if structure.granules is not None:
@@ -274,37 +175,14 @@ def _uneven_split(
     if len(shares) != num:
         raise PlanError(f"shares {_ratio(shares)}: {len(shares)} for the {num} devices of {axis!r}")
     sharded, notes = cut or _sharded(graph, structure, unlike=True)
-    linked = LinkedDims(graph, sharded.axes[axis])
-    check_parts(graph, sharded.axes[axis], linked)
-    sizes: list[list[tuple[int, ...]]] = [[()] * len(shape) for shape in graph.param_shapes]
-    size_lines: list[str] = []
-    for group in linked.groups:
-        if group.num_units < num:
-            raise PlanError(_too_few(graph, group.num_units, group.params, num))
-        units = _units(group.num_units, shares, stated=stated)
-        for p, dim in group.params:
-            size = graph.param_shapes[p][dim]
-            parts = tuple(n * (size // group.num_units) for n in units)
-            if len(set(parts)) > 1:
-                sizes[p][dim] = parts
-                padding = max(parts) * num / size - 1
-                size_lines.append(
-                    f"sizes of {graph.param_names[p]} over {axis}: "
-                    f"{' + '.join(map(str, parts))} of {size}, {group.num_units} units, "
-                    f"padded by {padding:.0%}"
-                )
-    if len(size_lines) > _MOST_SIZE_LINES:
-        size_lines = [
-            *size_lines[:_MOST_SIZE_LINES],
-            f"and sizes of {len(size_lines) - _MOST_SIZE_LINES} parameters more",
-        ]
+    sizes, size_lines = sizes_of(graph, sharded.axes[axis], axis, shares, stated=stated)
     lines = [f"parts of unlike sizes, {why}: {_ratio(shares)} over {axis}"]
     if error is not None:
         lines.append(f"even parts are not possible: {_first_line(error)}")
     return InnerSplit(
         sharded=sharded,
         shares=tuple(shares),
-        sizes=tuple(tuple(dims) if any(dims) else () for dims in sizes),
+        sizes=sizes,
         reasons=(*notes, *lines, *size_lines),
     )
 
@@ -398,37 +276,6 @@ def _waiting_line(graph: Graph, made: InnerSplit, devices: Sequence[SplitDevice]
         if d is not devices[last]
     )
     return f"of a microbatch {devices[last].name} works all the time; {waits}"
-
-
-def _units(num_units: int, shares: Sequence[int], *, stated: bool) -> tuple[int, ...]:
-    """Units of each device: a stated ratio is rounded, one by speeds takes the optimum.
-
-    Many units, such as columns, are dealt in powers of two, because kernels are slow on odd sizes.
-    """
-    granule, least = 1, _LEAST_GRANULES * len(shares)
-    while num_units % (2 * granule) == 0 and num_units // (2 * granule) >= least:
-        granule *= 2
-    num = num_units // granule
-    if stated:
-        sizes = in_shares(num, shares)
-    else:
-        devices = [SplitDevice(name=str(d), unit_seconds=1 / s) for d, s in enumerate(shares)]
-        sizes = best_sizes(num, devices)
-    return tuple(n * granule for n in sizes)
-
-
-def _too_few(
-    graph: Graph, num_units: int, params: Sequence[tuple[int, int]], num_devices: int
-) -> str:
-    names = ", ".join(
-        f"dimension {dim} of {graph.param_names[p]} {list(graph.param_shapes[p])}"
-        for p, dim in params[:3]
-    )
-    dims = f"{names or 'the batch'}"
-    return (
-        f"{dims}: {num_units} whole units, such as heads, cannot be cut over {num_devices} "
-        "devices; ask for fewer devices, or leave it out of the split"
-    )
 
 
 def _cuts_heads(graph: Graph, num: int) -> bool:

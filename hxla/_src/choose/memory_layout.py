@@ -250,7 +250,7 @@ def _recomputed(
 
 
 def _program_candidates(
-    work: Workload, plan: Plan, stages: Sequence[int], groups: int
+    work: Workload, plan: Plan, stages: tuple[int, ...], groups: int
 ) -> list[Candidate]:
     """The candidates of pipelines and of uneven replicas, which are no chain of segments.
 
@@ -259,13 +259,12 @@ def _program_candidates(
     """
     memory, offload = work.settings.memory, work.settings.memory.offload
     cut = _cut_in_words(plan) + ", in unlike parts" * plan.is_uneven
-    least = stages[0]
-    if least > 1 and plan.is_uneven:
-        raise PlanError(f"memory.zero={least}: {cut}, whose state is not shared out: use 0")
-    if memory.waves is not None:
+    if memory.waves is not None and plan.pipeline is not None:
         raise PlanError(
             f"memory.waves: {cut}, which run all microbatches of a step in one wave: leave it out"
         )
+    stages = _at_least(stages, 2, "waves", memory.waves)
+    least = stages[0]
     if memory.segments is not None and plan.pipeline is not None:
         raise PlanError(f"memory.segments: {cut}, and the stages are the segments: leave it out")
     if _if_offloaded(offload.stash):

@@ -280,6 +280,7 @@ def _unestimated(candidate: Candidate, step: StepMemory) -> MemoryLayout:
     return MemoryLayout(
         candidate=candidate,
         shares=shares,
+        waves=step.waves or 1,
         moved=moved,
         on_host=on_host,
         moving_seconds=_moving_seconds(candidate, step, moved),

@@ -23,8 +23,9 @@ from ..plan.layout import Layout, dtype_name, from_spec
 from ..plan.parts import Axis, PlannedStage, Role
 from ..plan.rules import RuleSet
 from ..plan.sharding import Sharded
-from ..plan.unlike_stages import STAGE_AXES, shard_stage
+from ..plan.unlike_stages import STAGE_AXES, shard_stage, stage_graph
 from .mesh_axes import VirtualDevices, resolve_rules
+from .uneven_sizes import Sizes, sizes_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,10 +35,12 @@ class StageForm:
     Attributes:
         axes: Names and sizes of its axes, those of one device left out.
         work: Its share of the work, in proportion to the other stages.
+        shares: The ratio of the shards of its one axis, where they are unlike.
     """
 
     axes: Axes = ()
     work: float
+    shares: tuple[int, ...] = ()
 
     @property
     def num_devices(self) -> int:
@@ -61,7 +64,10 @@ def forms_asked(stages: Sequence[Any]) -> tuple[StageForm, ...]:
         if fault:
             faults.append(f"stages[{s}]: {fault}")
             continue
-        axes = tuple((name, int(table[name])) for name in STAGE_AXES if table.get(name, 1) > 1)
+        asked = {name: as_whole_number(table.get(name, 1)) for name in STAGE_AXES}
+        shares = tuple(map(as_whole_number, _ratio(asked[TENSOR_AXIS])))
+        sizes = {name: len(_ratio(n)) or int(n) for name, n in asked.items()}
+        axes = tuple((name, n) for name, n in sizes.items() if n > 1)
         size = math.prod(n for _, n in axes)
         if table.get("devices", size) != size:
             needs = f"its axes take {size}" if axes else "nothing says what each computes"
@@ -70,7 +76,15 @@ def forms_asked(stages: Sequence[Any]) -> tuple[StageForm, ...]:
                 "{'data': n} or both"
             )
             continue
-        forms.append(StageForm(axes=axes, work=float(table.get("work", size))))
+        is_uneven = len(set(shares)) > 1
+        if is_uneven and len(axes) > 1:
+            faults.append(
+                f"stages[{s}]: uneven shards need the one axis {TENSOR_AXIS!r}, leave "
+                f"{DATA_AXIS!r} out"
+            )
+            continue
+        work = float(table.get("work", size))
+        forms.append(StageForm(axes=axes, work=work, shares=shares if is_uneven else ()))
     if len(stages) < 2 and not faults:
         faults.append("a pipeline has at least two stages: leave stages out, or use a mesh")
     if faults:
@@ -86,15 +100,21 @@ def _fault(table: Any) -> str:
     if unknown:
         return f"there is no key {', '.join(map(repr, unknown))}, use {', '.join(_KEYS)}"
     for name, value in ((name, as_whole_number(value)) for name, value in table.items()):
-        if isinstance(value, tuple | list):
-            return f"{name}={value!r}: shards inside a stage are alike, give one number"
+        if _ratio(value) and name != TENSOR_AXIS:
+            return f"{name}={value!r}: only {TENSOR_AXIS!r} has a ratio of shards, give one number"
+        counts = [as_whole_number(n) for n in _ratio(value) or (value,)]
         if name == "work":
             is_good = isinstance(value, int | float) and 0 < value < math.inf
         else:
-            is_good = isinstance(value, int) and value >= 1
-        if isinstance(value, bool) or not is_good:
+            is_good = all(isinstance(n, int) and n >= 1 for n in counts)
+        if not is_good or any(isinstance(n, bool) for n in counts):
             return f"{name}={value!r} is no {'number above 0' if name == 'work' else 'count'}"
     return ""
+
+
+def _ratio(value: Any) -> Sequence[Any]:
+    """The ratio of the shards along an axis; empty: a number of devices."""
+    return value if isinstance(value, tuple | list) else ()
 
 
 def forms_annotated(virtual: VirtualDevices, graph: Graph) -> tuple[StageForm, ...]:
@@ -166,22 +186,47 @@ def planned_stages(
         }
         dims: list[Mapping[str, int]] | None = None
         cutting = tuple(axis for axis in form.axes if axis[0] != DATA_AXIS)
+        is_uneven = bool(form.shares)
         if rules is not None and cutting:
-            resolved = resolve_rules(graph, rules, cutting)
+            resolved = resolve_rules(graph, rules, cutting, unlike=is_uneven)
             dims = list(resolved.dims)
             lines += [f"stage {s}: {line}" for line in resolved.report()]
         elif not cutting:
             dims = [{} for _ in graph.param_names]
-        sharded = shard_stage(ordered, part, form.axes, roles, dims)
+        sharded = shard_stage(ordered, part, form.axes, roles, dims, unlike=is_uneven)
         sent = max(sent, sum(axis.sent_bytes for axis in sharded.axes.values()))
-        layouts = _layouts(ordered, part, sharded)
+        axes = [
+            Axis(name=name, size=size, roles=roles[name], shares=form.shares)
+            for name, size in form.axes
+        ]
+        sizes: Sequence[Sizes] = [()] * len(graph.param_names)
+        if is_uneven:
+            sizes, of_sizes = _stage_sizes(ordered, part, sharded, form.shares)
+            lines += [f"stage {s}: {line}" for line in of_sizes]
+        layouts = _layouts(ordered, part, sharded, sizes)
         _check_layers(graph, s, layouts)
-        axes = [Axis(name=name, size=size, roles=roles[name]) for name, size in form.axes]
         stages.append(PlannedStage(axes=tuple(axes), parameters=layouts))
     return tuple(stages), lines, sent
 
 
-def _layouts(graph: Graph, part: ChainPart, sharded: Sharded) -> tuple[Layout, ...]:
+def _stage_sizes(
+    graph: Graph, part: ChainPart, sharded: Sharded, shares: Sequence[int]
+) -> tuple[Sequence[Sizes], list[str]]:
+    """The shard sizes of each parameter in a stage of unlike devices, and lines for the plan."""
+    [(axis, assigned)] = sharded.axes.items()
+    alone = stage_graph(graph, part)
+    rows = (graph.values[graph.param_values[entry]].rows for entry in part.segment.params)
+    if any(op.iterations for op in alone.ops) or any(rows):
+        raise PlanError(
+            "a stage begins or ends inside a scan over layers, which shards of unlike sizes run "
+            "whole: give each scan to one stage, or let the shards be alike"
+        )
+    return sizes_of(alone, assigned, axis, shares, stated=True)
+
+
+def _layouts(
+    graph: Graph, part: ChainPart, sharded: Sharded, sizes: Sequence[Sizes]
+) -> tuple[Layout, ...]:
     """The layouts inside a stage of the parameters that it reads."""
     specs: dict[int, P] = {}
     for entry in part.segment.params:
@@ -193,6 +238,7 @@ def _layouts(graph: Graph, part: ChainPart, sharded: Sharded) -> tuple[Layout, .
             shape=graph.param_shapes[p],
             dtype=dtype_name(graph.values[graph.param_values[p]].dtype),
             spec=from_spec(spec, len(graph.param_shapes[p])),
+            sizes=sizes[p],
         )
         for p, spec in sorted(specs.items())
     )

@@ -309,15 +309,32 @@ _BY_NAME: dict[str, Callable[[_Call], list[Any]]] = {
 # -- programs inside equations -------------------------------------------------------------------
 
 
+class Between(NamedTuple):
+    """What devices do between two equations of a program, where they may communicate there.
+
+    Attributes:
+        complete: From the name of an equation and its partial result to the whole result.
+        take: From a whole array and a dimension to this device's shard.
+    """
+
+    complete: Callable[[str, Any], Any]
+    take: Callable[[Any, int], Any]
+
+
 def run_program(
-    closed: ClosedJaxpr, operands: Sequence[Any], cut: Dims, part: PartOf
+    closed: ClosedJaxpr,
+    operands: Sequence[Any],
+    cut: Dims,
+    part: PartOf,
+    between: Between | None = None,
 ) -> tuple[list[Any], list[int | None]]:
-    """Run a program on one shard of some operands, without communication.
+    """Run a program on one shard of some operands.
 
     Args:
         closed: A program traced for whole arrays.
         operands: Shards, or whole arrays.
         cut: The cut dimension of each operand, or None.
+        between: How partial results are completed; None: there is no communication.
 
     Returns:
         The results, and the cut dimension of each, or None.
@@ -341,46 +358,52 @@ def run_program(
         elif kind_of(eqn) == "inlined":
             inner = inner_jaxpr(eqn)
             assert inner is not None
-            outputs, results = run_program(inner, arrays, dims, part)
+            outputs, results = run_program(inner, arrays, dims, part, between)
         elif kind_of(eqn) == "custom":
-            outputs, results = run_custom(eqn, arrays, dims, part)
+            outputs, results = run_custom(eqn, arrays, dims, part, between)
         else:
-            factor = _factor_for(eqn, dims)
-            local = [
-                take(x, wanted, part) if dim is None and wanted is not None else x
-                for x, dim, wanted in zip(arrays, dims, factor.operands, strict=True)
-            ]
+            factor = _factor_for(eqn, dims, may_be_partial=between is not None)
+            local = _resharded(arrays, dims, factor.operands, eqn, part, between)
             results = list(factor.results)
             outputs = run_part(eqn, local, factor.operands, results, part)
+            if factor.partial and between is not None:
+                outputs = [between.complete(eqn.primitive.name, x) for x in outputs]
         env.update(zip(eqn.outvars, zip(outputs, results, strict=True), strict=True))
     ends = [read(v) for v in closed.jaxpr.outvars]
     return [x for x, _ in ends], [dim for _, dim in ends]
 
 
-def _factor_for(eqn: Any, dims: Dims) -> Factor:
+def _factor_for(eqn: Any, dims: Dims, *, may_be_partial: bool) -> Factor:
     """The factor under which the operands stay cut as they are."""
     ins, outs = ([v.aval.shape for v in side] for side in (eqn.invars, eqn.outvars))
     for factor in PATTERNS.factors(eqn.primitive.name, ins, outs, eqn.params):
         agrees = all(d is None or d == f for d, f in zip(dims, factor.operands, strict=True))
-        if agrees and not factor.partial:
+        if agrees and (may_be_partial or not factor.partial):
             return factor
     raise PlanError(_refusal(eqn))
 
 
 def _resharded(
-    arrays: Sequence[Any], dims: Dims, wanted: Dims, eqn: Any, part: PartOf
+    arrays: Sequence[Any],
+    dims: Dims,
+    wanted: Dims,
+    eqn: Any,
+    part: PartOf,
+    between: Between | None,
 ) -> list[Any]:
     """Arrays with the wanted cut dimensions; whole arrays are cut."""
     out = []
     for x, dim, other in zip(arrays, dims, wanted, strict=True):
         if dim is not None and dim != other:
             raise PlanError(_refusal(eqn))
-        out.append(take(x, other, part) if dim is None and other is not None else x)
+        if dim is None and other is not None:
+            x = take(x, other, part) if between is None else between.take(x, other)
+        out.append(x)
     return out
 
 
 def run_custom(
-    eqn: Any, operands: Sequence[Any], cut: Dims, part: PartOf
+    eqn: Any, operands: Sequence[Any], cut: Dims, part: PartOf, between: Between | None = None
 ) -> tuple[list[Any], list[int | None]]:
     """Run an equation with custom gradient rules on one shard, and its rules too.
 
@@ -388,6 +411,7 @@ def run_custom(
         eqn: A `custom_jvp_call` or `custom_vjp_call`.
         operands: Shards, or whole arrays.
         cut: The cut dimension of each operand, or None.
+        between: See `run_program`.
     """
     closed = inner_jaxpr(eqn)
     assert closed is not None
@@ -397,7 +421,7 @@ def run_custom(
     results: list[int | None] = []
 
     def primal(*arrays: Any) -> list[Any]:
-        outputs, dims = run_program(closed, arrays, cut, part)
+        outputs, dims = run_program(closed, arrays, cut, part, between)
         results[:] = dims
         return outputs
 
@@ -418,8 +442,9 @@ def run_custom(
 
             traced = jax.make_jaxpr(whole)(*shapes, *[shapes[i] for i in float_places])
             dims = [*cut, *[cut[i] for i in float_places]]
-            both, dims = run_program(traced, [*merged(arrays, rest), *tangents], dims, part)
-            both = _resharded(both, dims, results * 2, eqn, part)
+            moved = [*merged(arrays, rest), *tangents]
+            both, dims = run_program(traced, moved, dims, part, between)
+            both = _resharded(both, dims, results * 2, eqn, part, between)
             return both[: len(results)], both[len(results) :]
 
         run = jax.custom_jvp(lambda *xs: primal(*merged(xs, rest)))
@@ -434,8 +459,9 @@ def run_custom(
 
         outs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
         traced = jax.make_jaxpr(whole)(*shapes, *outs)
-        grads, dims = run_program(traced, [*saved, *cotangents], [*cut, *results], part)
-        return tuple(_resharded(grads, dims, [cut[i] for i in float_places], eqn, part))
+        arrays = [*saved, *cotangents]
+        grads, dims = run_program(traced, arrays, [*cut, *results], part, between)
+        return tuple(_resharded(grads, dims, [cut[i] for i in float_places], eqn, part, between))
 
     with_vjp = jax.custom_vjp(lambda *xs: primal(*merged(xs, rest)))
     with_vjp.defvjp(lambda *xs: (primal(*merged(xs, rest)), merged(xs, rest)), backward)

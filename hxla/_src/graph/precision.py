@@ -24,6 +24,7 @@ import numpy as np
 from ..jax.fused_attention import PRIMITIVES as ATTENTION
 from ..jax.jaxpr import Literal, inner_jaxpr, kind_of
 from ..jax.rounded import times_power_of_two
+from .graph import Op, leaves
 
 #: `low`: in the policy's dtype. `float32`: in float32. `follows`: low if an operand is low and no
 #: operand is a float32 statistic. `joins`: the same, for operands of unlike shapes. `view`: moves
@@ -119,6 +120,11 @@ def wanted_in_float32(jaxpr: Any, results: Sequence[bool]) -> frozenset[Any]:
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 #: The scope of operations that read a whole array for its scale: statistics of a microbatch.
 SCALE_SCOPE = "hxla.float8_scale"
+
+
+def is_float8_product(op: Op) -> bool:
+    """Whether an operation is a product in float8, whose scales belong to whole operands."""
+    return op.kind == "custom" and any(SCALE_SCOPE in inner.stack for inner in leaves(op.body))
 
 
 def quantized(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:

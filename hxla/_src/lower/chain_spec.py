@@ -93,13 +93,28 @@ class ChainSpec:
             return frozenset()
         return shared_tensors(self.graph, self.parts, self.trained)
 
+    @property
+    def crosses_whole(self) -> bool:
+        """Whether values are whole between programs, for their shards are of unlike sizes."""
+        return self.uneven is not None and not self.is_whole
+
     def specs_of(self, values: Sequence[int]) -> list[P]:
-        """PartitionSpecs of values of the graph."""
+        """PartitionSpecs of values of the graph between programs."""
+        if self.crosses_whole:
+            return [P()] * len(values)
         return list(map(self.sharded.spec_of, values))
 
     def waiting_specs(self, values: Sequence[int]) -> list[P]:
         """PartitionSpecs of values kept for a later program."""
+        if self.crosses_whole:
+            return [P()] * len(values)
         return list(map(self.sharded.waiting_spec, values))
+
+    def waiting_bytes(self, values: Sequence[int]) -> int:
+        """Bytes of values kept for a later program on one device."""
+        if self.crosses_whole:
+            return sum(self.graph.values[v].num_bytes for v in values)
+        return sum(map(self.sharded.waiting_bytes, values))
 
     def inner_specs(self, part: ChainPart, shapes: Sequence[Sequence[int]]) -> list[P | None]:
         """PartitionSpecs of inner arrays of a part, None where their shapes do not decide.

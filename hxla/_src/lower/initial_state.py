@@ -21,7 +21,7 @@ from ..weights.weights import Gather, Read, filled
 from .bitcast_packing import array_bytes
 from .compile import for_each
 from .offload import OffloadedArrays, on_device
-from .padding import StatePadding, padded, unpadded
+from .padding import Padding
 from .replica import Replica, ReplicaArrays
 from .state_layout import StateLayout
 from .units import most_at_once
@@ -114,7 +114,7 @@ def _made(
 ) -> list[list[Any]]:
     """The model's initial arrays, each made as it is sharded; None where weights are read."""
     specs, local = layout.shard_specs[: layout.first_state], layout.reducer.local
-    paddings = layout.specs.padding.leaves()
+    paddings = layout.paddings
     placed: list[list[Any]] = [[None] * len(specs) for _ in local]
     inits: dict[Any, list[Any]] = {}
     for group in layout.model.made_apart([k for k, read in enumerate(readers) if read is None]):
@@ -122,7 +122,7 @@ def _made(
         def lowered(i: int, group: ResultGroup = group) -> Any:
             def run(first: jax.Array, operands: Sequence[Any]) -> list[jax.Array]:
                 made = zip(group.places, group.run(operands), strict=True)
-                return [layout.shard(i, k, paddings[k].pad(x), first) for k, x in made]
+                return [layout.shard(i, k, x, first) for k, x in made]
 
             group_specs = [specs[k] for k in group.places]
             return layout.jit(i, run, group_specs).lower(np.int32(0), group.operands)
@@ -169,14 +169,16 @@ def _from_host(
 
 def _read(layout: StateLayout, k: int, replica: Replica, spec: P, read: Read) -> jax.Array:
     """An array from a file, sharded on a replica."""
-    shape, padding = layout.shapes[k].shape, layout.specs.padding.leaves()[k]
-    plain = filled(shape, replica.sharding(layout.even_specs[k]), read)
+    plain = filled(layout.shapes[k].shape, replica.sharding(layout.even_specs[k]), read)
+    padding = layout.paddings[k]
     zero, index = layout.zero, replica.index
     if zero is not None and layout.is_sharded(k):
         if not replica.axes:
             return replica.put(zero.take_on_host(k, np.asarray(plain), index), spec)
         sharding = replica.sharding(spec)
-        take = jax.jit(lambda x, first: zero.take(k, x, index, first), out_shardings=sharding)
+        take = jax.jit(
+            lambda x, first: zero.take(k, padding.pad(x), index, first), out_shardings=sharding
+        )
         return take(plain, np.int32(zero.ownership.first(index)))  # type: ignore[no-any-return]
     if padding.is_none:
         return plain
@@ -206,14 +208,14 @@ def _opt_states(
             parts = [on_device(arrays[places[t]]) for arrays in replica_arrays]
             whole = host.whole(layout.zero.evenly(places[t], parts))
         for arrays, replica in zip(params, layout.reducer.local, strict=True):
-            spec = layout.specs.params[places[t]]
-            arrays[t] = None if whole is None else replica.put(whole, spec)
+            spec, padding = layout.specs.params[places[t]], layout.paddings[places[t]]
+            arrays[t] = None if whole is None else replica.put(padding.pad(whole), spec)
     initial = InitialOptState(
         layout.optimizer,
         jax.tree.structure(model.trained),
         [layout.shapes[k] for k in places],
         layout.shapes[layout.first_state :],
-        layout.specs.padding,
+        layout.specs.padding.of_trained,
     )
     start, specs = layout.first_state, layout.shard_specs[layout.first_state :]
 
@@ -242,6 +244,7 @@ class InitialOptState:
     Args:
         tree: Structure of the trained parameters.
         state: Shapes of the leaves of the state.
+        paddings: Padding of each trained parameter.
     """
 
     def __init__(
@@ -250,24 +253,23 @@ class InitialOptState:
         tree: Any,
         params: Sequence[Any],
         state: Sequence[Any],
-        padding: StatePadding,
+        paddings: Sequence[Padding],
     ):
         self._optimizer, self._tree, self._params = optimizer, tree, list(params)
         self._sizes = [x.size * x.dtype.itemsize for x in state]
-        self._padding = padding
+        self._paddings = list(paddings)
 
     def leaves(self, arrays: Sequence[Any]) -> list[jax.Array]:
-        """All leaves of the state.
+        """All leaves of the state, without padding.
 
         Args:
-            arrays: The parameters; None where only a shape is needed.
+            arrays: The parameters, padded; None where only a shape is needed.
         """
-        filled = [
-            jax.numpy.zeros(s.shape, s.dtype) if x is None else x
-            for x, s in zip(arrays, self._params, strict=True)
+        plain = [
+            jax.numpy.zeros(s.shape, s.dtype) if x is None else padding.unpad(x)
+            for x, s, padding in zip(arrays, self._params, self._paddings, strict=True)
         ]
-        tree = unpadded(jax.tree.unflatten(self._tree, filled), self._padding.of_trained)
-        return jax.tree.leaves(padded(self._optimizer.init(tree), self._padding.of_opt_state))
+        return jax.tree.leaves(self._optimizer.init(jax.tree.unflatten(self._tree, plain)))
 
     def groups(self, in_groups: bool) -> list[list[int]]:
         """Groups of leaves, each of which one program makes.

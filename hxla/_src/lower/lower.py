@@ -284,7 +284,8 @@ class Programs:
         """Cuts of the sums into unlike shards, if local devices are at one place of replicas."""
         local = [replica for replica in replicas if replica.is_local]
         places = {replica.only_place for replica in local}
-        if uneven is None or None in places or len(places) > 1:
+        # Replicas that share the sums send their padding: it is shared out like elements.
+        if uneven is None or None in places or len(places) > 1 or self.ownership is not None:
             return None
         return uneven.on(local[0]).cuts_of_sums(self.trained, self.tensors.is_summed)
 

@@ -94,11 +94,25 @@ def clip(grads: list[jax.Array], norm: float) -> list[jax.Array]:
 
 
 def joining_uneven(
-    spec: ChainSpec, mesh: Mesh, uneven: Uneven, lay_out: Callable[[jax.Array], jax.Array]
+    spec: ChainSpec,
+    mesh: Mesh,
+    uneven: Uneven,
+    lay_out: Callable[[jax.Array], jax.Array],
+    packs: Sequence[Sequence[int]],
+    of_terms: Sequence[int],
 ) -> Join:
-    """How a microbatch joins the sums if shards are of unlike sizes: each device adds its shard."""
-    specs, num = list(spec.specs), spec.contribution.form.num_parts
+    """How a microbatch joins the sums if shards are of unlike sizes: each device adds its shard.
+
+    Args:
+        packs: Of the sums, each of one tensor.
+        of_terms: The tensor of each term; of several terms of one, its sum goes on.
+    """
+    num = spec.contribution.form.num_parts
     cuts = uneven.cuts_of_sums(spec.trained, spec.tensors.is_summed)
+    if not spec.is_whole:  # other variables leave a part whole
+        cuts = [cut if i < len(spec.trained) else None for i, cut in enumerate(cuts)]
+    tensors = [i for [i] in packs]
+    rows = sorted(tensors)  # of exponents and peaks
 
     def one(x: jax.Array, before: Any, exponent: jax.Array, keep: Any, cut: Cut | None) -> Any:
         if cut is None:
@@ -122,19 +136,19 @@ def joining_uneven(
         return tuple(parts), peak
 
     def local(values: Any, before: Any, exponents_T: jax.Array, keep: Any) -> Any:
-        pairs = [
-            one(x, before[p], exponents_T[i], keep, cuts[i])
-            for p, [i] in enumerate(spec.packs)
-            for x in [values[i]]
-        ]
-        peaks_T = peak_bits(jnp.stack([peak for _, peak in pairs]))
-        return [parts for parts, _ in pairs], jax.lax.pmax(peaks_T, mesh.axis_names)
+        sums, peaks = list(before), dict[int, jax.Array]()
+        for t, x in zip(of_terms, values, strict=True):
+            p, exponent = tensors.index(t), exponents_T[rows.index(t)]
+            sums[p], peak = one(x, sums[p], exponent, keep, cuts[t])
+            peaks[t] = jnp.maximum(peaks[t], peak) if t in peaks else peak
+        peaks_T = peak_bits(jnp.stack([peaks[t] for t in rows]))
+        return sums, jax.lax.pmax(peaks_T, mesh.axis_names)
 
-    of_parts = [(s,) * num for s in specs]
+    of_parts = [(spec.specs[t],) * num for t in tensors]
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(specs, of_parts, P(), P()),
+        in_specs=([spec.specs[t] for t in of_terms], of_parts, P(), P()),
         out_specs=(of_parts, P()),
         check_vma=False,
     )

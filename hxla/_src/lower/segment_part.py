@@ -36,6 +36,7 @@ from .microbatch import clipped, factor_of, joining_uneven, whole_gradient
 from .replica import Replica
 from .stage import StagePart
 from .uneven import Uneven
+from .uneven_part import run_uneven_part
 
 _LEAST_KERNEL_DIMS = 4  # of convolutions over two dimensions or more
 
@@ -97,7 +98,9 @@ class Joining:
         if not self.packs:
             return list(before), jnp.zeros(0, jnp.int32)
         if self.mesh is not None and self.uneven is not None:
-            join = joining_uneven(spec, self.mesh, self.uneven, self._lay_out)
+            packs = [spec.packs[k] for k in self.packs]
+            of_terms = [term.tensor for term in terms]
+            join = joining_uneven(spec, self.mesh, self.uneven, self._lay_out, packs, of_terms)
             return join([term.value for term in terms], before, exponents_T, keep)
         places: dict[int, list[int]] = collections.defaultdict(list)
         for i, term in enumerate(terms):
@@ -202,8 +205,22 @@ class SegmentPart:
         self._mesh = None if replica is None else replica.mesh
         self._uneven = None if replica is None or spec.uneven is None else spec.uneven.on(replica)
         place = AS_THEY_ARE if replica is None else spec.sharded.placement(replica.mesh)
+        uneven, run, padded = self._uneven, None, None
+        if uneven is not None and replica is not None and not spec.is_whole:
+            run = run_uneven_part(uneven, replica.mesh, part, on_cpu=on_cpu)
+            values = [graph.param_values[entry] for entry in part.segment.params]
+            pairs = zip(values, shapes_of(graph, values), strict=True)
+            padded = [uneven.padding_of(v).like(x) for v, x in pairs]
         self.stage = StagePart(
-            graph, part, place, trained=entries, on_cpu=on_cpu, in_order=in_order, wanted=wanted
+            graph,
+            part,
+            place,
+            trained=entries,
+            on_cpu=on_cpu,
+            in_order=in_order,
+            wanted=wanted,
+            run=run,
+            padded=padded,
         )
         self.is_last = part.is_last
         tensor_of = {p: t for t, p in enumerate(spec.trained)}

@@ -80,6 +80,8 @@ class StagePart:
         in_order: Whether scatters have a fixed order of additions.
         wanted: Values whose gradient is wanted, if they have one; None: all.
         composer: Residual estimator of the graph, shared by its parts; None: a new one.
+        run: Runs it in another way than operation by operation.
+        padded: Shapes of its parameters if they are padded.
     """
 
     def __init__(
@@ -93,6 +95,8 @@ class StagePart:
         in_order: bool = False,
         wanted: Collection[int] | None = None,
         composer: ResidualEstimator | None = None,
+        run: Callable[[Sequence[Any], Sequence[Any], Env], list[Any]] | None = None,
+        padded: Sequence[jax.ShapeDtypeStruct] | None = None,
     ):
         self.part = part
         self._composer = composer
@@ -103,7 +107,8 @@ class StagePart:
         self.above = crossing(graph, part.inputs, wanted)
         self.below = crossing(graph, part.outputs, wanted)
         self._env_values = part.segment.given
-        self._run = run_part(graph, part, place)
+        self._run = run or run_part(graph, part, place)
+        self._padded = padded
 
     @property
     def kind(self) -> Any:
@@ -144,7 +149,8 @@ class StagePart:
             self._env_values,
             [self.below.values[i] for i in self.below.floats],
         )
-        return tuple(shapes_of(self._graph, values) for values in groups)
+        params, *others = (shapes_of(self._graph, values) for values in groups)
+        return list(self._padded or params), *others
 
     @functools.cached_property
     def _passes(self) -> Halves:

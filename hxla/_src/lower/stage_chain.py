@@ -8,6 +8,7 @@ the replica to their stages, and after them the sums go back; see `plan.unlike_s
 Legend of shape suffixes: M microbatches of a step, S sums of a microbatch, T float tensors.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -149,7 +150,7 @@ class StageChain:
         stored = [self._spec.stored_tensor(t) for t in range(len(chain.tensors.floats))]
 
         def hxla_empty() -> DeviceSums:
-            sums = chain.empty_sums()
+            sums = dataclasses.replace(chain, tensors=self._spec.tensors).empty_sums()
             pairs = zip(sums.values, stored, strict=True)
             return sums._replace(values=[tuple(map(p.pad, limbs)) for limbs, (_, p) in pairs])
 
@@ -167,13 +168,18 @@ class StageChain:
         for stage in self._local:
             assert stage.programs is not None
             like, graph = stage.replica.like, stage.chain.graph
-            specs = self._spec.param_specs[stage.index]
-            shapes = shapes_of(graph, [graph.param_values[p] for p in range(len(specs))])
-            params = list(map(like, shapes, specs))
+            params = self._params_inside(stage, range(len(graph.param_shapes)))
             out += stage.programs.lower(params, list(map(like, aux)), like(exponents))
         out += [x.route.lower() for x in self._moved]
         rows, peaks, words = (jax.tree.map(self._row_like, x) for x in self._small_shapes())
         return [*out, self._join.lower(rows, peaks, words), self._empty.lower()]
+
+    def _params_inside(self, stage: Stage, places: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of parameters inside a stage."""
+        graph, inside = stage.chain.graph, self._spec.inside[stage.index]
+        values = [graph.param_values[p] for p in places]
+        pairs = zip(shapes_of(graph, values), [inside[p] for p in places], strict=True)
+        return [stage.replica.like(padding.like(x), spec) for x, (spec, padding) in pairs]
 
     def adopt(self, compiled: Sequence[Any]) -> None:
         """Take over the programs of `lower`, compiled."""
@@ -303,12 +309,14 @@ class StageChain:
     ) -> None:
         """Run an action of the schedule, if this process has its stage."""
         is_last = s == len(self._stages) - 1
+        # What crosses whole is all that is kept, and the backward itself runs the forward again.
+        recompute = self._spec.recompute and not self._spec.chains[s].crosses_whole
         operations: list[SegmentOperation] = []
         if kind == FORWARD and not is_last:
-            kept = "" if self._spec.recompute else CUT
-            operations = [SegmentOperation(FORWARD, s, kept, self._spec.recompute)]
+            kept = "" if recompute else CUT
+            operations = [SegmentOperation(FORWARD, s, kept, recompute)]
         elif kind == BACKWARD:
-            again = [SegmentOperation(FORWARD, s, CUT)] * (self._spec.recompute and not is_last)
+            again = [SegmentOperation(FORWARD, s, CUT)] * (recompute and not is_last)
             operations = [*again, SegmentOperation(BACKWARD, s, INPUT if is_last else CUT)]
         if s in running:
             for operation in operations:
@@ -382,13 +390,11 @@ class StageChain:
         return sums_bytes + max(map(self._stage_bytes, self._local), default=0)
 
     def _stage_bytes(self, stage: Stage) -> int:
-        programs, graph, replica = stage.programs, stage.chain.graph, stage.replica
+        programs = stage.programs
         assert programs is not None
-        specs, limbs = self._spec.param_specs[stage.index], programs.sums_shapes.values
-        shapes = shapes_of(graph, [graph.param_values[p] for p in stage.params])
-        params = [replica.like(x, specs[p]) for x, p in zip(shapes, stage.params, strict=True)]
+        params, limbs = self._params_inside(stage, stage.params), programs.sums_shapes.values
         arrays: list[Any] = [*params, *(x for k in stage.part.packs for x in limbs[k])]
-        stash = sum(map(stage.chain.sharded.waiting_bytes, self._crossing[stage.index]))
+        stash = stage.chain.waiting_bytes(self._crossing[stage.index])
         stash += 0 if self._spec.recompute else programs.residual_bytes(0)
         stash *= self._stash[stage.index]
         return sum(map(device_bytes, arrays)) + stash + max(programs.temporary_bytes(0))

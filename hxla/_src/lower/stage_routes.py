@@ -71,9 +71,9 @@ def fill_routes(spec: StageChainSpec, replica: Replica, stage: Stage) -> Iterato
         for p in params:
             [shape] = shapes_of(graph, [graph.param_values[p]])
             stored, padding = spec.stored[p]
-            inside = spec.param_specs[stage.index][p]
+            inside, own_padding = spec.inside[stage.index][p]
             sources.append(_end(replica, padding.like(shape), stored, padding))
-            targets.append(_end(stage.replica, shape, inside))
+            targets.append(_end(stage.replica, own_padding.like(shape), inside, own_padding))
         route = Route(replica.devices, sources, targets)
         name = f"the parameters of stage {stage.index}"
         yield StageRoute(stage=stage.index, items=params, route=route, name=name)
@@ -86,13 +86,14 @@ def return_routes(spec: StageChainSpec, replica: Replica, stage: Stage) -> Itera
         replica: All devices of the pipeline.
     """
     chain, packs = stage.chain, stage.part.packs
-    shapes, num = pack_shapes(chain.tensors, chain.packs), chain.contribution.form.num_parts
+    shapes, num = pack_shapes(spec.tensors, chain.packs), chain.contribution.form.num_parts
     for some in _buckets(packs, lambda k: 4 * num * math.prod(shapes[k])):
         sources, targets = [], []
         for k in some:
             whole = jax.ShapeDtypeStruct(shapes[k], chain.contribution.dtype)
             stored, padding = spec.stored_tensor(k)
-            sources += [_end(stage.replica, whole, chain.specs[k])] * num
+            inside, own_padding = spec.tensor_inside(stage.index, k)
+            sources += [_end(stage.replica, own_padding.like(whole), inside, own_padding)] * num
             targets += [_end(replica, padding.like(whole), stored, padding)] * num
         route = Route(replica.devices, sources, targets)
         name = f"the sums of stage {stage.index}"
@@ -113,10 +114,10 @@ def hop(stages: Sequence[Stage], crossing: Sequence[int], s: int, kind: str) -> 
         values = tuple(v for v in values if v in floats)
 
     def ends(stage: Stage) -> list[RouteEnd]:
-        sharded, graph = stage.chain.sharded, stage.chain.graph
-        spec_of = sharded.waiting_spec if kind == FORWARD else sharded.spec_of
-        pairs = zip(values, in_bytes(shapes_of(graph, values)), strict=True)
-        return [_end(stage.replica, x, spec_of(v)) for v, x in pairs]
+        chain = stage.chain
+        specs = chain.waiting_specs(values) if kind == FORWARD else chain.specs_of(values)
+        pairs = zip(specs, in_bytes(shapes_of(chain.graph, values)), strict=True)
+        return [_end(stage.replica, x, spec) for spec, x in pairs]
 
     source, target = (early, late) if kind == FORWARD else (late, early)
     route = Route((*early.replica.devices, *late.replica.devices), ends(source), ends(target))

@@ -40,6 +40,7 @@ class ZeroState:
         shares: Each replica's share of each leaf; see `Ownership.of_leaves`.
         domains: Domain of each leaf; None: it is replicated.
         specs: PartitionSpec of each whole leaf over the axes inside a replica.
+        paddings: Padding of each whole leaf, which is shared out like its elements.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class ZeroState:
         shares: Shares,
         domains: Sequence[int | None],
         specs: Sequence[P],
+        paddings: Sequence[Padding],
     ):
         self.ownership, self._reducer, self._leaves = ownership, reducer, list(leaves)
         self._shares, self.is_common = shares, tuple(d is None for d in domains)
@@ -58,14 +60,32 @@ class ZeroState:
             spec if d is None else ownership.parts_spec
             for spec, d in zip(specs, domains, strict=True)
         ]
-        #: PartitionSpec of each leaf over the axes inside a replica; below the shape on a device.
+        #: PartitionSpec of each leaf over the axes inside a replica, and its padding; below the
+        #: shape on a device.
         self._specs = [
             P() if d is None else ownership.spec(d) if shares.owners[k] is None else specs[k]
             for k, d in enumerate(domains)
         ]
+        self.paddings = [
+            paddings[k]
+            if d is None or shares.owners[k] is not None
+            else Padding(ownership.parts_of(d))
+            for k, d in enumerate(domains)
+        ]
+        axes, pairs = dict(ownership.axes), zip(self._leaves, self.paddings, strict=True)
+        self._padded = [padding.like(x) for x, padding in pairs]
         self._shapes = [
-            piece_shape(x.shape, spec, dict(ownership.axes))
-            for x, spec in zip(self._leaves, self._specs, strict=True)
+            piece_shape(x.shape, spec, axes)
+            for x, spec in zip(self._padded, self._specs, strict=True)
+        ]
+        #: The same in the even cut, before it is cut over the places.
+        self._even_specs = [
+            even_spec(x.shape, spec, padding, axes)
+            for x, spec, padding in zip(self._leaves, self._specs, self.paddings, strict=True)
+        ]
+        self._even_shapes = [
+            piece_shape(x.shape, spec, axes)
+            for x, spec in zip(self._leaves, self._even_specs, strict=True)
         ]
         #: The shares of each place, which are those of its replicas together.
         self._placed = shares.at(reducer.arrays.places[: reducer.arrays.num_members])
@@ -75,7 +95,7 @@ class ZeroState:
 
         On several devices a whole leaf is a flat shard for each device.
         """
-        x, member = self._leaves[k], self.ownership.member(index)
+        x, member = self._padded[k], self.ownership.member(index)
         if self._keeps_shape(k, member):
             return jax.ShapeDtypeStruct(x.shape, x.dtype)
         size = self._shard_size(k, member) * self._reducer.arrays.num_inner
@@ -89,7 +109,7 @@ class ZeroState:
         return self._shares.own_size(k, math.prod(self._shapes[k]), member)
 
     def take(self, k: int, x: jax.Array, index: int, first: Any) -> jax.Array:
-        """A replica's shard of a whole leaf.
+        """A replica's shard of a whole leaf, which is padded.
 
         Args:
             first: The replica's first granule, perhaps traced.
@@ -135,8 +155,8 @@ class ZeroState:
         """PartitionSpec of a leaf over the places in the even cut."""
         dim = self._even_dim(k)
         if dim is None:
-            return self._specs[k]
-        parts = [*from_spec(self._specs[k], len(self._shapes[k]))]
+            return self._even_specs[k]
+        parts = [*from_spec(self._even_specs[k], len(self._even_shapes[k]))]
         parts[dim] = (*parts[dim], DATA_AXIS)
         return to_spec(parts)
 
@@ -145,7 +165,7 @@ class ZeroState:
         num = len(self._placed.granules)
         if self.is_common[k]:
             return None
-        return next((d for d, n in enumerate(self._shapes[k]) if n and n % num == 0), None)
+        return next((d for d, n in enumerate(self._even_shapes[k]) if n and n % num == 0), None)
 
     # -- between the forms -----------------------------------------------------------------------
 
@@ -188,32 +208,47 @@ class ZeroState:
 
     def _program(self, way: str, k: int) -> Any:
         x, owner = self._leaves[k], self._shares.owners[k]
-        return self._conversion(way, x.shape, jnp.dtype(x.dtype), owner, self._specs[k])
+        cut = self._specs[k], self.paddings[k]
+        return self._conversion(way, x.shape, jnp.dtype(x.dtype), owner, cut)
 
     @functools.cache  # noqa: B019
     def _conversion(
-        self, way: str, shape: tuple[int, ...], dtype: Any, owner: int | None, leaf_spec: P
+        self,
+        way: str,
+        shape: tuple[int, ...],
+        dtype: Any,
+        owner: int | None,
+        leaf_cut: tuple[P, Padding],
     ) -> Any:
         k = next(
             k
             for k, x in enumerate(self._leaves)
             if (x.shape, x.dtype, self._shares.owners[k]) == (shape, dtype, owner)
-            and self._specs[k] == leaf_spec
+            and (self._specs[k], self.paddings[k]) == leaf_cut
             and not self.is_common[k]
         )
-        arrays, spec = self._reducer.arrays, self.spec(k)
-        run = self._even_part(k) if way == "evenly" else self._shard_part(k)
-        shard_spec = arrays.own_spec
-        in_spec, out_spec = (shard_spec, spec) if way == "evenly" else (spec, shard_spec)
+        arrays, padding, is_even = self._reducer.arrays, self.paddings[k], way == "evenly"
+        # A padded leaf is whole at its places while its padding changes.
+        whole = self.spec(k) if padding.is_none else self._specs[k]
+        in_spec, out_spec = (arrays.own_spec, whole) if is_even else (whole, arrays.own_spec)
         mapped = jax.shard_map(
-            run, mesh=arrays.mesh, in_specs=in_spec, out_specs=out_spec, check_vma=False
+            self._even_part(k) if is_even else self._shard_part(k),
+            mesh=arrays.mesh,
+            in_specs=in_spec,
+            out_specs=out_spec,
+            check_vma=False,
         )
-        return jax.jit(mapped, out_shardings=arrays.sharding(out_spec))
+
+        def hxla_convert(x: jax.Array) -> jax.Array:
+            return padding.unpad(mapped(x)) if is_even else mapped(padding.pad(x))  # type: ignore[no-any-return]
+
+        result = self.spec(k) if is_even else arrays.own_spec
+        return jax.jit(hxla_convert, out_shardings=arrays.sharding(result))
 
     def _even_part(self, k: int) -> Callable[[jax.Array], jax.Array]:
         """The function from this place's shard to its part of the even cut."""
         shape, owner = self._shapes[k], self._placed.owners[k]
-        dim, num = self._even_dim(k), len(self._placed.granules)
+        dim, num = self._dim_of_part(k), len(self._placed.granules)
         lengths = self._reducer.arrays.lengths(self._lengths(k))
 
         def run(part: jax.Array) -> jax.Array:
@@ -233,10 +268,14 @@ class ZeroState:
 
         return run
 
+    def _dim_of_part(self, k: int) -> int | None:
+        """The dimension that places cut in `_even_part`; None: each has all of its shard."""
+        return self._even_dim(k) if self.paddings[k].is_none else None
+
     def _shard_part(self, k: int) -> Callable[[jax.Array], jax.Array]:
         """The function from this place's part of the even cut to its shard."""
         size, owner, shares = math.prod(self._shapes[k]), self._placed.owners[k], self._placed
-        dim = self._even_dim(k)
+        dim = self._dim_of_part(k)
         most = max(self._reducer.arrays.lengths(self._lengths(k)))
 
         def run(even: jax.Array) -> jax.Array:
@@ -298,9 +337,15 @@ class StateLayout:
         if self.ownership is None:
             return None
         shares, domains = self.ownership.of_leaves(self.model.is_trained, len(self.specs.aux))
+        specs, paddings = self.specs.leaves(), self.specs.padding.leaves()
         return ZeroState(
-            self.ownership, self.reducer, self.shapes, shares, domains, self.specs.leaves()
+            self.ownership, self.reducer, self.shapes, shares, domains, specs, paddings
         )
+
+    @functools.cached_property
+    def paddings(self) -> list[Padding]:
+        """Padding of each whole array."""
+        return self.specs.padding.leaves() if self.zero is None else self.zero.paddings
 
     @functools.cached_property
     def shard_specs(self) -> list[P]:
@@ -386,16 +431,17 @@ class StateLayout:
         return np.int32(self.ownership.first(self.reducer.local[i].index))
 
     def shard(self, i: int, k: int, x: jax.Array, first: Any) -> jax.Array:
-        """A local replica's shard of a whole array.
+        """A local replica's shard of a whole array, which has no padding yet.
 
         Args:
             first: The replica's first granule, perhaps traced.
         """
+        x = self.paddings[k].pad(x)
         return x if self.zero is None else self.zero.take(k, x, self.reducer.local[i].index, first)
 
     def put(self, i: int, k: int, host: np.ndarray) -> jax.Array:
         """Place a local replica's shard of an array that is whole in host memory."""
-        shard, replica = self.specs.padding.leaves()[k].pad(host), self.reducer.local[i]
+        shard, replica = self.paddings[k].pad(host), self.reducer.local[i]
         if self.zero is not None:
             shard = self.zero.take_on_host(k, shard, replica.index)
         return replica.put(shard, self.shard_specs[k])

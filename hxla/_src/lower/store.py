@@ -30,7 +30,7 @@ from .offload import (
     is_on_host,
     on_device,
 )
-from .padding import changing
+from .padding import NOT_PADDED, changing
 from .replica import ReplicaArrays
 from .state_layout import StateLayout
 
@@ -254,19 +254,22 @@ class Store:
         return [self.put(i, k, part) for i, part in enumerate(self._zero.shared(k, fetched))]
 
     def _unpadded(self, i: int) -> list[jax.Array]:
-        """The arrays of a local replica without padding."""
+        """The arrays of a local replica, without padding where they are whole."""
         return self._repadded(i, "unpad", self.held[i].leaves(), self.layout.even_specs)
 
     def _padded(self, i: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """Arrays with the padding of a local replica."""
+        """Arrays with the padding of a local replica, where they are whole."""
         return self._repadded(i, "pad", list(arrays), self.layout.specs.leaves())
 
     def _repadded(
         self, i: int, how: Literal["pad", "unpad"], arrays: list[jax.Array], specs: Sequence[P]
     ) -> list[jax.Array]:
         if (how, i) not in self._changes:
-            jit = functools.partial(self.layout.jit, i)
-            self._changes[how, i] = changing(self.layout.specs.padding.leaves(), how, jit, specs)
+            jit, layout = functools.partial(self.layout.jit, i), self.layout
+            whole = [
+                NOT_PADDED if layout.is_sharded(k) else p for k, p in enumerate(layout.paddings)
+            ]
+            self._changes[how, i] = changing(whole, how, jit, specs)
         return self._changes[how, i](arrays)
 
     @property

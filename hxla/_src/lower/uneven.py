@@ -1,10 +1,7 @@
 """A traced loss on shards of unlike sizes: manual over the axis that cuts it.
 
-Between two collectives the devices of an uneven split are independent, so their sharded operations
-there are one *block*: a function of local arrays, compiled for each of the few sizes that occur. A
-device runs the branch of its size, so half the units are half the work. Arrays enter and leave a
-block padded to the largest shard, for SPMD has one shape. So do residuals: the fewest bytes from
-which the backward repeats only element-wise work.
+Between two collectives the devices are independent, so their sharded operations there are one
+block, see `uneven_block`.
 
 Each device runs the same equations: replicated ones on whole arrays, sharded ones on its shard.
 Collectives are outside of blocks, so every device runs all of them.
@@ -28,185 +25,17 @@ from jax.sharding import PartitionSpec as P
 from ..core.errors import PlanError
 from ..graph.graph import Graph, Op
 from ..graph.interpreter import Env, run_ops
-from ..graph.local_ops import EXTREMES, SUMS, run_custom, run_part, take
+from ..graph.local_ops import EXTREMES, SUMS, Between, run_custom, run_part, take
+from ..graph.precision import is_float8_product
 from ..graph.segments import Segment
 from ..jax.cpu_dots import row_major
-from ..jax.jaxpr import ClosedJaxpr, checkpoint_like, scan_counts
-from ..jax.min_cut import Halves, halve
+from ..jax.jaxpr import checkpoint_like, scan_counts
 from ..plan.linked_dims import Parts
 from ..plan.sharding import Sharded
 from .contribution import gradient_of
-from .padding import Cut, Padding, added, entered, extreme, gathered, local_shard, narrow, widen
+from .padding import Cut, Padding, added, entered, extreme, gathered, local_shard
 from .replica import Replica
-
-#: A dimension and for each size class the size of its shard; None for a whole array.
-Width = tuple[int, tuple[int, ...]] | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Block:
-    """The operations of devices between two collectives.
-
-    Attributes:
-        run: `(size class, offsets, inputs) -> results` on arrays of true sizes.
-        inputs: How the inputs are cut.
-        is_differentiable: For each input whether a gradient flows back through it.
-        results: How the results are cut.
-        num_classes: The distinct sizes of devices.
-        only_class: Class of the one device that runs the program; None: any device runs it.
-        lay_out: Lays an array out before it is padded: a CPU is slow at both at once.
-    """
-
-    run: Callable[[int, Any, Sequence[Any]], list[Any]]
-    inputs: tuple[Width, ...]
-    is_differentiable: tuple[bool, ...]
-    results: tuple[Width, ...]
-    num_classes: int
-    only_class: int | None
-    lay_out: Callable[[Any], Any]
-
-    def __call__(self, size_class: Any, offsets: Any, inputs: Sequence[Any]) -> list[Any]:
-        """The results on this device, padded.
-
-        Args:
-            size_class: Class of this device, int32.
-        """
-        is_float = self._float_results(offsets, inputs)
-        halves = self._halves(offsets, inputs, is_float)
-        kept = [tuple(half.kept[k].shape for half in halves) for k in range(len(halves[0].kept))]
-        widths = list(itertools.compress(self.results, is_float))
-        of_grads = list(itertools.compress(self.inputs, self.is_differentiable))
-
-        def forward(size_class: Any, offsets: Any, inputs: Sequence[Any]) -> tuple[Any, Any]:
-            def branch(c: int) -> Callable[..., Any]:
-                def run(offsets: Any, inputs: Sequence[Any]) -> tuple[Any, Any]:
-                    narrowed = _narrowed(c, inputs, self.inputs)
-                    results, residuals = halves[c].run_early([offsets, *narrowed])
-                    wide = [_widest(x, shapes) for x, shapes in zip(residuals, kept, strict=True)]
-                    return self._widened(results, self.results), wide
-
-                return run
-
-            return self._switch(branch, size_class, offsets, inputs)
-
-        def backward(saved: Any, cotangents: Sequence[Any]) -> tuple[None, None, list[Any]]:
-            size_class, offsets, inputs, residuals = saved
-            floats = list(itertools.compress(cotangents, is_float))
-
-            def branch(c: int) -> Callable[..., Any]:
-                def run(offsets: Any, inputs: Any, residuals: Any, floats: Any) -> list[Any]:
-                    narrowed = _narrowed(c, inputs, self.inputs)
-                    back = _narrowed(c, floats, widths)
-                    narrow = [_narrow_to(x, s[c]) for x, s in zip(residuals, kept, strict=True)]
-                    gradients = halves[c].run_late([offsets, *narrowed, *back], narrow)
-                    return self._widened(gradients, of_grads)
-
-                return run
-
-            gradients = iter(self._switch(branch, size_class, offsets, inputs, residuals, floats))
-            return None, None, [next(gradients) if d else None for d in self.is_differentiable]
-
-        call = jax.custom_vjp(lambda *arguments: forward(*arguments)[0])
-
-        def call_forward(*arguments: Any) -> tuple[Any, Any]:
-            results, residuals = forward(*arguments)
-            return results, (*arguments, residuals)
-
-        call.defvjp(call_forward, backward)
-        return call(size_class, offsets, list(inputs))  # type: ignore[no-any-return]
-
-    def _switch(self, branch: Callable[[int], Any], size_class: Any, *operands: Any) -> Any:
-        if self.only_class is not None or self.num_classes == 1:
-            return branch(self.only_class or 0)(*operands)
-        return jax.lax.switch(size_class, [branch(c) for c in range(self.num_classes)], *operands)
-
-    def _widened(self, arrays: Sequence[Any], widths: Sequence[Width]) -> list[Any]:
-        return [
-            x if width is None else widen(self.lay_out(x), width[0], max(width[1]))
-            for x, width in zip(arrays, widths, strict=True)
-        ]
-
-    # -- tracing ---------------------------------------------------------------------------------
-
-    def _shapes(self, c: int, inputs: Sequence[Any]) -> list[Any]:
-        """Shapes of the inputs of a class."""
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
-        return [
-            x if width is None else _with_size(x, width[0], width[1][c])
-            for x, width in zip(shapes, self.inputs, strict=True)
-        ]
-
-    def _results(self, c: int, offsets: Any, inputs: Sequence[Any]) -> list[Any]:
-        run = functools.partial(self.run, c)
-        return jax.eval_shape(run, offsets, self._shapes(c, inputs))  # type: ignore[no-any-return]
-
-    def _float_results(self, offsets: Any, inputs: Sequence[Any]) -> list[bool]:
-        return [jnp.issubdtype(x.dtype, jnp.inexact) for x in self._results(0, offsets, inputs)]
-
-    def _halves(
-        self, offsets: Any, inputs: Sequence[Any], is_float: Sequence[bool]
-    ) -> list[Halves]:
-        """Forward and backward of each class, with the same residuals."""
-        programs = [self._program(c, offsets, inputs, is_float) for c in range(self.num_classes)]
-        num = 1 + len(inputs)
-        late = range(num, num + sum(is_float))
-        first = halve(programs[0], len(self.results), only_late=late)
-        words = [[eqn.primitive.name for eqn in p.jaxpr.eqns] for p in programs]
-        # A size of one may be traced in another way; then the inputs are the residuals.
-        places = first.places if all(names == words[0] for names in words) else ()
-        return [halve(p, len(self.results), only_late=late, places=places) for p in programs]
-
-    def _program(
-        self, c: int, offsets: Any, inputs: Sequence[Any], is_float: Sequence[bool]
-    ) -> ClosedJaxpr:
-        """`(offsets, *inputs, *cotangents) -> (*results, *gradients)` of a class."""
-        num = len(inputs)
-
-        def run(offsets: Any, *arguments: Any) -> list[Any]:
-            primals, cotangents = arguments[:num], arguments[num:]
-
-            def forward(floats: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-                rest = iter(floats)
-                every = [
-                    next(rest) if d else x
-                    for x, d in zip(primals, self.is_differentiable, strict=True)
-                ]
-                results = self.run(c, offsets, every)
-                return list(itertools.compress(results, is_float)), results
-
-            floats = list(itertools.compress(primals, self.is_differentiable))
-            _, back, results = jax.vjp(forward, floats, has_aux=True)
-            [gradients] = back(list(cotangents))
-            return [*results, *gradients]
-
-        results = self._results(c, offsets, inputs)
-        back = itertools.compress(results, is_float)
-        return jax.make_jaxpr(run)(offsets, *self._shapes(c, inputs), *back)
-
-
-def _narrowed(c: int, arrays: Sequence[Any], widths: Sequence[Width]) -> list[Any]:
-    return [
-        x if width is None else narrow(x, width[0], width[1][c])
-        for x, width in zip(arrays, widths, strict=True)
-    ]
-
-
-def _widest(x: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
-    """An array widened to the largest shape of any class."""
-    for dim, sizes in enumerate(zip(*shapes, strict=True)):
-        x = widen(x, dim, max(sizes))
-    return x
-
-
-def _narrow_to(x: Any, shape: tuple[int, ...]) -> Any:
-    for dim, size in enumerate(shape):
-        x = narrow(x, dim, size)
-    return x
-
-
-def _with_size(x: Any, dim: int, size: int) -> Any:
-    shape = tuple(size if d == dim else n for d, n in enumerate(x.shape))
-    return jax.ShapeDtypeStruct(shape, x.dtype)
+from .uneven_block import Block, Width
 
 
 class Uneven:
@@ -253,6 +82,13 @@ class Uneven:
     def _cut(self, group: int, dim: int, size: int) -> Cut:
         return Cut(dim, self.parts.sizes(group, size), self.axis, self.place)
 
+    def padding_of(self, v: int) -> Padding:
+        """The padding of a value, as its maker leaves it."""
+        cut, rank = self.cut_of(v), len(self.graph.values[v].shape)
+        if cut is None or len(set(cut.sizes)) == 1:
+            return Padding()
+        return Padding(tuple(cut.sizes if d == cut.dim else () for d in range(rank)))
+
     def cuts(self, op: Op) -> bool:
         """Whether devices compute different results in an operation.
 
@@ -269,18 +105,7 @@ class Uneven:
 
     def aux_paddings(self) -> list[Padding]:
         """Padding of each other variable."""
-        cuts = [self.cut_of(v) for v in self.graph.aux_values]
-        return [
-            Padding()
-            if cut is None or len(set(cut.sizes)) == 1
-            else Padding(
-                tuple(
-                    cut.sizes if d == cut.dim else ()
-                    for d in range(len(self.graph.values[v].shape))
-                )
-            )
-            for v, cut in zip(self.graph.aux_values, cuts, strict=True)
-        ]
+        return list(map(self.padding_of, self.graph.aux_values))
 
     def cuts_of_sums(self, trained: Sequence[int], summed: Sequence[bool]) -> list[Cut | None]:
         """How each float tensor of the sums is cut, where its shards are unlike; else None.
@@ -345,6 +170,18 @@ class Uneven:
         wanted = [*[None] * num, *map(self.cut_of, graph.aux_values)]
         return [level.as_cut(v, cut) for v, cut in zip(graph.result_values, wanted, strict=True)]
 
+    def whole_results(
+        self, ops: Sequence[Op], env: Env, ends: Sequence[Any], *, on_cpu: bool
+    ) -> list[Any]:
+        """Results of some operations, whole on this device.
+
+        Args:
+            env: Arrays that they read; cut ones are padded.
+        """
+        level = _Level(self, ops, env, ends, on_cpu=on_cpu)
+        level.run()
+        return [jnp.asarray(level.whole(v)) for v in ends]
+
     def _run_segment(self, segment: Segment, env: Env, *, again: bool, on_cpu: bool) -> None:
         """Add the results of a segment to the arrays."""
         params = (self.graph.param_values[p] for p in segment.params)
@@ -401,6 +238,9 @@ class _Level:
             elif op.body and op.kind != "custom":
                 self._before(i, inputs)
                 self._with_body(op)
+            elif is_float8_product(op):
+                self._before(i, inputs)
+                self._float8_product(op)
             else:
                 states = self._wanted(op)
                 self._before(
@@ -564,15 +404,52 @@ class _Level:
                 zip(op.outputs, run_part(op.eqn, operands, states, made_dims, part_of), strict=True)
             )
         results, dims = run_custom(op.eqn, operands, states, part_of)
-        for i, (dim, wanted) in enumerate(zip(dims, made_dims, strict=True)):
-            if dim is None and wanted is not None:
-                results[i] = take(results[i], wanted, part_of)
-            elif dim != wanted:
-                raise PlanError(
-                    f"{op.name} ({op.source}) has gradient rules of its own, and cuts inside "
-                    "a result that is whole outside: leave it out of the split"
-                )
-        return list(zip(op.outputs, results, strict=True))
+        take_part = functools.partial(take, part=part_of)
+        return list(zip(op.outputs, _as_made(op, results, dims, made_dims, take_part), strict=True))
+
+    def _float8_product(self, op: Op) -> None:
+        """Run a product whose scales are maxima over all devices, and so no part of a block.
+
+        Padding of zeros moves neither scales nor products. A program for one device has none.
+        """
+        uneven, [group] = self._uneven, self._groups(op)
+        units, num_units = uneven.parts.units[group], self._linked.groups[group].num_units
+        place = uneven.place
+
+        def cut_of(dim: int, size: int) -> Cut:
+            each = size // num_units
+            return Cut(dim, tuple(n * each for n in units), uneven.axis, place)
+
+        def part(size: int) -> tuple[int, Any]:
+            cut = cut_of(0, size)
+            num = cut.padded if place is None else cut.sizes[place]
+            return num, cut.local_value(cut.offsets)
+
+        def padded(x: Any, dim: int) -> Any:
+            return local_shard(x, cut_of(dim, x.shape[dim]))
+
+        def shard(x: Any, dim: int) -> Any:
+            x, cut = padded(x, dim), cut_of(dim, x.shape[dim])
+            return x if place is None else cut.narrowed(x)
+
+        states, operands = self._wanted(op), []
+        for v, dim in zip(op.inputs, states, strict=True):
+            x = self.whole(v) if dim is None else self._env[v]
+            if dim is not None and place is not None:
+                x = cut_of(dim, self._values[v].shape[dim]).narrowed(x)
+            operands.append(x)
+        between = Between(lambda name, x: _over_devices(name, x, uneven.axis), shard)
+        with self._name_scope(op):
+            results, dims = run_custom(op.eqn, operands, states, part, between)
+        made_dims = [self._made_dim(v) for v in op.outputs]
+        for k, (v, dim) in enumerate(zip(op.outputs, dims, strict=True)):
+            if dim is not None:
+                cut = cut_of(dim, self._values[v].shape[dim])
+                results[k] = results[k] if place is None else cut.widened(results[k])
+                if made_dims[k] is None:
+                    results[k], dims[k] = gathered(results[k], cut), None
+        made = _as_made(op, results, dims, made_dims, padded)
+        self._env.update(zip(op.outputs, made, strict=True))
 
     def _completed(self, op: Op, x: Any) -> Any:
         """Complete a partial result over all devices."""
@@ -649,6 +526,36 @@ class _Level:
             unroll=params["unroll"],
         )
         self._env.update(zip(op.outputs, [*carry, *ys], strict=True))
+
+
+def _as_made(
+    op: Op,
+    results: Sequence[Any],
+    dims: Sequence[int | None],
+    wanted: Sequence[int | None],
+    take_part: Callable[[Any, int], Any],
+) -> list[Any]:
+    """The results of an operation with gradient rules of its own, cut as they are outside.
+
+    Raises:
+        PlanError: If it cuts inside what is whole outside.
+    """
+    out = []
+    for x, dim, other in zip(results, dims, wanted, strict=True):
+        if dim is not None and dim != other:
+            raise PlanError(
+                f"{op.name} ({op.source}) has gradient rules of its own, and cuts inside "
+                "a result that is whole outside: leave it out of the split"
+            )
+        out.append(take_part(x, other) if dim is None and other is not None else x)
+    return out
+
+
+def _over_devices(name: str, x: Any, axis: str) -> Any:
+    """Complete a partial result that has no gradient here."""
+    if name in EXTREMES:
+        return (jax.lax.pmax if EXTREMES[name] else jax.lax.pmin)(x, axis)
+    return jax.lax.psum(x, axis)
 
 
 def _cut_of_stack(cut: Cut | None) -> Cut | None:

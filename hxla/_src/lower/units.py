@@ -250,16 +250,20 @@ class UnitsPart(Part):
 
     def kept(self, unit: Unit, old: Any, new: Any) -> Any:
         """The device's array with new elements of a unit, in the form of `taken`."""
-        if any(self._ownership.parts_of(unit.domain)):
+        new = self.with_zeros(unit.domain, new)
+        if self._ownership.is_whole and any(self._ownership.parts_of(unit.domain)):
             shape = self._ownership.local_shape(unit.domain)
-            new = self.own(unit.domain, new)[: math.prod(shape)].reshape(shape)
-            return replaced(old, new)  # padding stays zero
+            return replaced(old, new[: math.prod(shape)].reshape(shape))
         if new.shape == old.shape:
             return new
         if new.size >= old.size:
             return new.reshape(-1)[: old.size].reshape(old.shape)
         start = (jnp.int32(unit.start),)
         return jax.lax.dynamic_update_slice(old.reshape(-1), new, start).reshape(old.shape)
+
+    def with_zeros(self, domain: int, x: Any) -> Any:
+        """New elements of a unit, of which those in padding stay zero."""
+        return self.own(domain, x) if any(self._ownership.parts_of(domain)) else x
 
     def own(self, domain: int, x: Any) -> Any:
         """A unit's elements of an array, with zeros for padding."""
@@ -295,12 +299,14 @@ class ShardedUpdate:
     Attributes:
         params: PartitionSpec of each trained parameter.
         leaves: PartitionSpec of each leaf of the optimizer's state, before it is cut over replicas.
+        paddings: Padding of each trained parameter, then of each of these leaves.
     """
 
     ownership: Ownership
     replica: Replica
     params: Sequence[P]
     leaves: Sequence[P]
+    paddings: Sequence[Padding]
 
     def mapped(self, run: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`shard_map` of a function over the devices of the replica."""
@@ -329,7 +335,8 @@ class ShardedUpdate:
             results = dict(enumerate(update.run(arguments, part, zero, sums)))
             axes, shard_specs = dict(self.ownership.axes), dict(self._whole_arrays(part))
             shards = {
-                k: local_part(results[k], spec, axes).reshape(-1) for k, spec in shard_specs.items()
+                k: local_part(self.paddings[k].pad(results[k]), spec, axes).reshape(-1)
+                for k, spec in shard_specs.items()
             }
             return shards or {k: x for k, x in results.items() if k not in wholes}
 
@@ -377,11 +384,13 @@ class ShardedUpdate:
         gathered, num = list(arguments), self.ownership.num_arrays
         arrays = self.ownership.update.closed.out_avals
         for k, spec in self._whole_arrays(part):
+            padding = self.paddings[k]
+            shape = piece_shape(padding.like(arrays[k]).shape, spec, dict(self.ownership.axes))
             # A gradient is sharded as its parameter.
             for place in (k, num + k) if k < self.ownership.num_params else (k,):
                 if gathered[place] is not None:
-                    shape = piece_shape(arrays[k].shape, spec, dict(self.ownership.axes))
-                    gathered[place] = _whole(gathered[place].reshape(shape), spec)
+                    whole = _whole(gathered[place].reshape(shape), spec)
+                    gathered[place] = padding.unpad(whole)
         return gathered
 
     def _whole_arrays(self, part: UnitsPart) -> Iterator[tuple[int, P]]:

@@ -352,7 +352,7 @@ class GroupArithmetic:
 
         def new(unit: Unit, i: int) -> jax.Array:
             if ownership.sends_params:
-                return results[i].reshape(-1)  # type: ignore[no-any-return]
+                return part.with_zeros(unit.domain, results[i]).reshape(-1)  # type: ignore[no-any-return]
             return part.kept(unit, params[i], results[i])  # type: ignore[no-any-return]
 
         after = [

@@ -613,10 +613,16 @@ def updates_of(
     each = []
     for i, replica in enumerate(reducer.local):
         device_spec, sharded = spec, None
-        place = replica.only_place if ownership.parts else None
+        place = replica.only_place if ownership.parts and ownership.is_whole else None
         placed = dataclasses.replace(ownership, place=place)
         if ownership.axes:
-            sharded = ShardedUpdate(ownership=placed, replica=replica, params=params, leaves=leaves)
+            sharded = ShardedUpdate(
+                ownership=placed,
+                replica=replica,
+                params=params,
+                leaves=leaves,
+                paddings=[*spec.padding.of_trained, *spec.padding.of_opt_state],
+            )
             tensors = dataclasses.replace(
                 spec.tensors,
                 params=tuple(map(sharded.shape, spec.tensors.params, params)),

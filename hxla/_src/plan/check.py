@@ -24,8 +24,7 @@ from ..schedule.segment_sequence import (
     replay_sequence,
     sequence_from_texts,
 )
-from .layout import Layout
-from .parts import Axis, Placement, PlannedChain, PlannedPipeline
+from .parts import Axis, Placement, PlannedChain, PlannedPipeline, size_faults
 from .unlike_stages import unlike_stage_faults
 
 
@@ -185,9 +184,10 @@ def _axis_faults(plan: Any) -> Iterator[str]:
         if len(axis.shares) != axis.size:
             yield f"axes.{axis.name}.shares: {len(axis.shares)} for {axis.size} devices"
         if len(plan.axes) > 1:
+            instead = ", or use placement.zero instead of fsdp" * ("fsdp" in names)
             yield (
                 f"axes.{axis.name}.shares: uneven shards need replicas with one axis, this plan "
-                f"has {', '.join(names)}: leave the shares out, or the other axes"
+                f"has {', '.join(names)}: leave the shares out, or the other axes{instead}"
             )
     yield from _token_faults(plan)
     for axis in plan.axes:
@@ -269,25 +269,9 @@ def _parameter_faults(plan: Any) -> Iterator[str]:
             continue
         for d, (size, cut) in enumerate(zip(p.shape, p.cuts(sizes), strict=True)):
             if unlike[d]:
-                yield from _uneven_size_faults(plan, p, d)
+                yield from size_faults(f"parameters.{p.name}", p, d, plan.axes)
             elif size % cut:
                 yield f"{key}: dimension {d} of size {size} does not divide into {cut}"
-
-
-def _uneven_size_faults(plan: Any, p: Layout, d: int) -> Iterator[str]:
-    """Faults of a dimension with shards of unlike sizes."""
-    key, parts, axes = f"parameters.{p.name}.sizes.{d}", p.sizes[d], p.spec[d]
-    if len(axes) != 1:
-        cut = f"{len(axes)} axes cut" if axes else "no axis cuts"
-        yield f"{key}: {cut} this dimension, shards of unlike sizes need exactly one axis"
-        return
-    axis = next((axis for axis in plan.axes if axis.name == axes[0]), None)
-    if axis is not None and len(parts) != axis.size:
-        yield f"{key}: {len(parts)} sizes for the {axis.size} devices of {axis.name!r}"
-    elif axis is not None and not axis.shares:
-        yield f"{key}: sizes are unlike only over an axis with `shares`, {axis.name!r} has none"
-    if sum(parts) != p.shape[d]:
-        yield f"{key}: {' + '.join(map(str, parts))} is {sum(parts)}, not {p.shape[d]}"
 
 
 def _zero_faults(plan: Any) -> Iterator[str]:
@@ -349,8 +333,6 @@ def _sharded_replica_faults(plan: Any) -> Iterator[str]:
         yield f"placement.zero: {cut}, and one replica has nobody to share with: use 0"
     if plan.pipeline is not None and placement.waves > 1:
         yield f"placement.waves: {cut}, and stages run all microbatches in one wave: use 1"
-    if plan.is_uneven:
-        yield f"placement.zero: {cut} in uneven shards, whose state is not shared out: use 0"
 
 
 def _shard_group_faults(plan: Any) -> Iterator[str]:

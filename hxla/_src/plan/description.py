@@ -14,6 +14,7 @@ from ..core.format import num_bytes
 from ..schedule.segment_sequence import sequence_from_texts
 from .layout import Layout
 from .parts import (
+    Axis,
     DevicePrediction,
     HeldBytes,
     PlannedChain,
@@ -46,11 +47,15 @@ def stages_in_words(
         names: For each replica the devices of each stage.
     """
     for s, stage in enumerate(stages):
-        axes = ", ".join(f"{axis.name} {axis.size}" for axis in stage.axes) or "one device"
+        axes = ", ".join(map(_axis_in_words, stage.axes)) or "one device"
         sizes = stage.axis_sizes
         size = sum(layout.device_bytes(sizes) for layout in stage.parameters)
         where = "; ".join(replica[s] for replica in names[:4]) + "; ..." * (len(names) > 4)
         yield f"  stage {s} on {where}: {axes}, parameters {size:,} bytes on a device in a step"
+
+
+def _axis_in_words(axis: Axis) -> str:
+    return f"{axis.name} {':'.join(map(str, axis.shares)) or axis.size}"
 
 
 def chain_in_words(chain: PlannedChain) -> Iterator[str]:

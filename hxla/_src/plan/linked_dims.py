@@ -14,6 +14,7 @@ import numpy as np
 
 from ..core.errors import PlanError
 from ..graph.graph import Graph, Op
+from ..graph.precision import is_float8_product
 from ..jax.jaxpr import scan_counts
 from .layout import Layout
 from .sharding import AxisAssignment
@@ -132,6 +133,11 @@ class LinkedDims:
                 self._link(op.body)
                 for inner, outer in self._body_pairs(op):
                     self._join([inner, outer])
+                if is_float8_product(op):  # it is run on the shards that it gets
+                    made = self._axis.made
+                    values = (v for v in (*op.inputs, *op.outputs) if isinstance(v, int))
+                    cut = ((v, dim) for v in values if (dim := made.get(v)) is not None)
+                    self._join([self._node(v, dim) for v, dim in cut])
             elif op.outputs:
                 self._join([*self._operands(op), *self._results(op)])
 

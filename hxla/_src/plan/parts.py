@@ -1,6 +1,7 @@
 """The parts of a plan, each a value of its own."""
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -101,6 +102,27 @@ class Axis(PlanValue):
         return self.model_dump(exclude={"shares", "granules" if self.granules is None else "size"})
 
 
+def size_faults(key: str, layout: Layout, dim: int, axes: Sequence[Axis]) -> Iterator[str]:
+    """Faults of a dimension with shards of unlike sizes.
+
+    Args:
+        key: The key of the parameter in the plan.
+        axes: The axes that may cut it.
+    """
+    key, parts, names = f"{key}.sizes.{dim}", layout.sizes[dim], layout.spec[dim]
+    if len(names) != 1:
+        cut = f"{len(names)} axes cut" if names else "no axis cuts"
+        yield f"{key}: {cut} this dimension, shards of unlike sizes need exactly one axis"
+        return
+    axis = next((axis for axis in axes if axis.name == names[0]), None)
+    if axis is not None and len(parts) != axis.size:
+        yield f"{key}: {len(parts)} sizes for the {axis.size} devices of {axis.name!r}"
+    elif axis is not None and not axis.shares:
+        yield f"{key}: sizes are unlike only over an axis with `shares`, {axis.name!r} has none"
+    if sum(parts) != layout.shape[dim]:
+        yield f"{key}: {' + '.join(map(str, parts))} is {sum(parts)}, not {layout.shape[dim]}"
+
+
 class ReplicaWork(PlanValue):
     """A replica and its work.
 
@@ -163,6 +185,11 @@ class PlannedStage(PlanValue):
     def axis_sizes(self) -> dict[str, int]:
         """The sizes of the mesh axes inside the stage, by name."""
         return {axis.name: axis.size for axis in self.axes}
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The ratio of its devices' shards, where these are unlike; else none."""
+        return next((axis.shares for axis in self.axes if axis.shares), ())
 
     @property
     def num_devices(self) -> int:

@@ -91,7 +91,10 @@ def deciding(plan: "Plan") -> dict[str, Any]:
         found["stages"] = [
             [
                 [axis.model_dump() for axis in stage.axes],
-                [[layout.name, layout.spec] for layout in stage.parameters],
+                [
+                    [layout.name, layout.spec, *[layout.sizes] * bool(layout.sizes)]
+                    for layout in stage.parameters
+                ],
             ]
             for stage in plan.unlike_stages
         ]

@@ -15,7 +15,8 @@ from ..graph.graph import Graph, params_of
 from ..graph.parts import ChainPart
 from .axis_assignment import Axes, Roles, shard_graph
 from .layout import Layout
-from .parts import PlannedPipeline, PlannedStage
+from .linked_dims import LinkedDims, Parts, planned_parts
+from .parts import PlannedPipeline, PlannedStage, size_faults
 from .sharding import Sharded
 
 #: The axes that a stage may have.
@@ -28,19 +29,26 @@ def shard_stage(
     axes: Axes,
     roles: Roles,
     dims: Sequence[Mapping[str, int]] | None,
+    *,
+    unlike: bool = False,
 ) -> Sharded:
     """The equations of a stage sharded over its axes; values of other stages arrive whole.
 
     Args:
         graph: In the order in which it is cut.
         dims: For each parameter the dimension that each axis cuts; None: the least communication.
+        unlike: Whether shards may be uneven.
     """
-    alone = dataclasses.replace(
+    of_entries = None if dims is None else [dims[p] for p in params_of(graph)]
+    solved = shard_graph(stage_graph(graph, part), axes, roles, of_entries, unlike=unlike)
+    return Sharded(graph, solved.axes)
+
+
+def stage_graph(graph: Graph, part: ChainPart) -> Graph:
+    """The equations of a stage alone, whose inputs come as a batch does."""
+    return dataclasses.replace(
         graph, ops=part.segment.ops, batch_values=(*graph.batch_values, *part.inputs)
     )
-    of_entries = None if dims is None else [dims[p] for p in params_of(graph)]
-    solved = shard_graph(alone, axes, roles, of_entries)
-    return Sharded(graph, solved.axes)
 
 
 def sharded_stages(
@@ -59,8 +67,32 @@ def sharded_stages(
         inside = {layout.name: _dims(layout) for layout in stage.parameters}
         dims = [inside.get(parameter.name, {}) for parameter in parameters]
         axes = tuple((axis.name, axis.size) for axis in stage.axes)
-        out.append(shard_stage(graph, part, axes, {a.name: a.roles for a in stage.axes}, dims))
+        roles = {axis.name: axis.roles for axis in stage.axes}
+        out.append(shard_stage(graph, part, axes, roles, dims, unlike=bool(stage.shares)))
     return out
+
+
+def stage_parts(
+    graph: Graph,
+    part: ChainPart,
+    stage: PlannedStage,
+    sharded: Sharded,
+    parameters: Sequence[Layout],
+) -> Parts | None:
+    """The units of a stage's devices; None: its shards are alike.
+
+    Args:
+        parameters: The layouts of all parameters, in the order of the model.
+
+    Raises:
+        PlanError: If its layouts cut a unit, or disagree.
+    """
+    if not stage.shares:
+        return None
+    [axis] = sharded.axes.values()
+    inside = {layout.name: layout for layout in stage.parameters}
+    linked = LinkedDims(stage_graph(graph, part), axis)
+    return planned_parts(linked, [inside.get(p.name, p) for p in parameters], stage.shares)
 
 
 def _dims(layout: Layout) -> dict[str, int]:
@@ -115,11 +147,13 @@ def _axis_faults(key: str, stage: PlannedStage) -> Iterator[str]:
         if name not in STAGE_AXES:
             yield f"{key}.axes: a stage has no axis {name!r}, use {' or '.join(STAGE_AXES)}"
     for axis in stage.axes:
-        if axis.shares:
+        if axis.shares and (len(stage.axes) > 1 or axis.name != TENSOR_AXIS):
             yield (
-                f"{key}.axes.{axis.name}.shares: shards inside a stage are alike, leave the "
-                "shares out"
+                f"{key}.axes.{axis.name}.shares: uneven shards need a stage with the one axis "
+                f"{TENSOR_AXIS!r}: leave the shares out"
             )
+        elif axis.shares and len(axis.shares) != axis.size:
+            yield f"{key}.axes.{axis.name}.shares: {len(axis.shares)} for {axis.size} devices"
     if len({len(axis.roles) for axis in stage.axes}) > 1:
         yield f"{key}.axes: `roles` must have one entry for each TaskGraph"
 
@@ -138,8 +172,10 @@ def _layout_faults(
             "`parameters`"
         )
         return
-    if layout.sizes:
-        yield f"{key}.sizes: shards inside a stage are alike, leave the sizes out"
+    unlike = layout.sizes or ((),) * len(layout.shape)
+    if len(unlike) != len(layout.shape):
+        yield f"{key}.sizes: {len(unlike)} entries for {len(layout.shape)} dimensions"
+        return
     if len(layout.spec) != len(layout.shape):
         yield f"{key}.spec: {len(layout.spec)} entries for {len(layout.shape)} dimensions"
         return
@@ -151,5 +187,7 @@ def _layout_faults(
             yield f"{key}.spec: {axis!r} cuts it twice"
     for d, (size, names) in enumerate(zip(layout.shape, layout.spec, strict=True)):
         num = math.prod(sizes.get(name, 1) for name in names)
-        if size % num:
+        if unlike[d]:
+            yield from size_faults(key, layout, d, stage.axes)
+        elif size % num:
             yield f"{key}.spec: dimension {d} of size {size} does not divide into {num}"
