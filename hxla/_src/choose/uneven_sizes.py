@@ -12,7 +12,7 @@ from ..graph.local_ops import EXTREMES, SUMS, Between, run_custom, run_part, tak
 from ..graph.precision import is_float8_product
 from ..plan.linked_dims import LinkedDims, in_shares
 from ..plan.sharding import AxisAssignment
-from .split_sizes import SplitDevice, best_sizes
+from .apportionment import SplitDevice, best_sizes
 
 #: For each dimension of a parameter the sizes of its shards, as in a layout.
 Sizes = tuple[tuple[int, ...], ...]
