@@ -76,23 +76,24 @@ class ReplicaUpdate:
         units = units_of(ownership, self._member, state)
         # A whole array's bits depend on what else is in its program.
         num_groups = spec.num_groups if set(ownership.owners) <= {None} else 1
-        is_on_device = tier == "device"
         self._units = units
+        on_device = tier == "device"
         self.groups = (
-            at_once(ownership, units, num_groups) if is_on_device else streamed(ownership, units)
+            at_once(ownership, units, num_groups) if on_device else streamed(ownership, units)
         )
+        self.num_sums = len(ownership.update.sums)  #: Over whole arrays.
         #: Whether the programs themselves move state from and to the host.
         self._carries = tier == "host"
         self._aux = list(aux)
         #: PartitionSpecs of the inputs; all but totals are replicated.
         self._input_specs = UpdateInputs(totals, *[P()] * (len(UpdateInputs._fields) - 1))
-        self._options = update_options(replica.devices[0].platform, spec.contribution.form)
+        platform = replica.devices[0].platform
+        self._options = update_options(platform, spec.contribution.form)
 
         def arguments(arrays: Any, inputs: UpdateInputs) -> tuple[list[Any], UnitsPart]:
             params, state, common = arrays
             return self._arithmetic.arguments(GroupArrays(units, params, state, common, inputs))
 
-        platform = replica.devices[0].platform
         specs = (*self._specs(units), P()), self._input_specs
         self._sums = sum_programs(
             ownership.update,
@@ -116,11 +117,6 @@ class ReplicaUpdate:
         """Names of the programs: those of sums, then one for each group."""
         num = len(self.groups.groups) + 1
         return (*["a sum in the update"] * self._sums.num, *["the update"] * num)
-
-    @property
-    def num_sums(self) -> int:
-        """The number of the update's sums over whole arrays."""
-        return len(self._ownership.update.sums)
 
     def placed(self, inputs: UpdateInputs, sums: Any = None) -> UpdateInputs:
         """The inputs with the replica's first granule and the sums over whole arrays."""
