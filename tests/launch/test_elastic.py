@@ -14,7 +14,9 @@ import types
 
 import jax
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import hxla
@@ -32,7 +34,7 @@ from support.inside.launch import (
 )
 from support.inside.session import _session_member
 from support.launched import PATIENCE_SECONDS
-from support.models import mesh
+from support.models import mesh, regression, squared_error
 
 
 @pytest.mark.slow
@@ -422,6 +424,19 @@ def test_on_one_host_nothing_is_carried():
     assert (event.spread, ways) == (1, [])
 
 
+@functools.cache
+def plan_of_one():
+    job = hxla.Job(
+        nnx.Linear(6, 3, rngs=nnx.Rngs(0)),
+        regression(),
+        squared_error,
+        optax.sgd(0.1),
+        batch_size=8,
+    )
+    one = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),))
+    return job.plan(one, mesh={"data": 1})
+
+
 class Copying:
     """A process that copies its state after every step, beside a launcher that does nothing."""
 
@@ -445,7 +460,7 @@ class Copying:
         )
 
     def step(self):
-        with self.member.updating(None, [1, 1, 0.1]):
+        with self.member.updating(None, plan_of_one(), 0.1):
             pass
         self.member.copy()
 

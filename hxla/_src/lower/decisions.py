@@ -285,7 +285,8 @@ def as_float(digits: Sequence[jax.Array], unit: jax.Array) -> jax.Array:
     bits = jnp.where(lost > 0, whole, jnp.minimum(normal, _INFINITE))
     bits |= jnp.where(is_negative, jnp.int32(-(2**31)), 0)
     is_first = jax.lax.broadcasted_iota(jnp.int32, (2, *bits.shape), 0) == 0
-    bits = jnp.where(is_first & (window[0] != 0), bits, 0).sum(0)
+    bits = jnp.where(window[0] == 0, 0, bits)
+    bits = jnp.where(is_first, bits[None], 0).sum(0)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
