@@ -350,7 +350,7 @@ def waiting() -> dict[str, int]:
         exponents = jax.ShapeDtypeStruct((len(programs.tensors.floats),), np.int32)
         made = runner.lower(params, aux, programs.reducer.local[0].like(exponents))
         # Parts that are alike share a program: the most are layers.
-        [(layer, num)] = collections.Counter(runner._programs._same).most_common(1)
+        [(layer, num)] = collections.Counter(runner._programs.same).most_common(1)
         assert num >= gpt.LAYERS - 2
         places = [(i, name) for i, own in runner._programs._jitted.items() for name in own]
         forward = made[places.index((layer, "forward"))].compile()

@@ -271,7 +271,9 @@ def test_low_programs_compile_for_older_cards(card):
     programs = compiled(word, card)["programs"]
     assert set(programs["microbatch"]["products"]) == {"{0} = {0} x {0}".format(LOW[word])}
     for name, own in programs.items():
-        assert own["has_bf16"] == (word == "bf16" and name in ("microbatch", "evaluation")), name
+        assert own["has_bf16"] == (
+            word == "bf16" and name in ("microbatch", "evaluation", "step")
+        ), name
         assert not own["problems"], name
         assert not own["racing_scatters"], name
 
