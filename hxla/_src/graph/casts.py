@@ -525,19 +525,24 @@ class Casts:
             params["body_jaxpr"], [*operands[start:last], *carry], [True] * num, scope
         )
         arrays = [c.x for c in operands]
+        # Under `vmap` each row has a condition, and stays as it is once its own loop has ended.
+        rows = params["cond_jaxpr"].out_avals[0].shape
 
         def goes_on(carried: list[jax.Array]) -> jax.Array:
             return test(*arrays[:start], *carried)[0]
 
         def run(carried: list[jax.Array]) -> list[jax.Array]:
-            """Under `vmap` a row whose own loop has ended stays as it is."""
-            made, going = body(*arrays[start:last], *carried), goes_on(carried)
+            made = body(*arrays[start:last], *carried)
+            if not rows:
+                return made
+            going = goes_on(carried)
             return [
                 jnp.where(jnp.expand_dims(going, range(going.ndim, new.ndim)), new, old)
                 for old, new in zip(carried, made, strict=True)
             ]
 
-        ends = jax.lax.while_loop(lambda c: goes_on(c).any(), run, [c.x for c in carry])
+        any_goes_on = (lambda carried: goes_on(carried).any()) if rows else goes_on
+        ends = jax.lax.while_loop(any_goes_on, run, [c.x for c in carry])
         return [Cast(x, MADE) for x in ends]
 
     def _cond(self, eqn: Any, operands: list[Cast], wanted: list[bool], scope: str) -> list[Cast]:
