@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..cluster.cluster import Cluster, Device
+from ..cluster.cluster import Cluster
 from ..core.errors import AnnotationError, PlanError
 from ..core.types import TOKEN_AXIS
 from ..graph.factors import fits
@@ -299,14 +299,6 @@ def _cuts_heads(graph: Graph, num: int) -> bool:
 
 def _sent_bytes(sharded: Sharded) -> float:
     return sum(axis.sent_bytes for axis in sharded.axes.values())
-
-
-def described_speed(device: Device, arithmetic: str) -> float:
-    """Speed of products in an arithmetic, in a unit of the cluster's devices; 0: not known."""
-    if device.core_share is not None or device.kind == "cpu":
-        return device.core_share or 1.0
-    rate = device.product_rate(arithmetic)
-    return rate.flops_per_second if rate is not None else 0.0
 
 
 def _ratio(shares: Sequence[int]) -> str:

@@ -25,7 +25,7 @@ from ..plan.plan import Plan
 from ..plan.sharding import Sharded
 from ..profile.segment_times import ResidualEstimator
 from ..schedule.segment_sequence import SegmentCost
-from .inner_split import described_speed
+from .device_times import flops_per_second
 from .memory_layout import Recompute, is_estimated
 from .memory_price import ChainBytes, ModelBytes, ReplicaDevice, StageBytes, StepMemory, Travel
 from .workload import Workload
@@ -236,7 +236,7 @@ def speeds_of(work: Workload, plan: Plan, cluster: Cluster) -> tuple[tuple[float
         return tuple(work.microbatch_flops / seconds for seconds in known), True
     replicas = [[cluster.devices[rank] for rank in replica.devices] for replica in plan.replicas]
     # The devices of a replica work at the pace of the slowest.
-    speeds = [len(x) * min(described_speed(d, arithmetic) for d in x) for x in replicas]
+    speeds = [len(x) * min(flops_per_second(d, arithmetic) for d in x) for x in replicas]
     are_known = all(cluster.devices[d.rank].product_rate(arithmetic) for d in plan.devices)
     return tuple(speeds) if all(speeds) else (1.0,) * len(replicas), are_known
 

@@ -220,9 +220,10 @@ def plan_for(
             profile=profile,
         )
         plan = with_sums_and_memory(work, plan, cluster, measure)
-        if profile is None and measure is not None:
-            return plan
-        return _with_timed_work(plan, work.graph, profile, cluster, is_free=counts == "measured")
+        if timed is not None:
+            return _with_profiled_counts(plan, work.graph, timed, cluster)
+        is_free = measure is None and counts == "measured"
+        return _with_known_speeds(plan, work.graph, profile, cluster, is_free=is_free)
 
     def with_measured_split(plan: Plan) -> Plan:
         """The plan with the sizes of a split by a trial on the devices here."""
@@ -428,10 +429,8 @@ def _timed_stages(
         or request.counts == "even"
         or pipeline.shares is not None
         or pipeline.num_chunks > 1
+        or (profile is None and measure is not None and share_cores(measure.devices))
     ):
-        return structure, ()
-    is_measured = profile is not None or measure is not None
-    if profile is None and measure is not None and share_cores(measure.devices):
         return structure, ()
     kept, chain = request.pinned.cut, segments(graph_of(graph), pipeline.most_segments)
     if (len(kept), sum(kept)) == (pipeline.num_parts, len(chain)):
@@ -459,14 +458,14 @@ def _timed_stages(
     )
     structure = pipelined(cut.order, dataclasses.replace(pipeline, cut=cut.layers))
     shown = ", ".join(f"{seconds * 1e3:.3g}" for seconds in cut.stage_seconds)
-    how = (
-        "by measured times"
-        if is_measured
-        else "by times estimated from FLOPs and the described speeds"
-    )
-    reason = f"cut {how}: {shown} ms a microbatch on the stages"
+    is_measured = profile is not None or measure is not None
+    origin = "measured times" if is_measured else _ESTIMATES
+    reason = f"cut by {origin}: {shown} ms a microbatch on the stages"
     structure = dataclasses.replace(structure, reasons=(reason,))
     return structure, cut.fractions if is_measured else ()
+
+
+_ESTIMATES = "times estimated from FLOPs and the described speeds"
 
 
 def _estimated(
@@ -501,16 +500,14 @@ def _profiled(profile: Profile, graph: Graph, size: int, cluster: Cluster) -> di
     }
 
 
-def _with_timed_work(
+def _with_known_speeds(
     plan: Plan, graph: Graph, profile: Profile | None, cluster: Cluster, *, is_free: bool
 ) -> Plan:
-    """A plan with counts and step by a profile, else with counts by described speeds.
+    """A plan with the step of a split by a profile, else with counts by described speeds.
 
     Args:
-        is_free: Whether the counts may be chosen.
+        is_free: Whether the counts may be chosen, for devices that are not here.
     """
-    if profile is not None and is_free and not plan.axes:
-        return _with_profiled_counts(plan, graph, profile, cluster)
     if profile is not None:
         return _with_profiled_split(plan, profile, cluster)
     if is_free and plan.pipeline is None and not plan.is_uneven:
@@ -535,14 +532,12 @@ def _with_estimated_counts(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
     Devices of a replica have equal shares of its work, so that the slowest of them decides.
     """
     graph = graph_of(graph)
-    chain = segments(graph, 1)
-    times = _estimated(chain, graph, plan.microbatch_size, cluster)
+    times = _estimated(segments(graph, 1), graph, plan.microbatch_size, cluster)
     if not times:
         return plan
     seconds = [max(float(times[r][:2].sum()) for r in replica.devices) for replica in plan.replicas]
     found = plan.with_counts(best_counts(plan.num_microbatches, seconds, [0.0] * len(seconds)))
-    line = "counts by times estimated from FLOPs and the described speeds"
-    return found.replaced(reasons=(*found.reasons, line))
+    return found.replaced(reasons=(*found.reasons, f"counts by {_ESTIMATES}"))
 
 
 def _with_profiled_split(plan: Plan, profile: Profile, cluster: Cluster) -> Plan:

@@ -50,9 +50,9 @@ def shard_graph(
     cuts: dict[int, dict[int, int]] = {}
     solved: dict[str, AxisAssignment] = {}
     tokens = _tokens(graph, axes, roles)
+    sizes = dict(axes)
     for name, found in tokens.items():
-        _cut(cuts, found.axis({}), dict(axes)[name])
-    others: dict[int, dict[int, int]] = {}
+        _cut(cuts, found.made, sizes[name])
     for name, size in reversed(list(axes)):  # the innermost axis has the fastest links
         if name in tokens:
             continue
@@ -70,10 +70,13 @@ def shard_graph(
         )
         if granules is not None:
             solved[name] = solved[name].in_granules(size)
-        _cut(cuts, solved[name], size)
-        _cut(others, solved[name], size)
-    for name, found in tokens.items():
-        solved[name], warnings = found.axis(others), (*warnings, *found.lines(others))
+        _cut(cuts, solved[name].made, size)
+    if tokens:
+        others: dict[int, dict[int, int]] = {}
+        for name, axis in solved.items():
+            _cut(others, axis.made, sizes[name])
+        for name, found in tokens.items():
+            solved[name], warnings = found.axis(others), (*warnings, *found.lines(others))
     return Sharded(graph, {name: solved[name] for name, _ in axes}, warnings)
 
 
@@ -89,9 +92,9 @@ def _tokens(
     return {name: assign_tokens(graph, size) for name, size in named}
 
 
-def _cut(cuts: dict[int, dict[int, int]], axis: AxisAssignment, size: int) -> None:
+def _cut(cuts: dict[int, dict[int, int]], made: Mapping[int, State], size: int) -> None:
     """Add the shards of an axis."""
-    for v, dim in axis.made.items():
+    for v, dim in made.items():
         if dim is not None:
             divisors = cuts.setdefault(v, {})
             divisors[dim] = divisors.get(dim, 1) * size

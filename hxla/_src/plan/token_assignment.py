@@ -16,7 +16,7 @@ References:
 import collections
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..core.errors import PlanError
@@ -98,6 +98,11 @@ class TokenAssignment:
             )
         self._tokens.check_sizes(self._n)
         self._cut_data()
+
+    @property
+    def made(self) -> Mapping[int, State]:
+        """See `AxisAssignment.made`."""
+        return self._made
 
     def axis(self, others: Cuts) -> AxisAssignment:
         """The dimensions, and the bytes sent.
