@@ -13,6 +13,7 @@ import hxla
 from support.executor_jobs import Net
 from support.inside.job import JobContext
 from support.inside.lower import lower
+from support.models import Layers
 from support.tiers import rows
 
 pytestmark = pytest.mark.optimized
@@ -47,16 +48,8 @@ class Tokens(nnx.Module):
         return self.last(jnp.tanh(self.inner(self.table(x))).mean(1))[:, 0]
 
 
-class Many(nnx.Module):
-    """So many layers of one size that their sums are one table."""
-
-    def __init__(self, rngs):
-        self.layers = nnx.List([nnx.Linear(6, 6, rngs=rngs) for _ in range(17)])
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = x + jnp.tanh(layer(x))
-        return x.sum(1)
+#: So many layers that their sums are one table.
+Many = functools.partial(Layers, num=17)
 
 
 def loss(model, batch):

@@ -3,7 +3,6 @@
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -12,24 +11,13 @@ from flax import nnx
 import hxla
 from support.inside.job import JobContext
 from support.inside.lower import lower
+from support.models import Layers
 
 pytestmark = pytest.mark.optimized
 
 SIZE, NUM = 2, 6
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) [^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _FUSION = re.compile(r" fusion\(.*calls=%?([\w.-]+)")
-
-
-class Layers(nnx.Module):
-    """So many layers of one size."""
-
-    def __init__(self, rngs, num, width):
-        self.layers = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(num)])
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = x + jnp.tanh(layer(x))
-        return x.sum(1)
 
 
 def loss(model, batch):

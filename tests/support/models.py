@@ -110,5 +110,17 @@ def regression(num=96, inputs=6, outputs=3):
     return {"x": x, "y": np.asarray(jnp.tanh(x @ w)), "mask": rng.random(num) < 0.6}
 
 
+class Layers(nnx.Module):
+    """So many layers of one size with residuals; a number for each example."""
+
+    def __init__(self, rngs, num, width=6):
+        self.layers = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(num)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(x))
+        return x.sum(1)
+
+
 def squared_error(model, batch):
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2, axis=-1)

@@ -76,10 +76,10 @@ class ReplicaUpdate:
         units = units_of(ownership, self._member, state)
         # A whole array's bits depend on what else is in its program.
         num_groups = spec.num_groups if set(ownership.owners) <= {None} else 1
+        is_on_device = tier == "device"
         self._units = units
-        on_device = tier == "device"
         self.groups = (
-            at_once(ownership, units, num_groups) if on_device else streamed(ownership, units)
+            at_once(ownership, units, num_groups) if is_on_device else streamed(ownership, units)
         )
         self.num_sums = len(ownership.update.sums)  #: Over whole arrays.
         #: Whether the programs themselves move state from and to the host.

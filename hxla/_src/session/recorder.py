@@ -41,7 +41,7 @@ from .values import SessionOptions
 
 if TYPE_CHECKING:
     from ..report.lanes import Lanes
-    from ..report.metrics_file import MetricsWriter
+    from ..report.metrics_file import MetricsWriter, Record
 
 _PLACE = ("hyperparams", "learning_rate")  # in the state of optax.inject_hyperparams
 
@@ -264,7 +264,7 @@ class Recorder:
         if self._is_main:
             LOGGER.warning("%s", text)
 
-    def _write(self, record: RunStart | StepRecord | EvalRecord | Rebalance) -> None:
+    def _write(self, record: "Record") -> None:
         if self._metrics is not None:
             self._metrics.write(record)
 
