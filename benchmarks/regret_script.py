@@ -119,7 +119,7 @@ if args.counts:
 
 def wait_for_turn(record, session):
     if args.folder != "none" and record.step % args.chunk == 1 % args.chunk:
-        take_turn(args.folder, jax.process_index())
+        take_turn(args.folder, jax.process_index(), jax.process_count())
 
 
 result = hxla.train(

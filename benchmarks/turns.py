@@ -76,17 +76,23 @@ def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: float(f"{statistics.median(own):.4g}") for name, own in seconds.items()}
 
 
-def take_turn(folder: str, rank: int) -> None:
+def take_turn(folder: str, rank: int, num: int | None = None) -> None:
     """What a process calls when it is ready, and after each step: until it may take the next.
 
     Args:
         folder: Of the process's job.
         rank: Of the process in its job.
+        num: Of its processes, where the job may have left some out: the first answers for those.
     """
-    with open(pathlib.Path(folder, "done"), "wb", buffering=0) as done:
-        done.write(b"x")
-    with open(pathlib.Path(folder, str(rank)), "rb", buffering=0) as mine:
-        mine.read(1)
+    ranks = [rank]
+    if num is not None and rank == 0:
+        ranks += [int(name) for name in os.listdir(folder) if name.isdigit() and int(name) >= num]
+    for _ in ranks:
+        with open(pathlib.Path(folder, "done"), "wb", buffering=0) as done:
+            done.write(b"x")
+    for each in ranks:
+        with open(pathlib.Path(folder, str(each)), "rb", buffering=0) as mine:
+            mine.read(1)
 
 
 def forget_peak() -> None:

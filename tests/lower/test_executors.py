@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import threading
 import types
 
@@ -36,6 +37,19 @@ def test_sums_that_are_let_go_give_the_same_bits():
     plan, end = by_one()
     released = plan.placement.model_copy(update={"sums": "released"})
     assert ended(with_executors(plan, (3,)).replaced(placement=released)) == end
+
+
+def test_sums_that_are_let_go_lend_their_memory_to_the_totals():
+    plan, _ = by_one()
+    lent = {}
+    for word in ("kept", "released"):
+        placement = plan.placement.model_copy(update={"sums": word})
+        with job().open(plan.replaced(placement=placement), quiet=True) as session:
+            session._programs.compile_each()
+            stats = [p.memory_analysis() for p in session._programs.reducer.programs]
+            lent[word] = sum(own.alias_size_in_bytes for own in stats)
+    assert lent["kept"] == 0
+    assert lent["released"] >= sum(4 * math.prod(own.shape) for own in plan.parameters)
 
 
 #: Memory of chains, with the microbatches of each device.

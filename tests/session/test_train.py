@@ -396,6 +396,23 @@ def test_no_devices_is_a_clear_error():
     assert "MeshError JAX found no devices" in done.stdout, done.stderr
 
 
+def test_a_script_that_leaves_its_session_open_ends_quietly():
+    code = (
+        "import hxla, numpy as np, optax\n"
+        "from flax import nnx\n"
+        "model, data = nnx.Linear(2, 1, rngs=nnx.Rngs(0)), {'x': np.ones((4, 2), np.float32)}\n"
+        "loss = lambda model, batch: (model(batch['x']) ** 2).mean()\n"
+        "job = hxla.Job(model, data, loss, optax.sgd(0.1), batch_size=4)\n"
+        "session = job.open(job.plan(microbatch_size=2), quiet=True)\n"
+        "print(session.step().step)"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
+
+
 def test_batches_of_the_users_own_train_as_the_same_batches_of_the_data_do():
     data = {"x": np.arange(32, dtype=np.float32).reshape(16, 2) / 32}
     loss = lambda model, batch: (model(batch["x"]) ** 2).mean()  # noqa: E731

@@ -8,6 +8,7 @@ forwards again, or offload some of it to their hosts (`with_memory`).
 import collections
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -16,11 +17,12 @@ from ..core.config import Config
 from ..core.errors import AnnotationError, ConfigError, PlanError
 from ..graph.parts import graph_of
 from ..graph.segments import segments
+from ..launch.again import can_start_again, start_again_on
 from ..launch.channel import own_member
 from ..model.functional import tree_bytes
 from ..plan.axis_assignment import shard_graph
 from ..plan.parts import RunnerUp, SumsForm
-from ..plan.plan import Plan
+from ..plan.plan import Plan, name_of_devices
 from ..plan.sharding import Sharded
 from ..profile.profile import LayerSize, Profile, measured_sum, with_measured
 from ..profile.segment_times import kept_bytes, layer_sizes
@@ -354,7 +356,7 @@ def search_plan(
             ),
             in_form,
             least,
-            faster_than=_step_seconds(whole),
+            faster_than=_step_seconds(None if whole is None else whole.plan),
             all_devices=all_devices,
             seconds=options.seconds,
         )
@@ -389,7 +391,8 @@ def auto_plan(
 ) -> Plan:
     """The fastest plan for the devices here, by a short profile of them.
 
-    Every process of the job takes part and gets the same plan.
+    Every process of the job takes part and gets the same plan. Where the launcher can, the job
+    starts again without devices that would make a step longer.
 
     Args:
         size: Examples of a microbatch; None: not asked for.
@@ -398,17 +401,34 @@ def auto_plan(
     options = SearchOptions()
     sizes = _sizes(jobs.batch_size, (), size, len(cluster.devices))
     profile = measure.profile(cluster, sizes, _MEASURED_SEGMENTS, sums)
-    result = search_plan(
-        jobs,
-        cluster,
-        profile,
-        options,
-        sums=sums,
-        size=size,
-        all_devices=all_devices,
-        measure=measure,
+    search = functools.partial(search_plan, jobs, cluster, profile, options, sums=sums, size=size)
+    if all_devices and can_start_again() and not jobs.settings.auto.all_devices:
+        _leave_out(cluster, search)
+    plan = search(all_devices=all_devices, measure=measure).plan
+    return plan.replaced(reasons=("chosen by search", *plan.reasons))
+
+
+#: By which a step without some devices must be shorter: to start again takes seconds.
+_LEAST_GAIN = 0.05
+
+
+def _leave_out(cluster: Cluster, search: Callable[..., PlanResult]) -> None:
+    """Start the job again without devices that would make a step longer, if there are any."""
+    plan = search().plan
+    used, ranks = {device.rank for device in plan.devices}, range(len(cluster.devices))
+    if len(used) == len(ranks):
+        return
+    seconds, alone = _step_seconds(search(all_devices=True).plan), _step_seconds(plan)
+    if alone > (1 - _LEAST_GAIN) * seconds:
+        return
+    others = [rank for rank in ranks if rank not in used]
+    names = name_of_devices(others, {i: d.label for i, d in enumerate(cluster.devices)})
+    start_again_on(
+        sorted(used),
+        f"a step takes {alone:.3g} s without {names} and {seconds:.3g} s with every device: the "
+        f"job starts again without {'it' if len(others) == 1 else 'them'} (auto.all_devices keeps "
+        "every device)",
     )
-    return result.plan.replaced(reasons=("chosen by search", *result.plan.reasons))
 
 
 def _of_stages(options: SearchOptions, settings: Config) -> tuple[bool, ...]:
@@ -535,8 +555,8 @@ def _completed(
     )
 
 
-def _step_seconds(result: PlanResult | None) -> float:
-    known = result.plan.prediction if result is not None else None
+def _step_seconds(plan: Plan | None) -> float:
+    known = plan.prediction if plan is not None else None
     return math.inf if known is None else known.step_seconds
 
 

@@ -13,8 +13,8 @@ from .files import fault, listed, named, nearest, read_json, read_toml
 
 #: Variables that `hxla run` and tests use; all other `HXLA_*` are settings.
 _INTERNAL = (
-    "CHANNEL DEVICES PLAN MESH COORDINATOR LAUNCHER_PID LIVE LOCAL_CLIENTS LOGS NUM_PROCESSES "
-    "PROCESS_ID JOB GENERATION MEMORY NEIGHBOURS WAITS COMMAND"
+    "AGAIN CHANNEL CHOSEN_DEVICES DEVICES PLAN MESH COORDINATOR LAUNCHER_PID LIVE LOCAL_CLIENTS "
+    "LOGS NUM_PROCESSES PROCESS_ID JOB GENERATION MEMORY NEIGHBOURS WAITS COMMAND"
 )
 INTERNAL_VARIABLES = frozenset(f"HXLA_{name}" for name in _INTERNAL.split())
 
@@ -87,6 +87,9 @@ class AutoConfig(_Section):
     the runners-up are reported. An annotated model is refused."""
     num_stages: int | None = pydantic.Field(None, ge=2)
     """The number of pipeline stages for a model without annotations."""
+    all_devices: bool = False
+    """A search keeps every device in the plan, also one without which a step would be shorter. If
+    false, `hxla run` starts such a job again without these devices."""
 
 
 class IoConfig(_Section):

@@ -31,6 +31,7 @@ from ..graph.mixing import with_rules
 from ..graph.trace import trace_functional
 from ..jax import coordination
 from ..jax.digest import program_digest
+from ..launch.again import chosen_places
 from ..launch.channel import own_member
 from ..launch.join import check_is_there
 from ..lower.inputs import Training
@@ -369,8 +370,13 @@ class JobContext:
 
     @functools.cached_property
     def _described(self) -> Cluster | None:
-        file = os.environ.get("HXLA_MESH")
-        return load_cluster(file) if file else None
+        file, places = os.environ.get("HXLA_MESH"), chosen_places()
+        if not file:
+            return None
+        cluster = load_cluster(file)
+        if places is None:
+            return cluster
+        return cluster.model_copy(update={"devices": tuple(cluster.devices[i] for i in places)})
 
     def cluster(self, devices: Devices) -> Cluster:
         """The description of the devices, the same on every process."""

@@ -8,10 +8,11 @@ import functools
 import math
 import os
 import pathlib
+import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..cluster.cluster import Device
@@ -19,6 +20,7 @@ from ..cluster.kinds import are_unlike, in_words
 from ..cluster.mesh_file import dump_cluster, load_cluster
 from ..core.errors import LaunchError, MeshError
 from ..core.files import names
+from .again import Again
 from .environment import describe, elastic_environment, place_of, process_environment
 from .host import Hosts, LocalHost
 from .membership import MembershipRules
@@ -162,7 +164,7 @@ def run(
     )
     if plan is None:
         devices = describe(mesh, None if mesh is not None else number)
-        return start(devices, range(len(devices)), mesh=mesh, settings={})
+        return _run_until_settled(start, devices, mesh)
     from ..plan.plan import Plan  # imports jax, which other launchers do not need
 
     asked = Plan.read(plan)
@@ -177,6 +179,23 @@ def run(
         if len(ranks) < len(devices):
             settings["HXLA_DEVICES"] = ",".join(map(str, ranks))
         return start(devices, ranks, mesh=mesh, settings=settings)
+
+
+def _run_until_settled(
+    start: Callable[..., int], devices: Sequence[Device], mesh: str | None
+) -> int:
+    """Run a job, and again on fewer devices where it asks for that."""
+    places = list(range(len(devices)))
+    with tempfile.TemporaryDirectory(prefix="hxla-again-") as folder:
+        again = Again(folder)
+        while True:
+            settings = again.environment(places, len(devices))
+            code = start(devices, places, mesh=mesh, settings=settings)
+            asked = again.asked(places)
+            if code or asked is None:
+                return code
+            places, why = asked
+            print(f"hxla: {why}", file=sys.stderr, flush=True)
 
 
 def _run(
@@ -194,8 +213,10 @@ def _run(
 
     Args:
         settings: Environment variables of all processes.
-        folder: Absolute path for dumps.
+        folder: Absolute path for dumps, without those of the same job before it started again.
     """
+    for dumped in pathlib.Path(folder or os.devnull).glob("process-*"):
+        shutil.rmtree(dumped)
     chosen = [devices[rank] for rank in ranks]
     kinds = [device.kind for device in chosen]
     if are_unlike(kinds):

@@ -11,6 +11,7 @@ model's variables have NumPy arrays with the same numbers.
 
 import contextlib
 import dataclasses
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -91,12 +92,14 @@ class GivenArrays:
         self._change(_READ, moved.shared)
         self._change(_WRITTEN, moved.copied)
         moved.free()
+        is_over = sys.is_finalizing  # a script may end without closing its session
         try:
             yield
         finally:
-            self._change(_READ, moved.back)
-            self._change(_WRITTEN, moved.back)
-            self._leaves = list(map(moved.known_back, self._leaves))
+            if not is_over():
+                self._change(_READ, moved.back)
+                self._change(_WRITTEN, moved.back)
+                self._leaves = list(map(moved.known_back, self._leaves))
 
     def _change(self, which: Any, change: Callable[[Any], Any]) -> None:
         state = nnx.state(self._module, which)

@@ -1,10 +1,9 @@
 """What tests know of the insides of `hxla._src.jax`."""
 
-from hxla._src.jax import coordination as _coordination
 from hxla._src.jax import fused_attention as attention
 from hxla._src.jax import xla_protos as _hlo_proto
 from hxla._src.jax.activations import recomputed
-from hxla._src.jax.coordination import is_lost_peer
+from hxla._src.jax.coordination import connect, get, is_lost_peer, put, serve
 from hxla._src.jax.cpu_dots import row_major, uncross, uncrossed
 from hxla._src.jax.devices import multiprocessors, trim_heap
 from hxla._src.jax.digest import program_digest
