@@ -51,6 +51,7 @@ ALL = (
     Part(name="first_example", seconds=30, what="the README's first example"),
     Part(name="gpt_speed", seconds=160, what="124 million parameters beside JAX and PyTorch"),
     Part(name="dispatch", seconds=40, what="what a microbatch of a tiny model costs"),
+    Part(name="kernels", seconds=80, what="kernels of an exact step, and the busy card"),
     Part(name="attention", seconds=80, what="fused and unfused attention"),
     Part(name="models", seconds=80, what="a ResNet-50 and embeddings beside JAX"),
     Part(name="same_bits", seconds=150, what="one SHA-256, however the work is spread"),
