@@ -55,6 +55,22 @@ def test_all_kinds_of_random_access_give_the_same_stream():
         assert batches[0] == batches[1] == batches[2]
 
 
+def test_plain_arrays_are_converted_once_and_other_ones_whenever_they_are_read(monkeypatch):
+    """A small step would feel 45 microseconds for each of its microbatches."""
+    calls, convert = [], _data.as_arrays
+    monkeypatch.setattr(_data, "as_arrays", lambda *args: calls.append(args) or convert(*args))
+    plain = np.arange(12.0).reshape(6, 2)
+    for array, num in ((plain, 0), (plain.astype(">f8"), 3)):
+        source = _data.as_source({"x": array}, batch_size=2, seed=0, shuffle=False)
+        calls.clear()
+        rows = [source.fetch(step, np.arange(2))["x"] for step in range(3)]
+        assert len(calls) == num
+        assert {x.dtype.str for x in rows} == {plain.dtype.str}
+        np.testing.assert_array_equal(np.concatenate(rows), plain)
+        rows[0][:] = 0
+        assert array[0, 1] == 1, "what is read is no view of the user's arrays"
+
+
 def test_grain_keeps_its_own_order():
     grain = pytest.importorskip("grain")
     dataset = grain.MapDataset.range(10).map(lambda i: {"x": i}).shuffle(seed=1)

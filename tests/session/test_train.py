@@ -352,7 +352,7 @@ def simple(**options):
         (dict(loss=lambda m, b: m(b["x"])[:2]), hxla.LossError, "leading dimension of 3"),
         (dict(loss=lambda m, b: "low"), hxla.LossError, "returned str"),
         (dict(batch_size=25), hxla.ConfigError, "not divisible by microbatch_size=3"),
-        (dict(microbatch_size=24), hxla.PlanError, "2 devices but only 1 microbatches"),
+        (dict(microbatch_size=24), hxla.PlanError, "2 devices but only 1 microbatch"),
         (dict(steps=None), hxla.ConfigError, "either steps or epochs"),
         (dict(counts=(9, 9)), hxla.ConfigError, "does not hand out 8 microbatches"),
         (dict(reduction="exakt"), hxla.ConfigError, "'exact' or 'float'"),

@@ -154,7 +154,7 @@ def check_enough(batch_size: int, size: int, num_replicas: int, *, is_kept: bool
                 "(mesh, stages), or begin anew in another checkpoint_dir"
             )
         raise PlanError(
-            f"{num_replicas} devices but only {num} microbatches "
+            f"{num_replicas} devices but only {num} microbatch{'es' * (num != 1)} "
             f"(batch_size {batch_size} / microbatch_size {size}): {remedy}"
         )
 

@@ -1,5 +1,6 @@
 """Checks of the user's examples and batches, and their conversion to host arrays."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -101,6 +102,7 @@ def check_dtype(x: Any, name: str) -> None:
         )
 
 
+@functools.cache
 def _is_supported(dtype: np.dtype[Any]) -> bool:
     is_number = jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
     return is_number and dtype.kind != "m" and dtype.itemsize <= (16 if dtype.kind == "c" else 8)

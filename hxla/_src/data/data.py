@@ -170,24 +170,31 @@ class _Arrays:
         self._name = name
         # A jax array may be sharded, and slicing it would run programs.
         on_host = lambda x: as_arrays(x, name) if isinstance(x, jax.Array) else x  # noqa: E731
-        self._data = jax.tree.map(on_host, data)
-
-    @property
-    def is_shapes(self) -> bool:
-        """Whether there are no arrays, so that a job can only be planned."""
-        return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(self._data))
+        self._leaves, self._treedef = jax.tree.flatten(jax.tree.map(on_host, data))
+        #: Whether there are no arrays, so that a job can only be planned.
+        self.is_shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in self._leaves)
+        # A small step would feel it if each of its microbatches were checked again.
+        self._needs_no_check = all(type(x) is np.ndarray and x.dtype.isnative for x in self._leaves)
 
     def take(self, indices: np.ndarray) -> PyTree:
+        return self._rows(lambda x: x[indices])
+
+    def between(self, start: int, stop: int) -> PyTree:
+        """Copies of consecutive rows."""
+        return self._rows(lambda x: np.array(x[start:stop]))
+
+    def _rows(self, of: Callable[[Any], Any]) -> PyTree:
         if self.is_shapes:
             raise DataError("data is shapes only: a job with it can be planned, not trained")
-        return as_arrays(jax.tree.map(lambda x: x[indices], self._data), self._name)
+        rows = self._treedef.unflatten(map(of, self._leaves))
+        return rows if self._needs_no_check else as_arrays(rows, self._name)
 
     def example(self) -> PyTree:
         def shape(x: Any) -> jax.ShapeDtypeStruct:
             dtype = x.dtype.newbyteorder("=") if isinstance(x.dtype, np.dtype) else x.dtype
             return jax.ShapeDtypeStruct((1, *x.shape[1:]), dtype)
 
-        return jax.tree.map(shape, self._data)
+        return self._treedef.unflatten(map(shape, self._leaves))
 
 
 class _Examples:
@@ -458,7 +465,10 @@ def _in_order(reader: Any, microbatch_size: int) -> tuple[int, Callable[[int], P
 
     def fetch(index: int) -> PyTree:
         start = index * microbatch_size
-        return reader.take(np.arange(start, min(start + microbatch_size, size)))
+        stop = min(start + microbatch_size, size)
+        if isinstance(reader, _Arrays):
+            return reader.between(start, stop)
+        return reader.take(np.arange(start, stop))
 
     return size, fetch
 

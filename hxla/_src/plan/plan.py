@@ -463,7 +463,8 @@ class Plan(PlanValue):
     def __repr__(self) -> str:
         num = sum(len(replica.devices) for replica in self.replicas)
         return (
-            f"Plan({self.batch_size} examples in {self.num_microbatches} microbatches on "
+            f"Plan({self.batch_size} examples in {self.num_microbatches} "
+            f"{'microbatch' if self.num_microbatches == 1 else 'microbatches'} on "
             f"{plural(num, 'device')}, numerics='{self.numerics}')"
         )
 
@@ -555,7 +556,8 @@ def _lines(plan: Plan) -> Iterator[str]:
         if i == _MOST_LINES:
             yield f"  and {len(plan.replicas) - i} more"
             break
-        yield f"  {name:<{width}}  {count:>4} microbatches{_work_in_words(plan, i)}"
+        noun = "microbatch" if count == 1 else "microbatches"
+        yield f"  {name:<{width}}  {count:>4} {noun}{_work_in_words(plan, i)}"
     if plan.axes:
         on_device = f"{plan.device_parameter_bytes:,} on a device"
         yield f"  parameters {plan.parameter_bytes:,} bytes, {on_device}"
