@@ -412,11 +412,22 @@ def auto_plan(
 _LEAST_GAIN = 0.05
 
 
+#: Of its memory a device may need before it is compiled: memory is estimated until then.
+_MOST_OF_MEMORY = 0.9
+
+
+def _fits_well(plan: Plan, cluster: Cluster) -> bool:
+    """Whether a plan fits although its memory is estimated a little wrong."""
+    assert plan.prediction is not None
+    each = [(d.memory_bytes, cluster.devices[d.rank].memory_bytes) for d in plan.prediction.devices]
+    return all(has is None or needs <= _MOST_OF_MEMORY * has for needs, has in each)
+
+
 def _leave_out(cluster: Cluster, search: Callable[..., PlanResult]) -> None:
     """Start the job again without devices that would make a step longer, if there are any."""
     plan = search().plan
     used, ranks = {device.rank for device in plan.devices}, range(len(cluster.devices))
-    if len(used) == len(ranks):
+    if len(used) == len(ranks) or not _fits_well(plan, cluster):
         return
     seconds, alone = _step_seconds(search(all_devices=True).plan), _step_seconds(plan)
     if alone > (1 - _LEAST_GAIN) * seconds:

@@ -186,7 +186,7 @@ class _Arrays:
     def _rows(self, of: Callable[[Any], Any]) -> PyTree:
         if self.is_shapes:
             raise DataError("data is shapes only: a job with it can be planned, not trained")
-        rows = self._treedef.unflatten(map(of, self._leaves))
+        rows = jax.tree.unflatten(self._treedef, map(of, self._leaves))
         return rows if self._needs_no_check else as_arrays(rows, self._name)
 
     def example(self) -> PyTree:
@@ -194,7 +194,7 @@ class _Arrays:
             dtype = x.dtype.newbyteorder("=") if isinstance(x.dtype, np.dtype) else x.dtype
             return jax.ShapeDtypeStruct((1, *x.shape[1:]), dtype)
 
-        return self._treedef.unflatten(map(shape, self._leaves))
+        return jax.tree.unflatten(self._treedef, map(shape, self._leaves))
 
 
 class _Examples:
