@@ -5,6 +5,8 @@ import re
 
 import pytest
 
+from hxla import Device
+from support.inside.launch import AGAIN_VARIABLES, process_environment
 from support.launched import end_of, start
 
 #: Of every start of the script one line. Of two microbatches the second device, which has a third
@@ -103,3 +105,10 @@ def test_a_job_may_start_again_more_than_once(tmp_path, mesh):
         "hxla: 1 go on",
     ]
     assert [path.name for path in dump.iterdir()] == ["process-0"]
+
+
+def test_a_launcher_inside_a_job_takes_nothing_from_it(monkeypatch):
+    for name in AGAIN_VARIABLES:
+        monkeypatch.setenv(name, "1")
+    device = Device(kind="cpu")
+    assert not process_environment(0, device, (device,), None).keys() & set(AGAIN_VARIABLES)

@@ -15,6 +15,8 @@ from typing import NoReturn
 _FILE_VARIABLE = "HXLA_AGAIN"
 #: In a job that has started again, the places of its devices in the mesh file.
 _PLACES_VARIABLE = "HXLA_CHOSEN_DEVICES"
+#: A launcher that a process of a job starts must not take these from its own job.
+AGAIN_VARIABLES = (_FILE_VARIABLE, _PLACES_VARIABLE)
 
 
 def can_start_again() -> bool:

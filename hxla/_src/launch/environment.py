@@ -13,6 +13,7 @@ from ..cluster.kinds import LOCAL_CLIENTS_VARIABLE, are_unlike, in_words, librar
 from ..cluster.mesh_file import load_cluster
 from ..core.errors import LaunchError
 from ..core.files import find
+from .again import AGAIN_VARIABLES
 from .channel import WAITS_VARIABLE
 from .output import LIVE_VARIABLE, terminal_columns
 
@@ -122,7 +123,7 @@ def process_environment(
         LaunchError: If fewer cards are visible than are described, or `JAX_PLATFORMS` asks for an
             accelerator and the device is a CPU.
     """
-    env = dict(os.environ)
+    env = {name: x for name, x in os.environ.items() if name not in AGAIN_VARIABLES}
     is_unlike = are_unlike(other.kind for other in devices)
     if is_unlike:
         env[LOCAL_CLIENTS_VARIABLE] = "1"

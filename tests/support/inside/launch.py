@@ -5,7 +5,7 @@ from hxla._src.launch import launcher as _launcher
 from hxla._src.launch import membership as _membership
 from hxla._src.launch import run as _run
 from hxla._src.launch import throttle as _throttle
-from hxla._src.launch.again import start_again_on
+from hxla._src.launch.again import AGAIN_VARIABLES, start_again_on
 from hxla._src.launch.authority import advance, begin, chosen
 from hxla._src.launch.channel import (
     MEMORY_VARIABLE,
