@@ -84,7 +84,8 @@ def test_no_bit_depends_on_who_has_what(name):
 @pytest.mark.slow
 def test_state_that_waits_on_hosts_moves_no_bit():
     """Though a copy's parameters are updated some at a time there."""
-    own = of_pairs("muon", zero=1, offload={"optimizer": "host"}, shares=[2, 1])
+    memory = {"offload": {"optimizer": "host"}, "recompute": "none", "shares": [2, 1]}
+    own = of_pairs("muon", zero=1, **memory)
     plan = planned_pairs(own, 2, (3, 5))
     first, wanted = of_stage_1("muon")
     assert (first.placement.optimizer, plan.placement.optimizer) == ("device", "host")
