@@ -55,17 +55,21 @@ def test_all_kinds_of_random_access_give_the_same_stream():
         assert batches[0] == batches[1] == batches[2]
 
 
-def test_plain_arrays_are_converted_once_and_other_ones_whenever_they_are_read(monkeypatch):
+def test_plain_arrays_are_converted_once_and_other_ones_whenever_they_are_read(
+    monkeypatch, tmp_path
+):
     """A small step would feel 45 microseconds for each of its microbatches."""
     calls, convert = [], _data.as_arrays
     monkeypatch.setattr(_data, "as_arrays", lambda *args: calls.append(args) or convert(*args))
     plain = np.arange(12.0).reshape(6, 2)
-    for array, num in ((plain, 0), (plain.astype(">f8"), 3)):
+    np.save(tmp_path / "x.npy", plain)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    for array, num in ((plain, 0), (mapped, 0), (plain.astype(">f8"), 3)):
         source = _data.as_source({"x": array}, batch_size=2, seed=0, shuffle=False)
         calls.clear()
         rows = [source.fetch(step, np.arange(2))["x"] for step in range(3)]
         assert len(calls) == num
-        assert {x.dtype.str for x in rows} == {plain.dtype.str}
+        assert {(type(x), x.dtype.str) for x in rows} == {(np.ndarray, plain.dtype.str)}
         np.testing.assert_array_equal(np.concatenate(rows), plain)
         rows[0][:] = 0
         assert array[0, 1] == 1, "what is read is no view of the user's arrays"

@@ -174,7 +174,9 @@ class _Arrays:
         #: Whether there are no arrays, so that a job can only be planned.
         self.is_shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in self._leaves)
         # A small step would feel it if each of its microbatches were checked again.
-        self._needs_no_check = all(type(x) is np.ndarray and x.dtype.isnative for x in self._leaves)
+        self._needs_no_check = all(
+            type(x) in (np.ndarray, np.memmap) and x.dtype.isnative for x in self._leaves
+        )
 
     def take(self, indices: np.ndarray) -> PyTree:
         return self._rows(lambda x: x[indices])
@@ -186,8 +188,10 @@ class _Arrays:
     def _rows(self, of: Callable[[Any], Any]) -> PyTree:
         if self.is_shapes:
             raise DataError("data is shapes only: a job with it can be planned, not trained")
-        rows = jax.tree.unflatten(self._treedef, map(of, self._leaves))
-        return rows if self._needs_no_check else as_arrays(rows, self._name)
+        if not self._needs_no_check:
+            rows = jax.tree.unflatten(self._treedef, map(of, self._leaves))
+            return as_arrays(rows, self._name)
+        return jax.tree.unflatten(self._treedef, [np.asarray(of(x)) for x in self._leaves])
 
     def example(self) -> PyTree:
         def shape(x: Any) -> jax.ShapeDtypeStruct:
