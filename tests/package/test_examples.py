@@ -27,7 +27,8 @@ def make(name):
 @functools.cache
 def called(name):
     """The model as one program of its source and target."""
-    return nnx.jit(nnx.jit(make, static_argnums=0)(name))
+    run = nnx.jit(lambda model, *batch: model(*batch))
+    return functools.partial(run, nnx.jit(make, static_argnums=0)(name))
 
 
 def reversals(num):
