@@ -29,7 +29,7 @@ import hxla
 
 SIZE = 4  # examples of a microbatch
 STEPS = 10  # of a turn
-OPTIMIZER = optax.adam(1e-3)
+OPTIMIZER = optax.adam(1e-5)
 PLAIN, EXACT, CALLS = "one program", "exact", "exact, a call for each microbatch"
 
 

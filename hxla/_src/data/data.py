@@ -517,10 +517,10 @@ class Loader:
         """Several microbatches in one read: a call of the source costs more than an example."""
         positions = [np.arange(i * self._size, (i + 1) * self._size) for i in ids]
         leaves, treedef = jax.tree.flatten(self._source.fetch(step, np.concatenate(positions)))
-        parts = [np.split(leaf, len(ids)) for leaf in leaves]
+        parts = [slice(n * self._size, (n + 1) * self._size) for n in range(len(ids))]
         return {
-            index: jax.tree.unflatten(treedef, leaves)
-            for index, leaves in zip(ids, zip(*parts, strict=True), strict=True)
+            index: jax.tree.unflatten(treedef, [leaf[part] for leaf in leaves])
+            for index, part in zip(ids, parts, strict=True)
         }
 
     def start(self, step: int, ids: Sequence[int]) -> None:
