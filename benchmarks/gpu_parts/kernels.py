@@ -11,7 +11,6 @@ import re
 import statistics
 import sys
 import tempfile
-import time
 
 import gpu_jobs
 import jax
@@ -21,6 +20,8 @@ from flax import nnx
 from report import ROOT, Report, arguments
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from turns import seconds_in_turns
 
 import hxla
 
@@ -55,19 +56,11 @@ def kernels(run):
 
 def compare(what, runs):
     """Rows for steps of hxla and of plain JAX: walls in turns, kernels, and the busy card."""
-    walls, traced = {name: [] for name in runs}, {}
-    for run in runs.values():
-        run()
-    for _ in range(ROUNDS):
-        for name, run in runs.items():
-            began = time.perf_counter()
-            run()
-            walls[name].append(1e3 * (time.perf_counter() - began))
-    for name, run in runs.items():
-        traced[name] = kernels(run)
+    walls = seconds_in_turns(runs, ROUNDS)
+    traced = {name: kernels(run) for name, run in runs.items()}
     ours, plain = runs
     told = {
-        "wall, ms": [statistics.median(walls[name]) for name in runs],
+        "wall, ms": [1e3 * statistics.median(walls[name]) for name in runs],
         "kernels": [sum(num for num, _ in traced[name].values()) for name in runs],
         "card busy, ms": [sum(ns for _, ns in traced[name].values()) / 1e6 for name in runs],
     }
@@ -80,7 +73,7 @@ def compare(what, runs):
         pair = [traced[who].get(name, (0, 0.0)) for who in (ours, plain)]
         cells = [f"{ns / 1e3:.0f} us in {num:.0f}" for num, ns in pair]
         report.row(f"{what}: {name[:60]}", *cells, f"{difference[name] / 1e3:+.0f} us")
-    report.detail(what, {"milliseconds": walls, "kernels": traced})
+    report.detail(what, {"seconds": walls, "kernels": traced})
 
 
 def steps(job, microbatch_size, batch, scanned, state, num):

@@ -269,10 +269,8 @@ def test_stages_take_the_first_form_that_their_devices_hold(tmp_path, monkeypatc
         assert plan.placement.zero == zero
         said = [reason for reason in plan.reasons if "as compiled" in reason]
         assert len(said) == (zero > 0)
-        lacking = ["state not sharded", *(f"memory.zero {stage}" for stage in range(1, zero))][
-            :zero
-        ]
-        for layout in lacking:
+        before = ["state not sharded", *(f"memory.zero {stage}" for stage in range(1, zero))]
+        for layout in before[:zero]:
             assert f"with {layout}" in said[0]
     words = r"lacks .* with state not sharded, .* with memory\.zero 3, as"
     with pytest.raises(hxla.PlanError, match=words):

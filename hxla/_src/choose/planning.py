@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from ..cluster.cluster import Cluster
 from ..core.config import Config
 from ..core.errors import ConfigError, PlanError
-from ..core.format import num_bytes
+from ..core.format import num_bytes, plural
 from ..core.keywords import as_whole_number, check_whole_numbers
 from ..graph.graph import Graph, rows_touched
 from ..graph.parts import graph_of
@@ -154,7 +154,7 @@ def check_enough(batch_size: int, size: int, num_replicas: int, *, is_kept: bool
                 "(mesh, stages), or begin anew in another checkpoint_dir"
             )
         raise PlanError(
-            f"{num_replicas} devices but only {num} microbatch{'es' * (num != 1)} "
+            f"{num_replicas} devices but only {plural(num, 'microbatch')} "
             f"(batch_size {batch_size} / microbatch_size {size}): {remedy}"
         )
 

@@ -356,7 +356,7 @@ def search_plan(
             ),
             in_form,
             least,
-            faster_than=_step_seconds(None if whole is None else whole.plan),
+            faster_than=_step_seconds(whole),
             all_devices=all_devices,
             seconds=options.seconds,
         )
@@ -408,35 +408,33 @@ def auto_plan(
     return plan.replaced(reasons=("chosen by search", *plan.reasons))
 
 
-#: By which a step without some devices must be shorter: to start again takes seconds.
-_LEAST_GAIN = 0.05
+_LEAST_GAIN = 0.05  # of a step, relative: a restart takes seconds
+_MOST_OF_MEMORY = 0.9  # that an estimate may fill: it is a few per cent off
 
 
-#: Of its memory a device may need before it is compiled: memory is estimated until then.
-_MOST_OF_MEMORY = 0.9
-
-
-def _fits_well(plan: Plan, cluster: Cluster) -> bool:
-    """Whether a plan fits although its memory is estimated a little wrong."""
+def _has_room(plan: Plan) -> bool:
+    """Whether every device holds the plan even if its memory is underestimated."""
     assert plan.prediction is not None
-    each = [(d.memory_bytes, cluster.devices[d.rank].memory_bytes) for d in plan.prediction.devices]
-    return all(has is None or needs <= _MOST_OF_MEMORY * has for needs, has in each)
+    return all(
+        not d.capacity_bytes or d.memory_bytes <= _MOST_OF_MEMORY * d.capacity_bytes
+        for d in plan.prediction.devices
+    )
 
 
 def _leave_out(cluster: Cluster, search: Callable[..., PlanResult]) -> None:
     """Start the job again without devices that would make a step longer, if there are any."""
-    plan = search().plan
-    used, ranks = {device.rank for device in plan.devices}, range(len(cluster.devices))
-    if len(used) == len(ranks) or not _fits_well(plan, cluster):
+    fewer = search()
+    used, ranks = {d.rank for d in fewer.plan.devices}, range(len(cluster.devices))
+    if len(used) == len(ranks) or not _has_room(fewer.plan):
         return
-    seconds, alone = _step_seconds(search(all_devices=True).plan), _step_seconds(plan)
-    if alone > (1 - _LEAST_GAIN) * seconds:
+    seconds, without = _step_seconds(search(all_devices=True)), _step_seconds(fewer)
+    if without > (1 - _LEAST_GAIN) * seconds:
         return
     others = [rank for rank in ranks if rank not in used]
     names = name_of_devices(others, {i: d.label for i, d in enumerate(cluster.devices)})
     start_again_on(
         sorted(used),
-        f"a step takes {alone:.3g} s without {names} and {seconds:.3g} s with every device: the "
+        f"a step takes {without:.3g} s without {names} and {seconds:.3g} s with every device: the "
         f"job starts again without {'it' if len(others) == 1 else 'them'} (auto.all_devices keeps "
         "every device)",
     )
@@ -566,8 +564,8 @@ def _completed(
     )
 
 
-def _step_seconds(plan: Plan | None) -> float:
-    known = plan.prediction if plan is not None else None
+def _step_seconds(result: PlanResult | None) -> float:
+    known = result.plan.prediction if result is not None else None
     return math.inf if known is None else known.step_seconds
 
 

@@ -88,8 +88,8 @@ class AutoConfig(_Section):
     num_stages: int | None = pydantic.Field(None, ge=2)
     """The number of pipeline stages for a model without annotations."""
     all_devices: bool = False
-    """A search keeps every device in the plan, also one without which a step would be shorter. If
-    false, `hxla run` starts such a job again without these devices."""
+    """A search keeps every device in the plan, also a device that makes a step longer. If false,
+    `hxla run` starts the job again without such devices."""
 
 
 class IoConfig(_Section):

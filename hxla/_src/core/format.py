@@ -70,8 +70,9 @@ def shares(counts: Sequence[int]) -> str:
 
 
 def plural(num: int, noun: str) -> str:
-    """1 step, 2 steps."""
-    return f"{num} {noun}" if num == 1 else f"{num} {noun}s"
+    """1 step, 2 steps, 2 microbatches."""
+    ending = "" if num == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{num} {noun}{ending}"
 
 
 def round_numbers(low: float, high: float, most: int, *, least: float = 0.0) -> Iterator[float]:

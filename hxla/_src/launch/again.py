@@ -20,7 +20,7 @@ AGAIN_VARIABLES = (_FILE_VARIABLE, _PLACES_VARIABLE)
 
 
 def can_start_again() -> bool:
-    """Whether the launcher of this process starts its job again where that is asked."""
+    """Whether the launcher of this process can start its job again."""
     return _FILE_VARIABLE in os.environ
 
 
@@ -44,10 +44,10 @@ def chosen_places() -> list[int] | None:
 
 
 class Again:
-    """The side of the launcher.
+    """The launcher's side: variables for the processes, and their request.
 
     Args:
-        folder: A new one.
+        folder: An empty folder for the request.
     """
 
     def __init__(self, folder: str):

@@ -159,12 +159,13 @@ def run(
     Raises:
         LaunchError: As `describe`, or if the mesh is not the plan's.
     """
+    folder = new_dump(dump)
     start = functools.partial(
-        _run, command, folder=new_dump(dump), grace_seconds=grace_seconds, program=program
+        _run, command, folder=folder, grace_seconds=grace_seconds, program=program
     )
     if plan is None:
         devices = describe(mesh, None if mesh is not None else number)
-        return _run_until_settled(start, devices, mesh)
+        return _run_until_settled(start, devices, mesh, folder)
     from ..plan.plan import Plan  # imports jax, which other launchers do not need
 
     asked = Plan.read(plan)
@@ -182,9 +183,9 @@ def run(
 
 
 def _run_until_settled(
-    start: Callable[..., int], devices: Sequence[Device], mesh: str | None
+    start: Callable[..., int], devices: Sequence[Device], mesh: str | None, dumps: str | None
 ) -> int:
-    """Run a job, and again on fewer devices where it asks for that."""
+    """Run a job, and again on fewer devices where it asks for that; the last dumps stay."""
     places = list(range(len(devices)))
     with tempfile.TemporaryDirectory(prefix="hxla-again-") as folder:
         again = Again(folder)
@@ -196,6 +197,9 @@ def _run_until_settled(
                 return code
             places, why = asked
             print(f"hxla: {why}", file=sys.stderr, flush=True)
+            if dumps is not None:
+                for dumped in pathlib.Path(dumps).glob("process-*"):
+                    shutil.rmtree(dumped)
 
 
 def _run(
@@ -213,10 +217,8 @@ def _run(
 
     Args:
         settings: Environment variables of all processes.
-        folder: Absolute path for dumps, without those of the same job before it started again.
+        folder: Absolute path for dumps.
     """
-    for dumped in pathlib.Path(folder or os.devnull).glob("process-*"):
-        shutil.rmtree(dumped)
     chosen = [devices[rank] for rank in ranks]
     kinds = [device.kind for device in chosen]
     if are_unlike(kinds):

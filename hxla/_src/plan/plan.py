@@ -463,8 +463,7 @@ class Plan(PlanValue):
     def __repr__(self) -> str:
         num = sum(len(replica.devices) for replica in self.replicas)
         return (
-            f"Plan({self.batch_size} examples in {self.num_microbatches} "
-            f"{'microbatch' if self.num_microbatches == 1 else 'microbatches'} on "
+            f"Plan({self.batch_size} examples in {plural(self.num_microbatches, 'microbatch')} on "
             f"{plural(num, 'device')}, numerics='{self.numerics}')"
         )
 
