@@ -19,6 +19,7 @@ from ._src.core.config import (
     PrecisionExceptionConfig as PrecisionExceptionConfig,
     Dtype as Dtype,
     NumericsConfig as NumericsConfig,
+    IslandsConfig as IslandsConfig,
     BalanceConfig as BalanceConfig,
 )
 from ._src.core.config import WatchdogConfig as WatchdogConfig, CheckpointConfig as CheckpointConfig
@@ -64,6 +65,7 @@ from ._src.plan.layout import Layout as Layout
 from ._src.plan.parts import SumsForm as SumsForm, SparseRows as SparseRows
 from ._src.plan.precision import Precision as Precision
 from ._src.plan.precision import PrecisionException as PrecisionException, LossScale as LossScale
+from ._src.plan.parts import Islands as Islands
 from ._src.plan.parts import Placement as Placement
 from ._src.plan.parts import Prediction as Prediction, DevicePrediction as DevicePrediction
 from ._src.plan.parts import HeldBytes as HeldBytes

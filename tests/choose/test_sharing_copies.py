@@ -267,5 +267,5 @@ def test_processes_find_the_same_copies_and_train_them_to_the_same_bits(tmp_path
 
     (sha256, *form), said = told("--mesh", "small.toml", "script.py", "auto")
     assert form == ["2", "2"], said
-    assert "replicas of one device each: no plan with whole state fits" in said
+    assert "replicas of one device each: no plan without sharded state fits" in said
     assert told("-n", "2", "script.py", "copies")[0] == (sha256, "2", "2")

@@ -802,8 +802,8 @@ def test_an_automatic_plan_is_measured_says_its_runners_up_and_trains_to_the_sam
     assert finish(*found["counts"]) == min(finish(c, 16 - c) for c in range(17))
     assert found["runners_up"]
     for description in found["runners_up"]:
-        assert f"runner-up: {description}" in ran.stdout
-    assert "chosen by search" in ran.stdout
+        assert f"runner-up: {description}" in ran.stderr
+    assert "chosen by search" in ran.stderr
     assert told(command(tmp_path, "run", "-n", "1", "script.py"))["sha256"] == found["sha256"]
 
 

@@ -26,6 +26,7 @@ from ..profile.profile import Profile, load_profile
 from ..profile.segment_times import model_name
 from .apportionment import default_sizes
 from .complete import complete
+from .islands import with_islands
 from .planning import PlanRequest, plan_for, size_asked
 from .structures import grid_of, shares_of, structure_of
 from .workload import Measure, PlanResult, SearchOptions, Workload, Workloads
@@ -66,13 +67,19 @@ def plan_job(
         target = described or job.cluster(devices or ())
         _check_devices(job, size, target)
         here = None if devices is None else measure(job, devices)
-        return PlanResult(plan=plan_for(jobs, request, target, sums, here, profile))
+        plan = plan_for(jobs, request, target, sums, here, profile)
+        return PlanResult(plan=with_islands(plan, job.settings.islands, target))
     if is_fixed:
         raise ConfigError("a search chooses what mesh, rules and stages say: leave them out")
     if job.settings.numerics.cut == "any":
         raise ConfigError(
             "numerics.cut of 'any' needs a mesh and rules, which a search chooses: pass both, such "
             "as mesh={'data': 2, 'tensor': 2} and rules='decoder', or set it to 'planned'"
+        )
+    if job.settings.islands.every is not None:
+        raise ConfigError(
+            "islands.every: a search prices steps that sum over all replicas: pass "
+            "mesh={'data': n} for n devices, or leave islands out"
         )
     from .search_plan import auto_plan, search_plan  # most scripts search nothing
 
@@ -212,7 +219,7 @@ def make_plan(
     if stated := shares_of(mesh):
         structure = dataclasses.replace(structure, shares=stated)
     size = graph.values[graph.batch_values[0]].shape[0]
-    return complete(
+    plan = complete(
         graph,
         structure,
         cluster=cluster,
@@ -220,3 +227,4 @@ def make_plan(
         microbatch_size=size,
         sums=SumsForm(kind=reduction),
     )
+    return with_islands(plan, settings.islands, cluster)

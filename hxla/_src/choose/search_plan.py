@@ -30,6 +30,7 @@ from .apportionment import candidate_sizes
 from .chain import UNBOUNDED
 from .complete import complete
 from .device_times import layer_times
+from .islands import note_of_islands
 from .memory import with_sums_and_memory
 from .memory_layout import MemoryLayout, asked_candidates, candidates_on_hosts
 from .memory_model import predicted_microbatches, step_memory, travel_of, with_open_calls
@@ -360,12 +361,24 @@ def search_plan(
             all_devices=all_devices,
             seconds=options.seconds,
         )
-        if shared is None:
-            if whole is None:
-                assert refused is not None
-                raise refused
-            return whole
-        return PlanResult(plan=_with_runner_up(shared, whole))
+        if shared is not None:
+            found = PlanResult(plan=_with_runner_up(shared, whole))
+        elif whole is not None:
+            found = whole
+        else:
+            assert refused is not None
+            raise refused
+        apart = note_of_islands(
+            found.plan,
+            work,
+            cluster,
+            profile,
+            lambda proposal: _completed(jobs, described, proposal, num_segments, sums, ()),
+            state_bytes=work.state_factor - 2 - sums.num_parts,
+            seconds=options.seconds,
+        )
+        reasons = (*found.plan.reasons, *([apart] if apart else []))
+        return dataclasses.replace(found, plan=found.plan.replaced(reasons=reasons))
 
     if tried or size is not None:
         return search(sizes, num_segments)

@@ -246,6 +246,26 @@ class MemoryConfig(_Section):
     """Where optimizer state, parameters and residuals are stored outside the devices' memory."""
 
 
+class IslandsConfig(_Section):
+    """The section `islands`: local steps between meetings (DiLoCo), for slow networks."""
+
+    every: int | None = pydantic.Field(None, ge=1)
+    """Steps between two meetings. An island is a group of consecutive replicas. It sums gradients
+    over its own microbatches and updates its own parameters. At a meeting all islands average what
+    their parameters have become, and the optimizer's state, so that gradients never travel between
+    them. Bits depend on this. Null: no islands."""
+    replicas: (
+        Literal["nodes"] | Annotated[list[pydantic.PositiveInt], pydantic.Field(min_length=2)]
+    ) = "nodes"
+    """The replicas of each island, in order, such as `[2, 1]`; `nodes`: those of each node, or one
+    each on a single node."""
+    learning_rate: float = pydantic.Field(1.0, gt=0)
+    """Learning rate of the outer step, which moves the parameters of the last meeting towards the
+    average."""
+    momentum: float = pydantic.Field(0.5, ge=0, lt=1)
+    """Nesterov momentum of the outer step; 0 keeps no momentum."""
+
+
 class NumericsConfig(_Section):
     """The section `numerics`: what may not move a bit."""
 
@@ -325,6 +345,7 @@ class Config(_Section):
     memory: MemoryConfig = MemoryConfig()
     precision: PrecisionConfig = PrecisionConfig()
     numerics: NumericsConfig = NumericsConfig()
+    islands: IslandsConfig = IslandsConfig()
     balance: BalanceConfig = BalanceConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -30,7 +30,7 @@ _MOST_TERMS = 1 << 14  # their digits of 16 bits sum to less than 2**30
 
 
 class Decisions(NamedTuple):
-    """What an update and the next step read; equal on all replicas.
+    """What an update and the next step read; equal on all replicas, but for an island's weight.
 
     Attributes:
         is_accepted: bool, whether the update counts: all sums are finite, no scale left its window.
@@ -75,6 +75,7 @@ def decide(
     used_T: jax.Array,
     scale: jax.Array | None = None,
     stats_DN: jax.Array | None = None,
+    island: tuple[jax.Array, jax.Array] | None = None,
 ) -> Decisions:
     """The decisions of a step.
 
@@ -84,6 +85,8 @@ def decide(
         used_T: int32, the scales with which microbatches joined the sums.
         scale: int32[1], the exponent by which gradients are scaled; None: they are not.
         stats_DN: int32, bits of what replicas tell each other; None: nothing.
+        island: The first microbatch of each island and the number of all, int32[I + 1], and the
+            island whose weight is the divisor, int32; None: the sums are of all microbatches.
     """
     exponents_T, shift_T = used_T, None
     if spec.is_scaled:
@@ -94,6 +97,14 @@ def decide(
     loss, weight = sums_of_floats(losses_and_weights)
     is_finite = finite(losses_and_weights).all() & finite(peaks_T).all()
     is_finite &= jax.lax.bitcast_convert_type(weight, jnp.int32) != 0
+    divisor = weight
+    if island is not None:
+        bounds, number = island
+        ids = jnp.arange(len(small_MS))[:, None]
+        is_of_MI = (ids >= bounds[None, :-1]) & (ids < bounds[None, 1:])
+        weights_I = sums_of_floats(jnp.where(is_of_MI, small_MS[:, 1:2], 0))
+        is_finite &= (jax.lax.bitcast_convert_type(weights_I, jnp.int32) != 0).all()
+        divisor = weights_I[number]
     fits, next_T = jnp.bool_(True), exponents_T
     if spec.limbs is not None:
         next_T = next_exponents(exponents_T, peaks_T, spec.limbs)
@@ -103,7 +114,7 @@ def decide(
     stats = [] if stats_DN is None else [stats_DN.reshape(-1)]
     return Decisions(
         is_accepted=is_finite & fits,
-        weight=weight if spec.mean else jnp.float32(1),
+        weight=divisor if spec.mean else jnp.float32(1),
         value=loss / weight if spec.mean else loss,
         exponents_T=exponents_T,
         next_T=next_T,

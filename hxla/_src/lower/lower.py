@@ -45,6 +45,7 @@ from .inputs import (
     uneven_of,
     whole_ownership_of,
 )
+from .islands import meetings_of
 from .layerwise import LayerwiseStep, ZeroPipeline, stage_groups, sum_groups
 from .padding import Cut, Padding, StatePadding
 from .pipeline import Pipeline
@@ -77,6 +78,7 @@ class Programs:
         gather: All-gather of updated parameters (ZeRO 1 and 2); None: every replica updates
             everything, or parameters stay sharded (ZeRO 3).
         state_layout: How every array of the state is sharded.
+        meetings: Those of the plan's islands; None: there are none.
         sharded_params: Gathers sharded parameters for microbatches (ZeRO 3); None: replicas have
             whole parameters.
         layered: Runs the microbatches of all local replicas segment by segment, or the collectives
@@ -172,6 +174,7 @@ class Programs:
             shares=None if self.ownership is None else self.ownership.shares,
             groups=sums_of,
             in_one=len(replicas) == 1 and not releases,
+            islands=plan.islands,
         )
         self.reducer = Reducer(
             replicas,
@@ -195,6 +198,7 @@ class Programs:
             sums=plan.sums,
             ownership=self.ownership,
         )
+        self.meetings = meetings_of(plan, self.state_layout, training)
         keeps = self.ownership is None or not self.ownership.sends_params
         self.gather = (
             None
@@ -300,9 +304,9 @@ class Programs:
 
     def store(self) -> Store:
         """A store for the state of a session."""
-        placement, directory = self.plan.placement, self.training.offload_directory
-        make_buffer = buffer_maker(placement.optimizer, directory)
-        return Store(self.state_layout, make_buffer, placement.parameters == "host")
+        placement = self.plan.placement
+        make_buffer = buffer_maker(placement.optimizer, self.training.offload_directory)
+        return Store(self.state_layout, make_buffer, placement.parameters == "host", self.meetings)
 
     def _sharded_params(self) -> ShardedParams:
         zero = self.state_layout.zero
@@ -410,8 +414,7 @@ class Programs:
     def memory_bytes(self, state_bytes: int) -> int:
         """Bytes that one device needs for its state, its sums and the largest of its programs."""
         runner, releases = self.runners[0], self.reducer.releases
-        first = self.over_batch.memory_bytes()
-        totals = self._bytes_of_params()
+        first, totals = self.over_batch.memory_bytes(), self._bytes_of_params()
         sums = totals * self.contribution.form.num_parts
         if self.step_program is not None and self.step_program.is_usable:
             return state_bytes + max(first, sums + self.step_program.extra_bytes)

@@ -20,6 +20,7 @@ from ..weights.weights import Gather, Read
 from .bitcast_packing import array_bytes, leaf_checksums
 from .compile import first_of_kind, for_each
 from .initial_state import State, initial_state
+from .islands import Meetings
 from .offload import (
     DEVICE,
     HOST,
@@ -41,6 +42,7 @@ class Store:
     Args:
         make_buffer: Makes a replica's buffer of offloaded optimizer state; None: devices keep it.
         params_on_host: Whether each replica's shard of the parameters is offloaded to the host.
+        meetings: Of islands, whose momentum is part of the state; None: there are none.
     """
 
     def __init__(
@@ -48,7 +50,9 @@ class Store:
         layout: StateLayout,
         make_buffer: MakeBuffer | None = None,
         params_on_host: bool = False,
+        meetings: Meetings | None = None,
     ):
+        self._meetings = meetings
         self.layout, self._reducer, self._zero = layout, layout.reducer, layout.zero
         self._offloaded = OffloadedArrays(layout, make_buffer, params_on_host)
         self.exponents = np.zeros(self._reducer.layout.num_tensors, np.int32)
@@ -181,7 +185,8 @@ class Store:
         arrays = [
             x for x in self.held[0].leaves() if not (isinstance(x, OffloadedLeaf) or is_on_host(x))
         ]
-        return sum(x.addressable_shards[0].data.nbytes for x in arrays)
+        of_islands = 0 if self._meetings is None else self._meetings.num_bytes()
+        return of_islands + sum(x.addressable_shards[0].data.nbytes for x in arrays)
 
     # -- checkpoints -----------------------------------------------------------------------------
 
@@ -195,7 +200,8 @@ class Store:
             else self._reducer.arrays.over_all(x, s)
             for k, (x, s) in enumerate(zip(columns, specs, strict=True))
         ]
-        return self._tree(self._with_even_cuts(arrays))
+        momenta = [] if self._meetings is None else self._meetings.saved()
+        return self._tree(self._with_even_cuts(arrays), momenta)
 
     def _with_even_cuts(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """The arrays, with those sharded over replicas as global arrays in an even cut."""
@@ -226,12 +232,16 @@ class Store:
             self._sharding(s, self._offloaded.is_offloaded(k)) for k, s in enumerate(specs)
         ]
         pairs = zip(self.layout.shapes, shardings, strict=True)
-        return self._tree([jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=w) for x, w in pairs])
+        momenta = [] if self._meetings is None else self._meetings.wanted()
+        arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=w) for x, w in pairs]
+        return self._tree(arrays, momenta)
 
     def load(self, tree: PyTree) -> None:
         """Replace the state by another in the form of `wanted`."""
         self.exponents = np.asarray(tree["exponents"], np.int32)
         self.loss_scale = loss_scale.restored_scale(tree)
+        if self._meetings is not None:
+            self._meetings.load(tree.get("outer_momentum", ()))
         arrays = jax.tree.leaves((tree["params"], tree["aux"], tree["opt_state"]))
         if self._is_alone and self._zero is None:
             self.held = [self.layout.replica_arrays(self._padded(0, arrays))]
@@ -285,7 +295,7 @@ class Store:
     def _as_in(tree: PyTree, leaves: Sequence[Any]) -> PyTree:
         return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
-    def _tree(self, arrays: Sequence[Any]) -> PyTree:
+    def _tree(self, arrays: Sequence[Any], momenta: Sequence[Any]) -> PyTree:
         state = self.layout.replica_arrays(arrays)
         return {
             "params": self._as_in(self.layout.model.params, state.params),
@@ -293,6 +303,7 @@ class Store:
             "opt_state": state.opt_state,
             "exponents": self.exponents,
             **loss_scale.saved_scale(self.loss_scale),
+            **({"outer_momentum": list(momenta)} if momenta else {}),
         }
 
     def rescale(self, state: loss_scale.ScaleState) -> None:

@@ -13,6 +13,7 @@ References:
 """
 
 import dataclasses
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,9 +21,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from ..core.types import DATA_AXIS
 from ..jax.devices import process_of
+from ..plan.parts import Islands
 from .chunks import (
     GroupBytes,
     ReduceScatter,
@@ -57,6 +61,30 @@ class Reduced:
     totals: tuple[Any, ...]
     words: tuple[Any, ...]
     decisions: tuple[Decisions, ...]
+
+
+def _own_island(islands: Islands) -> jax.Array:
+    """int32: the island of this place."""
+    each = [n for n, size in enumerate(islands.replicas) for _ in range(size)]
+    return jnp.asarray(np.array(each, np.int32))[jax.lax.axis_index(DATA_AXIS)]
+
+
+def _sums_of_islands(
+    values: list[tuple[jax.Array, ...]], islands: Islands | None
+) -> list[tuple[jax.Array, ...]]:
+    """The limbs of each array, summed over the replicas of this place's island.
+
+    The results of islands differ, though their PartitionSpec says they are replicated: only the
+    island's own devices read them.
+    """
+    if islands is None or max(islands.replicas) == 1:
+        return values
+    ends = itertools.accumulate(islands.replicas, initial=0)
+    groups = [[*range(a, b)] for a, b in itertools.pairwise(ends)]
+    flat, treedef = jax.tree.flatten(values)
+    over = functools.partial(jax.lax.psum, axis_name=DATA_AXIS, axis_index_groups=groups)
+    summed: list[tuple[jax.Array, ...]] = jax.tree.unflatten(treedef, flatly(over, flat))
+    return summed
 
 
 class Reducer:
@@ -114,13 +142,14 @@ class Reducer:
         bits are int32, so that a donated sum's buffer can hold them. With sharded sums they are
         chunks, and before the last wave integers like `before`.
         """
-        num, names = len(self.arrays.places), self.arrays.names
+        num, names, islands = len(self.arrays.places), self.arrays.names, self.layout.islands
         bucket, most_rows = self.layout.bucket_packs[k], self.layout.most_rows(k)
         rows = None if most_rows is None else most_rows * max(map(len, self.arrays.places))
 
         def totals(values: list[tuple[jax.Array, ...]]) -> list[jax.Array]:
-            if num == 1:
-                return [self._contribution.combine(*parts) for parts in values]
+            if num == 1 or islands is not None:
+                each = _sums_of_islands(values, islands)
+                return [self._contribution.combine(*parts) for parts in each]
             if rows is not None:
                 summed = sum_of_rows(values[0], rows, self._reduce_scatter.sent_dtype)
                 return [self._contribution.combine(*summed).reshape(values[0][0].shape)]
@@ -157,8 +186,10 @@ class Reducer:
                     peaks_T = gathered[0].max(axis=0)
                     ints = joined_over(names, self._merges, ints, flatly)
                 stats_DN, small_MS, *ints = ints
+                island = None if islands is None else (scale.pop(), _own_island(islands))
                 of_loss = scale[0] if scale else None
-                decisions = decide(self._decisions, small_MS, peaks_T, used_T, of_loss, stats_DN)
+                step = small_MS, peaks_T, used_T, of_loss, stats_DN, island
+                decisions = decide(self._decisions, *step)
             if self.layout.chunks:
                 chunk_sums = self._sum_chunks(k, values, before, is_last)
                 if is_last:
@@ -371,8 +402,7 @@ class Reducer:
         Args:
             stats: On each local replica the result of `stat_rows`.
             local_sums: The result of `hold`.
-            scales: On each local replica the exponents of its microbatches, int32[T], and if the
-                loss is scaled that of its gradients, int32[1].
+            scales: On each local replica what `SumLayout.scale_shapes` says, but for the peaks.
             totals: On each local replica the totals of the groups, in order.
         """
         arrays, (peaks, ints, values) = self.arrays, local_sums

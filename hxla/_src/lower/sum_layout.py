@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..plan.layout import piece_shape
 from ..plan.ownership import Shares
+from ..plan.parts import Islands
 from .chunks import Chunks
 from .compile import firsts_alike
 from .contribution import Contribution, Tensors, buckets, pack_shapes, pack_sizes, pack_specs
@@ -37,6 +38,7 @@ class SumLayout:
         shares: The shard of each parameter's sum that a replica gets; None: all get the whole.
         groups: Packs that are reduced apart from the others; None: all are reduced at once.
         in_one: Whether one bucket has all packs, for a replica that sends nothing.
+        islands: Groups of replicas that sum apart; None: there are none.
     """
 
     tensors: Tensors
@@ -51,6 +53,7 @@ class SumLayout:
     shares: Shares | None = None
     groups: Sequence[Sequence[int]] | None = None
     in_one: bool = False
+    islands: Islands | None = None
 
     @property
     def num_tensors(self) -> int:
@@ -140,9 +143,10 @@ class SumLayout:
 
     @property
     def scale_shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of each replica's peaks, and of the scales of its step."""
+        """Shapes of each replica's peaks, of the scales of its step, and of the islands' bounds."""
         num = self.num_tensors
-        return [(num,), (num,), *([(1,)] if self.is_scaled else [])]
+        bounds = [] if self.islands is None else [(len(self.islands.replicas) + 1,)]
+        return [(num,), (num,), *([(1,)] if self.is_scaled else []), *bounds]
 
     @property
     def small_shapes(self) -> list[tuple[int, ...]]:

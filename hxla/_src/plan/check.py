@@ -14,6 +14,7 @@ import pydantic
 
 from ..core.errors import PlanError
 from ..core.files import listed, parse_json, shown
+from ..core.format import plural
 from ..core.types import DATA_AXIS, DEVICE_AXIS, OUTER_AXES, STAGE_AXIS, TOKEN_AXIS
 from ..schedule.schedules import Schedule, make_schedule, schedule_from_table
 from ..schedule.segment_sequence import (
@@ -24,7 +25,7 @@ from ..schedule.segment_sequence import (
     replay_sequence,
     sequence_from_texts,
 )
-from .parts import Axis, Placement, PlannedChain, PlannedPipeline, size_faults
+from .parts import Axis, Islands, Placement, PlannedChain, PlannedPipeline, size_faults
 from .unlike_stages import unlike_stage_faults
 
 
@@ -78,7 +79,35 @@ def faults(plan: Any) -> Iterator[str]:
             yield "sums.sparse: rows travel between replicas of one device only, leave it empty"
             break
     yield from _zero_faults(plan)
+    if plan.islands is not None:
+        yield from _island_faults(plan, plan.islands)
     yield from _prediction_faults(plan)
+
+
+def _island_faults(plan: Any, islands: Islands) -> Iterator[str]:
+    if sum(islands.replicas) != len(plan.replicas):
+        yield (
+            f"islands.replicas: {' + '.join(map(str, islands.replicas))} are "
+            f"{sum(islands.replicas)}, this plan has {len(plan.replicas)} replicas"
+        )
+        return
+    num = sum(plan.counts)
+    if num < len(islands.replicas):
+        yield (
+            f"islands.replicas: {len(islands.replicas)} islands for {plural(num, 'microbatch')} "
+            "of a step: each needs one, use a smaller microbatch_size or fewer islands"
+        )
+    if plan.is_uneven:
+        yield "islands: shards are even in islands, leave the shares of the axes out"
+    for key, refused, remedy in (
+        ("placement.zero", plan.placement.zero, "use 0"),
+        ("sums.kind", plan.sums.kind != "exact", "use 'exact'"),
+        ("sums.over", plan.sums.over != "device", "use 'device'"),
+        ("sums.sparse", plan.sums.sparse, "leave it empty"),
+        ("precision.loss_scale", plan.precision.loss_scale is not None, "use bf16"),
+    ):
+        if refused:
+            yield f"{key}: islands update all of their own state by exact sums: {remedy}"
 
 
 def _host_sum_faults(plan: Any) -> Iterator[str]:

@@ -10,13 +10,14 @@ from typing import Any
 
 from ..core.errors import ConfigError
 from ..core.files import local_path
-from ..core.format import num_bytes
+from ..core.format import num_bytes, plural
 from ..schedule.segment_sequence import sequence_from_texts
 from .layout import Layout
 from .parts import (
     Axis,
     DevicePrediction,
     HeldBytes,
+    Islands,
     PlannedChain,
     PlannedPipeline,
     PlannedStage,
@@ -66,6 +67,22 @@ def chain_in_words(chain: PlannedChain) -> Iterator[str]:
     kept = f"{again} forwards are recomputed" if again else "all residuals are kept"
     kept += ", what waits goes to the host" * sequence.offloads
     yield f"  a microbatch runs as {num} segments: {kept}"
+
+
+def islands_in_words(islands: Islands, counts: Sequence[int]) -> Iterator[str]:
+    """A line about the islands, and how they meet.
+
+    Args:
+        counts: The microbatches of each replica.
+    """
+    each = "+".join(map(str, islands.counts(counts)))
+    outer = "the average"
+    if islands.learning_rate != 1 or islands.momentum:
+        outer = f"an outer step of {islands.learning_rate:g}, momentum {islands.momentum:g}"
+    yield (
+        f"  {len(islands.replicas)} islands of {each} microbatches update apart, and meet every "
+        f"{plural(islands.every, 'step')}: {outer}"
+    )
 
 
 def runners_up_in_words(others: Sequence[RunnerUp]) -> Iterator[str]:

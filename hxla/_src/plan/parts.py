@@ -1,5 +1,6 @@
 """The parts of a plan, each a value of its own."""
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
@@ -393,6 +394,67 @@ class Placement(PlanValue):
     def tier_of_whole(self) -> tuple[str, ...]:
         """The tier of offloaded state, if some parameters are updated as a whole."""
         return (self.optimizer,) if self.whole and self.optimizer != "device" else ()
+
+
+class Islands(PlanValue):
+    """Groups of replicas that train apart and meet every few steps.
+
+    Between two meetings an island sums gradients over its own replicas only, and its parameters
+    and optimizer state are its own. At a meeting, with parameters x_i of island i after its m_i
+    microbatches of a step, and x those after the last meeting::
+
+        g = sum(m_i * (x - x_i)) / sum(m_i)        v = momentum * v + g
+        x = x - learning_rate * (g + momentum * v)
+
+    The optimizer's state becomes its average with the same weights. Islands are added in their
+    order. With a learning rate of 1 and no momentum, x is the average of the parameters.
+
+    Attributes:
+        every: The steps between two meetings.
+        replicas: The number of consecutive replicas of each island.
+        learning_rate: The learning rate of the outer step.
+        momentum: Its Nesterov momentum.
+
+    References:
+        Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
+        algorithm 1; Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
+    """
+
+    every: pydantic.PositiveInt
+    replicas: tuple[pydantic.PositiveInt, ...] = pydantic.Field(min_length=2)
+    learning_rate: pydantic.PositiveFloat = 1.0
+    momentum: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.5
+
+    def meets(self, step: int) -> bool:
+        """Tell whether the islands meet after a step.
+
+        Args:
+            step: The number of steps done.
+
+        Returns:
+            Whether it is a multiple of `every`.
+        """
+        return step % self.every == 0
+
+    def firsts(self) -> tuple[int, ...]:
+        """List the first replica of each island.
+
+        Returns:
+            Their numbers in the plan.
+        """
+        return tuple(itertools.accumulate(self.replicas[:-1], initial=0))
+
+    def counts(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Add up the microbatches of each island.
+
+        Args:
+            counts: The microbatches of each replica in a step.
+
+        Returns:
+            Those of each island in a step.
+        """
+        ends = itertools.accumulate(self.replicas, initial=0)
+        return tuple(sum(counts[a:b]) for a, b in itertools.pairwise(ends))
 
 
 class HeldBytes(PlanValue):

@@ -27,6 +27,7 @@ from .description import (
     differences,
     draw_devices,
     held_in_words,
+    islands_in_words,
     parts_in_words,
     pipeline_in_words,
     runners_up_in_words,
@@ -35,6 +36,7 @@ from .description import (
 from .layout import Layout, PlanValue, whole
 from .parts import (
     Axis,
+    Islands,
     Placement,
     PlannedChain,
     PlannedDevice,
@@ -120,6 +122,9 @@ def deciding(plan: "Plan") -> dict[str, Any]:
         found["zero"] = [plan.placement.whole, own, *tier]
         if plan.placement.shard_groups > 1 and (decides or plan.sums.kind == "float"):
             found["shard_groups"] = plan.placement.shard_groups
+    if plan.islands is not None:
+        islands = plan.islands.model_dump(exclude={"replicas"})
+        found["islands"] = [islands, plan.islands.counts(plan.counts)]
     if plan.sums.kind == "float":
         found["sums"] = [plan.sums.model_dump(), plan.counts, plan.placement.waves]
     return found
@@ -154,6 +159,8 @@ class Plan(PlanValue):
         sums: The arithmetic and the place of the gradients' all-reduce.
         precision: The dtypes of the computation.
         placement: Where the state and the stash are, and how they are sharded over replicas.
+        islands: Groups of replicas that train apart and meet every few steps; None: every step
+            sums over all replicas.
         prediction: The time and memory of a step; None where nothing is known.
         runners_up: The next best plans of a search, the fastest first.
         reasons: Why, and what is estimated, in words.
@@ -191,6 +198,7 @@ class Plan(PlanValue):
     sums: SumsForm = SumsForm()
     precision: Precision = Precision()
     placement: Placement = Placement()
+    islands: Islands | None = None
     prediction: Prediction | None = None
     runners_up: tuple[RunnerUp, ...] = ()
     reasons: Annotated[tuple[str, ...], pydantic.Field()] = ()
@@ -320,6 +328,7 @@ class Plan(PlanValue):
         Two runs of one model, loss, optimizer, data and seed whose plans have equal numerics end
         with the same parameters to the last bit. Counts, the number of copies, schedules and where
         devices are do not enter, unless the sums are of floats or the devices are of unlike kinds.
+        Of islands the microbatches of each enter, and when and how they meet.
         That the optimizer's state is shared out (`placement.zero`), and whose share is where, enter
         only if a parameter of copies of one device has an owner, the sums are of floats or the
         devices of unlike kinds; of copies of several devices only which parameters have an owner.
@@ -568,6 +577,8 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield from stages_in_words(plan.unlike_stages, plan.stage_names)
     if plan.chain is not None:
         yield from chain_in_words(plan.chain)
+    if plan.islands is not None:
+        yield from islands_in_words(plan.islands, plan.counts)
     yield from plan.precision.in_words()
     yield from (f"  under {setting}" for setting in plan.made_with.settings)
     yield from _prediction_in_words(plan, plan.prediction or Prediction())

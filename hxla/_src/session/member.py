@@ -114,7 +114,7 @@ class SessionMember:
             facts: Facts of the run, saved with the state.
             plan: Later generations keep its choices that decide bits.
         """
-        self._step, self._facts = step, facts
+        self._step, self._facts = step, facts | {"numerics": plan.numerics}
         pin(chosen(plan))
         with self._member.trains(self._leave_alone, lambda: bool(self._termination.arrived)):
             self._member.tell(part=self._part.number, num_parts=self._part.count)

@@ -41,6 +41,7 @@ from ..plan.parts import ChainSegment
 from ..plan.plan import Plan
 from ..plan.precision import Precision
 from .ending import Termination
+from .island_steps import IslandSteps
 from .saved_state import RestoreSource
 from .step import Stepper
 from .values import SessionOptions
@@ -354,6 +355,7 @@ class Opened:
     programs: Programs
     store: Store
     stepper: Stepper
+    islands: IslandSteps
     source: RestoreSource
     member: "SessionMember | None"
     first_batch: PyTree
@@ -402,6 +404,7 @@ def opened_session(
     stepper = Stepper(programs, store)
     stack.callback(stepper.close)
     stepper.use_executors(plan.replicas)
+    islands = IslandSteps(programs, store, stepper, start)
     repeats = 3 if options.balance else 0
     times = stepper.warm_up(inputs, repeats=repeats, has_scales=resumed is not None)
     seconds, member = None, None
@@ -427,6 +430,7 @@ def opened_session(
         programs=programs,
         store=store,
         stepper=stepper,
+        islands=islands,
         source=source,
         member=member,
         first_batch=batch,

@@ -15,6 +15,7 @@ from ..choose.microbatch_counts import check_limits, count_limits, predicted, sh
 from ..core.config import BalanceConfig
 from ..job.context import JobContext
 from ..lower.lower import Programs
+from ..plan.parts import Islands
 from ..plan.plan import Plan
 from ..report.history import Rebalance, StepRecord
 from .opening import Opened
@@ -387,14 +388,17 @@ class RunningPlan:
     def __init__(self, opened: Opened, job: JobContext, options: SessionOptions):
         programs, plan = opened.programs, opened.plan
         self._cluster, self._is_late = opened.cluster, opened.stepper.is_late
-        self._is_moved = options.balance is not None
+        # Which island computes a microbatch decides bits, so these counts stay.
+        self._is_moved = options.balance is not None and plan.islands is None
         self.memory_bytes = opened.memory_bytes
         local_bytes = [opened.memory_bytes] * len(programs.reducer.local)
         self._replica_bytes = shared_numbers(programs.reducer, local_bytes)
         sizes = self._replica_bytes, opened.inputs, programs.most_inputs
         limits = count_limits(plan, self._cluster, *sizes)
         moves = options.balance or job.settings.balance
-        self.plan, self.balancer = _balanced(plan, moves, limits, opened.seconds)
+        before = list(opened.source.plans.values())[-1:]
+        self.plan, self.balancer = _balanced(plan, moves, limits, opened.seconds, before)
+        opened.islands.use_counts(self.plan.counts)
         self.pipelines = PipelineWatch(opened.stepper, programs, job.gather)
         notes = _unplanned_gathers(programs)
         notes += self.pipelines.measure(opened.inputs, self.plan)
@@ -442,12 +446,14 @@ def _balanced(
     config: BalanceConfig,
     limits: Sequence[int | None],
     seconds: Sequence[float] | None,
+    before: Sequence[Plan],
 ) -> tuple[Plan, Balancer]:
     """A plan with the counts with which its session begins, and what moves them.
 
     Args:
         limits: Most microbatches of each device; None for no limit.
         seconds: Seconds of a microbatch on each device; None if not measured.
+        before: The last plan of the resumed run; empty: it begins. Islands keep its counts.
 
     Raises:
         PlanError: If a device has no memory for its counts.
@@ -455,9 +461,26 @@ def _balanced(
     counts = plan.counts
     if seconds is not None:
         counts = best_counts(plan.num_microbatches, seconds, None, limits)
+        if plan.islands is not None:
+            counts = _counts_of_islands(plan.islands, counts, before)
     check_limits(counts, limits)
     balancer = Balancer(config, counts, limits, seconds)
     return plan if counts == plan.counts else plan.with_counts(counts), balancer
+
+
+def _counts_of_islands(
+    islands: Islands, counts: Sequence[int], before: Sequence[Plan]
+) -> tuple[int, ...]:
+    """The counts of a resumed run of the same islands; else each island has a microbatch."""
+    for earlier in before:
+        if earlier.islands is not None and earlier.islands.replicas == islands.replicas:
+            return earlier.counts
+    out = list(counts)
+    for first, count in zip(islands.firsts(), islands.counts(counts), strict=True):
+        if not count:
+            out[out.index(max(out))] -= 1
+            out[first] += 1
+    return tuple(out)
 
 
 def _unplanned_gathers(programs: Programs) -> tuple[str, ...]:

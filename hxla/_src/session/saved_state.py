@@ -56,6 +56,7 @@ def facts_of_run(job: JobContext, plan: Plan) -> dict[str, Any]:
         "gradient": job.settings.communication.gradient,
         "precision": None if plan.precision == Precision() else str(plan.precision),
         "settings": list(plan.made_with.settings),
+        "outer momentum": None if plan.islands is None else plan.islands.momentum > 0 or None,
         _MERGE: {name: rule for name, rule in merges if rule != "same"},
         LOSS: loss_digest(graph) + job.contrast_digest(plan.microbatch_size),
     }
@@ -75,8 +76,18 @@ def told_of_run(job: JobContext, plan: Plan) -> dict[str, Any]:
             "communication.clip_norm": str(communication.clip_norm),
             "communication.clip": communication.clip,
             "nonfinite": job.nonfinite,
+            "islands": _islands_in_words(plan),
         },
     }
+
+
+def _islands_in_words(plan: Plan) -> str:
+    islands = plan.islands
+    if islands is None:
+        return "none"
+    each = "+".join(map(str, islands.replicas))
+    outer = f"learning rate {islands.learning_rate:g}, momentum {islands.momentum:g}"
+    return f"{each} replicas every {islands.every} steps, {outer}"
 
 
 def check_format(folder: str, step: int, saved: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ import functools
 import time
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..choose.microbatch_counts import own_ids
 from ..cluster.job_devices import Devices
@@ -24,6 +24,7 @@ from ..report.history import EvalRecord, History, StepRecord
 from ..weights.weights import weights_of
 from .ending import LEAVE, MOVE, Ending, Requests, Termination
 from .forward_passes import evaluated
+from .island_steps import check_options
 from .opening import opened_session
 from .recorder import LearningRate, recorder_of, step_record
 from .running_plan import RunningPlan
@@ -32,6 +33,10 @@ from .state_access import ReplicaChecksum, StateAccess, agreed_arrays
 from .step import Feed, Outcome, Stepper
 from .values import Result, SessionOptions, result_of
 from .watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from ..checkpoint.checkpoints import Checkpoints
+    from .member import SessionMember
 
 
 class Session:
@@ -76,6 +81,7 @@ class Session:
         self._is_closed, self._is_settled = False, True
         self._handed_out = StateAccess()
         self._rate: float | None = None
+        check_options(plan, options)
         with contextlib.ExitStack() as opening, options.waiting(plan) as waiting:
             opening.enter_context(self._stack)
             self._watchdog = self._stack.enter_context(Watchdog.of_job(job.settings.watchdog))
@@ -98,6 +104,7 @@ class Session:
             asks = (self._member or self._termination).request
             self._requests = Requests(asks, self._saver.request, is_member=bool(self._member))
             self.running_plan = RunningPlan(opened, job, options)
+            self._islands = opened.islands
             self._learning_rate = LearningRate(self._programs, self._store, options.learning_rate)
             bits = determinism(self._programs.graph, self.plan)
             self._recorder = recorder_of(self.plan, options, start, job, bits)
@@ -108,12 +115,11 @@ class Session:
             shows = self._recorder, self.running_plan.pipelines
             self._ending = Ending(*shows, self._termination, options)
             self._began = time.perf_counter()
-            if self._member is not None:
-                facts = source.facts_at(start, self.running_plan.plans)
-                facts |= {"numerics": self.plan.numerics}
-                self._stack.enter_context(self._member.training(start, facts, self.plan))
-            else:
+            if self._member is None:
                 self._termination.heed_interrupts()
+            else:
+                facts = source.facts_at(start, self.running_plan.plans)
+                self._stack.enter_context(self._member.training(start, facts, self.plan))
             opening.pop_all()
         for words in (*(self._member.notes() if self._member else ()), *source.notes):
             self._recorder.log(words)
@@ -134,7 +140,8 @@ class Session:
         if self._member is not None:
             self._member.left_by(error)
         if error is not None:
-            save = self._save_and_wait if self._saver.may_save(self.step_number) else None
+            may_save = self._islands.are_one and self._saver.may_save(self.step_number)
+            save = self._save_and_wait if may_save else None
             self._ending.left_by(error, self.history, self.plan, self.step_number, save)
         self._watchdog.left_by(kind, error, trace)
         with self._ending.noting(error):
@@ -152,17 +159,15 @@ class Session:
         """The present plan; a rebalance replaces it by one with other counts."""
         return self.running_plan.plan
 
-    # -- steps -----------------------------------------------------------------------------------
-
     def __iter__(self) -> Iterator[StepRecord]:
         """Train to the last step, or until a process asks to stop.
 
         Raises:
             ConfigError: If the session was opened without a number of steps.
         """
-        if self._options.steps is None:
+        if (steps := self._options.steps) is None:
             raise ConfigError("a session without `steps` has no end: open it with steps=...")
-        while self.step_number < self._options.steps and not self._requests.agreed:
+        while self.step_number < steps and not (self._requests.agreed and self._islands.are_one):
             yield self.step()
             self._settle()
 
@@ -224,7 +229,7 @@ class Session:
         if timed:
             self.running_plan.pipelines.tell_ticks()
         self._watchdog.beat(step, "update")
-        with self._updating():
+        with _updating(self._member, self._stepper, self._checkpoints, self.plan):
             if outcome.nonfinite:
                 stops = self._job.nonfinite == "stop" and not self._options.is_trial
                 self._recorder.warn(_left_out(step, outcome, self._stepper, stops=stops))
@@ -236,12 +241,14 @@ class Session:
                     norm = self._programs.gradient_norm
                     self._stepper.scales.rescale(overflowed=False)
                 outcome = dataclasses.replace(outcome, learning_rate=self._rate, gradient_norm=norm)
+            self._islands.updated(step + 1)
             self.step_number = step + 1
         if step > self._first_step:
             self._recorder.num_compilations += num_compilations() - compiled
         record = self._record(step, outcome, batches)
         self._watchdog.beat(step, "callback")
-        self._checksum.stepped(self.step_number)
+        if self._islands.are_one:
+            self._checksum.stepped(self.step_number)
         self._saver.heed(outcome.stop)
         self._requests.agree(outcome.stop)
         self._is_settled = False
@@ -259,11 +266,14 @@ class Session:
             return
         self._is_settled = True
         self._requests.settle()
+        if not self._islands.are_one:
+            return
         if self._saver.is_due(self.step_number):
             self.save()
-        if self._member is not None and self.step_number != self._options.steps:
+        is_last = self.step_number == self._options.steps
+        if self._member is not None and not is_last:
             self._member.copy()
-        if self._requests.agreed in (LEAVE, MOVE):
+        if self._requests.agreed in (LEAVE, MOVE) and not is_last:
             self._end_early(moves=self._requests.agreed == MOVE)
 
     def _record(self, step: int, outcome: Outcome, batches: Sequence[Any]) -> StepRecord:
@@ -278,17 +288,7 @@ class Session:
             self._began = time.perf_counter()
         return record
 
-    def _updating(self) -> contextlib.AbstractContextManager[None]:
-        """Keep an elastic run from taking the state in the middle of an update."""
-        if self._member is None:
-            return contextlib.nullcontext()
-        self._stepper.wait_for_sums()
-        [seconds] = self._stepper.busy_seconds_here()
-        return self._member.updating(self._checkpoints, self.plan, seconds)
-
     def _end_early(self, *, moves: bool) -> None:
-        if self.step_number == self._options.steps:
-            return  # this was the last one anyway
         if moves and self._member is not None:
             self._member.move()
         else:
@@ -301,14 +301,14 @@ class Session:
             self._watchdog.beat(self.step_number, "checkpoint")
             self._checkpoints.wait()
 
-    # -- between steps ---------------------------------------------------------------------------
-
     @property
     def state(self) -> State:
         """The sharded state, read only; the next step overwrites its arrays.
 
-        `gather` makes whole arrays of any part of it, and `replace` replaces arrays.
+        `gather` makes whole arrays of any part of it, and `replace` replaces arrays. Islands have
+        one after a meeting only.
         """
+        self._islands.check("session.state")
         return self._handed_out.state or self._handed_out.hand_out(
             self._store.state(self.step_number)
         )
@@ -366,12 +366,14 @@ class Session:
             ConfigError: With every leaf that differs from the state in name, shape or dtype.
             LaunchError: If the arrays of processes differ.
         """
+        self._islands.check("session.replace")
         self._handed_out.check()
         parts = {"params": params, "aux": aux, "opt_state": opt_state}
         arrays = agreed_arrays(parts, self._store, self._handed_out, self._job)
         self._stepper.wait()
         with self._member.changing if self._member is not None else contextlib.nullcontext():
             self._store.replace(arrays)
+        self._islands.begin()
         self._handed_out.take_back()
         self._saver.change()
 
@@ -392,6 +394,7 @@ class Session:
         Raises:
             DataError: If the data is empty or of an unknown kind.
         """
+        self._islands.check("session.evaluate")
         step, forwards = self.step_number, self._stepper.forwards
         parts = self._job, forwards, self._reducer, self.plan
         with self._watchdog.phase(step, "evaluation") as beat:
@@ -409,6 +412,7 @@ class Session:
         """
         if self._checkpoints is None:
             raise ConfigError("there is no folder to save to: open the session with checkpoint_dir")
+        self._islands.check("session.save")
         if not self._saver.is_saved(self.step_number):
             with self._watchdog.phase(self.step_number, "checkpoint"):
                 self._checksum.compare(self.step_number)
@@ -423,6 +427,7 @@ class Session:
         Returns:
             The trained model and state, the history, the plan and the SHA-256 of the state.
         """
+        self._islands.check("session.result")
         self._watchdog.beat(self.step_number, "finishing")
         self._handed_out.take_back()
         self._checksum.compare(self.step_number)
@@ -434,6 +439,20 @@ class Session:
         if self._member is not None:
             self._member.finished()
         return result
+
+
+def _updating(
+    member: "SessionMember | None",
+    stepper: Stepper,
+    checkpoints: "Checkpoints | None",
+    plan: Plan,
+) -> contextlib.AbstractContextManager[None]:
+    """Keep an elastic run from taking the state in the middle of an update."""
+    if member is None:
+        return contextlib.nullcontext()
+    stepper.wait_for_sums()
+    [seconds] = stepper.busy_seconds_here()
+    return member.updating(checkpoints, plan, seconds)
 
 
 def _left_out(step: int, outcome: Outcome, stepper: Stepper, *, stops: bool) -> str:

@@ -235,6 +235,7 @@ class Stepper:
 
     Attributes:
         scales: The scales of the sums and of the loss.
+        bounds: Of islands the first microbatch of each and their number, on each local replica.
         is_late: Whether the times of an outcome are of the step before. Where no host waits for its
             microbatches, processes send the times of a step with the sums of the next one.
     """
@@ -265,12 +266,11 @@ class Stepper:
         ]
         replicas = programs.plan.replicas
         self._start_seconds = [replicas[r.index].start_seconds for r in self._reducer.local]
+        self.bounds: list[tuple[jax.Array, ...]] = [()] * num
 
     def close(self) -> None:
         """End the waiting threads."""
         self._pool.shutdown()
-
-    # -- before the first step -------------------------------------------------------------------
 
     def warm_up(self, batch: PyTree, *, repeats: int, has_scales: bool = False) -> list[float]:
         """Run everything once, take the first scales, and time a microbatch on each replica.
@@ -378,8 +378,6 @@ class Stepper:
         if isinstance(layered, ZeroPipeline):
             return layered.filled(replicas)[i]
         return pipeline.filled(replicas[i].params)
-
-    # -- a step ----------------------------------------------------------------------------------
 
     def accumulate(
         self,
@@ -565,7 +563,7 @@ class Stepper:
 
     def _reduce(self, stats: Sequence[jax.Array], sums: Any) -> Reduced:
         self._wait_for_collectives()
-        scales = list(map(self.scales.on, range(len(stats))))
+        scales = [(*self.scales.on(i), *bounds) for i, bounds in enumerate(self.bounds)]
         self._reduced = self._reducer.reduce(stats, sums, scales, self._group_totals)
         self._group_totals = []
         if self._reducer.releases:

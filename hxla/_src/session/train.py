@@ -17,6 +17,7 @@ from ..plan.plan import Plan
 from ..plan.rules import RuleSet
 from ..report.history import StepRecord
 from ..report.terminal import quietly
+from . import island_steps
 from .callbacks import Callback, Callbacks
 from .job import PLAN_VARIABLE, Job
 from .session import Session
@@ -175,6 +176,8 @@ def train(
         evaluates = "none" if eval_data is None else "given"
         session.agree({"eval_every": eval_every, "eval_data": evaluates})
         every = as_every("eval_every", eval_every, session.epochs)
+        if session.plan.islands is not None and eval_data is not None:
+            island_steps.check_period(session.plan.islands, "eval_every", every, session.num_steps)
         called.closed_by(closing)
         is_over = called.started(session)
         if eval_data is not None and session.step_number == session.num_steps:  # no steps are left

@@ -1,0 +1,115 @@
+"""Which replicas are an island, as the settings say, and when to ask for islands."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+
+from ..cluster.cluster import Cluster
+from ..core.config import IslandsConfig
+from ..core.errors import ConfigError, PlanError
+from ..core.format import span
+from ..plan.parts import Islands
+from ..plan.plan import Plan
+from ..profile.profile import Profile
+from .memory_model import travel_of
+from .proposals import ChainWork, Proposal, propose
+
+
+def with_islands(plan: Plan, settings: IslandsConfig, cluster: Cluster) -> Plan:
+    """The plan with the islands of the settings, if they ask for any.
+
+    Raises:
+        ConfigError: If there is one replica, or the replicas of a node are not consecutive.
+        PlanError: If the plan cannot run in islands, with every fault.
+    """
+    if settings.every is None:
+        return plan
+    num = len(plan.replicas)
+    if num < 2:
+        raise ConfigError(
+            "islands.every: one replica is one island, and nobody is there to meet: use more "
+            "devices, or leave islands out"
+        )
+    sizes = settings.replicas
+    if isinstance(sizes, str):
+        nodes = [
+            tuple(sorted({cluster.devices[rank].node for rank in replica.devices}))
+            for replica in plan.replicas
+        ]
+        groups = [(node, len([*each])) for node, each in itertools.groupby(nodes)]
+        if len(groups) > len({node for node, _ in groups}):
+            raise ConfigError(
+                "islands.replicas: the replicas of a node are not consecutive: give the number of "
+                "replicas of each island, such as [2, 1]"
+            )
+        sizes = [size for _, size in groups] if len(groups) > 1 else [1] * num
+    islands = Islands(
+        every=settings.every,
+        replicas=tuple(sizes),
+        learning_rate=settings.learning_rate,
+        momentum=settings.momentum,
+    )
+    return plan.replaced(islands=islands)
+
+
+_MOST_OF_STEP = 0.05  # that meetings take
+_MOST_STEPS = 500  # between two meetings, as in DiLoCo
+_LEAST_GAIN = 1.25  # of a step over the plan's
+_LEAST_SUMS = 0.2  # of a step, if all devices are in the plan
+_KEPT = 2  # float32 for each parameter: those of the last meeting, and the momentum
+
+
+def note_of_islands(
+    plan: Plan,
+    work: ChainWork,
+    cluster: Cluster,
+    profile: Profile | None,
+    complete: Callable[[Proposal], Plan],
+    *,
+    state_bytes: float,
+    seconds: float,
+) -> str:
+    """A line about islands where the network makes a searched plan slow; else empty.
+
+    Args:
+        complete: Makes a plan of replicas of one device each.
+        state_bytes: Bytes of the optimizer's state for each byte of parameters.
+        seconds: Time budget of a search.
+    """
+    known, num = plan.prediction, len(cluster.devices)
+    if known is None or not known.step_seconds or len({d.node for d in cluster.devices}) < 2:
+        return ""
+    sums = max((device.reduction_seconds for device in known.devices), default=0.0)
+    if len(plan.devices) == num and sums < _LEAST_SUMS * known.step_seconds:
+        return ""
+    apart = dataclasses.replace(
+        work,
+        sizes={key: layers for key, layers in work.sizes.items() if key[1] == 1},
+        state_factor=work.state_factor + _KEPT,
+        reduce_factor=0.0,
+    )
+    times = None if profile is None else dataclasses.replace(profile, reductions={})
+    try:
+        proposal, _ = propose(
+            apart,
+            cluster,
+            times,
+            max_stages=1,
+            recompute=(False,),
+            all_devices=True,
+            time_budget_seconds=seconds,
+        )
+    except PlanError:  # they do not fit
+        return ""
+    step = proposal.prediction.step_seconds
+    meeting = 2 * (1 + state_bytes) * travel_of(complete(proposal), cluster, 1).all_copies
+    every = min(10 * max(1, math.ceil(meeting / (_MOST_OF_STEP * step) / 10)), _MOST_STEPS)
+    each = step + meeting / every
+    if not meeting or _LEAST_GAIN * each > known.step_seconds:
+        return ""
+    return (
+        f"islands.every = {every}: nodes that train apart for {every} steps would take about "
+        f"{span(each)} a step on all {num} devices, the meeting of {span(meeting)} included; other "
+        "bits, and often a little more loss"
+    )
