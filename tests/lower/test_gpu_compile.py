@@ -211,8 +211,8 @@ MOST = {
     "microbatch": {"kernels": 48, "products": 21, "copies": 8, "loops": 1, "sorts": 1},
     "empty": {"kernels": 6},
     "sum 0": {"kernels": 10, "copies": 2},
-    "update": {"kernels": 35, "copies": 3},
-    "step": {"kernels": 93, "products": 21, "copies": 10, "loops": 1, "sorts": 1},
+    "update": {"kernels": 36, "copies": 1},
+    "step": {"kernels": 94, "products": 21, "copies": 9, "loops": 1, "sorts": 1},
 }
 #: Bytes that kernels of a microbatch read and write.
 MOST_MICROBATCH_BYTES = 9.0e6

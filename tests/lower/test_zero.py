@@ -398,8 +398,10 @@ def test_a_sum_is_right_and_does_not_depend_on_the_parts(scale):
         [exponent] = exponents_for(np.array([np.abs(x).max()]))
 
         def digits(part, exponent=exponent):
-            [of_part] = digits_of([row_sums(jnp.asarray(part), exponent)])
-            return np.asarray(of_part)
+            rows = [row_sums(jnp.asarray(part), exponent)]
+            [on_cpu], [elsewhere] = (digits_of(rows, on_cpu=x) for x in (True, False))
+            np.testing.assert_array_equal(on_cpu, elsewhere)
+            return np.asarray(on_cpu)
 
         found = value_of(digits(x), exponent)
         assert values_of(digits(x)[None], np.array([exponent]))[0] == found

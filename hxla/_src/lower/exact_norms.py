@@ -61,20 +61,25 @@ def row_sums(x: jax.Array, exponent: jax.Array) -> list[jax.Array]:
     return rows
 
 
-def digits_of(rows: Sequence[Sequence[jax.Array]]) -> jax.Array:
+def digits_of(rows: Sequence[Sequence[jax.Array]], *, on_cpu: bool) -> jax.Array:
     """The sums of shards, as digits that may be added to those of other shards.
 
     All are made of one array: a kernel for each would cost more than its work.
 
     Args:
         rows: For each shard the result of `row_sums`.
+        on_cpu: Whether the limbs of a shard are put together first. XLA's compiler for CPUs would
+            else make a limb of all shards before the next, and keep what they are made of.
 
     Returns:
         int32[K, 4, 4]: of each limb's sum two digits of the rows' lower halves, and two of the
         upper.
     """
-    limbs = [jnp.concatenate(each) for each in zip(*rows, strict=True)]
-    every, is_of = jnp.stack(limbs, axis=1), rows_of_each([len(x) for x, *_ in rows])
+    if on_cpu:
+        every = jnp.concatenate([jnp.stack(limbs, axis=1) for limbs in rows])
+    else:
+        every = jnp.stack([jnp.concatenate(each) for each in zip(*rows, strict=True)], axis=1)
+    is_of = rows_of_each([len(x) for x, *_ in rows])
     halves = jnp.stack([every & 0xFFFF, every >> _DIGIT], axis=-1)
     sums = jnp.where(is_of[..., None, None], halves, 0).sum(axis=1)
     return jnp.stack([sums & 0xFFFF, sums >> _DIGIT], axis=-1).reshape(-1, _NUM_LIMBS, 4)
@@ -166,7 +171,7 @@ class LevelSums:
     def digits(self, arrays: Any, given: UpdateInputs, exponents: jax.Array) -> jax.Array:
         """int32[K, 4, 4]: see `digits_of`."""
         rows = self._of_terms(lambda k, x: row_sums(x, exponents[k]), arrays, given)
-        digits = digits_of(rows)
+        digits = digits_of(rows, on_cpu=self._on_cpu)
         if self._sharded is None:
             return digits
         domains = self._update.summed_domains(self._level)
@@ -243,6 +248,7 @@ def sum_programs(
             digits = level.digits(
                 arrays, read._replace(where=given.where.at[1].set(zero)), exponents
             )
+            zero &= digits[0, 0, 0]
             sums.extend(jnp.where(is_finite, values_of(digits, exponents), most))
         return jnp.stack(sums)
 
