@@ -12,6 +12,7 @@ from flax import nnx
 
 import hxla
 from support import launched, models
+from support.inside.lower import Meetings
 from support.tiers import rows
 
 BATCH, SIZE, FEATURES = 16, 2, 6
@@ -167,6 +168,40 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, one_each):
     assert resumed.sha256 == one_each.sha256
 
 
+def test_sessions_of_one_job_share_no_momentum(one_each):
+    job = job_of({"every": 2, "momentum": 0.9}, optax.adamw(0.02))
+    mesh = models.mesh(data=2)
+    plan = job.plan(mesh=mesh, microbatch_size=SIZE, counts=(5, 3))
+    with (
+        job.open(plan, steps=6, mesh=mesh, quiet=True) as one,
+        job.open(plan, steps=6, mesh=mesh, quiet=True) as other,
+    ):
+        for _ in range(6):
+            one.step()
+            other.step()
+        found = [session.result().sha256 for session in (one, other)]
+    with job.open(plan, steps=6, mesh=mesh, quiet=True) as third:
+        found += [[*third], third.result().sha256][1:]
+    assert found == [one_each.sha256] * 3
+
+
+def test_a_failed_meeting_is_not_saved(tmp_path, one_each, monkeypatch):
+    islands, optimizer = {"every": 2, "momentum": 0.9}, optax.adamw(0.02)
+    options = {"checkpoint_dir": tmp_path, "checkpoint_every": 2}
+    meet, steps = Meetings.meet, []
+
+    def fail_at_the_second(*args):
+        steps.append(0)
+        if len(steps) == 2:
+            raise MemoryError
+        meet(*args)
+
+    monkeypatch.setattr(Meetings, "meet", fail_at_the_second)
+    with pytest.raises(MemoryError):
+        train(islands, optimizer, (5, 3), **options)
+    assert train(islands, optimizer, (5, 3), **options).sha256 == one_each.sha256
+
+
 def test_a_run_that_ends_between_meetings_resumes_from_the_last(tmp_path, one_each):
     def fail(record, _):
         assert record.step < 3
@@ -188,6 +223,8 @@ def test_a_resumed_run_keeps_measured_counts(tmp_path):
 
     run((7, 1), 2)
     assert run("measured", 4).plan.counts == (7, 1)
+    changed = run((1, 7), 6)
+    assert "islands of 1+7 microbatches, 7+1 before: bits differ" in changed.plan.explain()
 
 
 class Dropping(Net):
@@ -201,7 +238,6 @@ class Dropping(Net):
 
 WITH = {
     "adafactor": dict(optimizer=optax.adafactor(1e-2)),
-    "apply_if_finite": dict(optimizer=optax.apply_if_finite(optax.adam(1e-2), 3)),
     "bf16": dict(precision="bf16"),
     "bf16 parameters": dict(model=lambda: Net(jnp.bfloat16)),
     "clip after": dict(communication={"clip_norm": 0.1}),
@@ -220,7 +256,6 @@ WITH = {
     "recomputed": dict(memory={"recompute": "boundaries"}),
     "schedule-free": dict(optimizer=optax.contrib.schedule_free_adamw(1e-2)),
     "stash on the host": dict(memory={"recompute": "none", "offload": {"stash": "host"}}),
-    "sums": dict(communication={"gradient": "sum"}, optimizer=optax.sgd(1e-2)),
 }
 
 
@@ -295,7 +330,7 @@ class Normed(Net):
 
 
 REFUSED = {
-    "an end between meetings": (dict(steps=5), hxla.ConfigError, r"steps=5.*use 4 or 6"),
+    "an end between meetings": (dict(steps=5), hxla.ConfigError, r"5 steps.*steps=4 or steps=6"),
     "an evaluation between meetings": (
         dict(eval_data=examples(), eval_every=3),
         hxla.ConfigError,
@@ -316,6 +351,31 @@ REFUSED = {
     ),
     "one replica": (dict(mesh=1), hxla.ConfigError, "one replica is one island"),
     "a search": (dict(plan="auto"), hxla.ConfigError, "islands.every: a search"),
+    "counters of gradients": (
+        dict(optimizer=optax.apply_if_finite(optax.adam(1e-2), 3)),
+        hxla.PlanError,
+        "notfinite_count is int32 and depends on gradients",
+    ),
+    "sums of gradients": (
+        dict(config={"communication": {"gradient": "sum"}}),
+        hxla.PlanError,
+        "communication.gradient.*use 'mean'",
+    ),
+    "a plan without islands": (
+        dict(plan="none"),
+        hxla.PlanError,
+        "islands: none in the plan.*islands.every of 2",
+    ),
+    "an epoch that ends between meetings": (
+        dict(eval_data=examples(), eval_every="epoch", data=examples(80)),
+        hxla.ConfigError,
+        "eval_every.*after step 5.*multiple of 2",
+    ),
+    "momentum without a period": (
+        dict(islands={"momentum": 0.9}),
+        hxla.ConfigError,
+        "none without islands.every",
+    ),
     "running statistics": (dict(model=Normed), hxla.PlanError, "variable 'norm/mean'.*LayerNorm"),
 }
 
@@ -323,19 +383,25 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name, tmp_path):
     changes, error, words = REFUSED[name]
-    changes = {"steps": 4, "mesh": 2, "microbatch_size": SIZE, **changes}
+    changes = {"steps": 6, "mesh": 2, "microbatch_size": SIZE, **changes}
     islands = changes.pop("islands", {"every": 2})
     config = {"memory": changes.pop("memory")} if "memory" in changes else {}
-    model = changes.pop("model", Net)()
+    config |= changes.pop("config", {})
+    model, data = changes.pop("model", Net)(), changes.pop("data", None)
+    optimizer = changes.pop("optimizer", optax.sgd(0.1))
     mesh = models.mesh(data=changes.pop("mesh"))
-    if "plan" in changes:
+    if changes.get("plan") == "none":
+        plain = job_of({}, optimizer)
+        changes["plan"] = plain.plan(mesh=mesh, microbatch_size=changes.pop("microbatch_size"))
+    elif "plan" in changes:
         config["cluster"] = {"visible_devices": [0, 1]}
     else:
         changes["mesh"] = mesh
     if "checkpoint_every" in changes:
         changes["checkpoint_dir"] = tmp_path
+    arguments = islands, optimizer, model, loss, data
     with pytest.raises(error, match=f"(?s){words}"):
-        hxla.train(job_of(islands, optax.sgd(0.1), model, **config), quiet=True, **changes)
+        hxla.train(job_of(*arguments, **config), quiet=True, **changes)
 
 
 @pytest.fixture

@@ -3,12 +3,13 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ..cluster.cluster import Cluster
 from ..core.config import IslandsConfig
 from ..core.errors import ConfigError, PlanError
 from ..core.format import span
+from ..launch.channel import own_member
 from ..plan.parts import Islands
 from ..plan.plan import Plan
 from ..profile.profile import Profile
@@ -20,10 +21,13 @@ def with_islands(plan: Plan, settings: IslandsConfig, cluster: Cluster) -> Plan:
     """The plan with the islands of the settings, if they ask for any.
 
     Raises:
-        ConfigError: If there is one replica, or the replicas of a node are not consecutive.
+        ConfigError: If there is one replica, the replicas of a node are not consecutive, or there
+            are settings of islands and no period.
         PlanError: If the plan cannot run in islands, with every fault.
     """
     if settings.every is None:
+        if settings.model_fields_set - {"every"}:
+            raise ConfigError("islands: there are none without islands.every: set it, or no other")
         return plan
     num = len(plan.replicas)
     if num < 2:
@@ -57,6 +61,7 @@ _MOST_OF_STEP = 0.05  # that meetings take
 _MOST_STEPS = 500  # between two meetings, as in DiLoCo
 _LEAST_GAIN = 1.25  # of a step over the plan's
 _LEAST_SUMS = 0.2  # of a step, if all devices are in the plan
+_MOST_SECONDS = 2.0  # for the search of the note
 _KEPT = 2  # float32 for each parameter: those of the last meeting, and the momentum
 
 
@@ -66,6 +71,7 @@ def note_of_islands(
     cluster: Cluster,
     profile: Profile | None,
     complete: Callable[[Proposal], Plan],
+    merges: Iterable[str],
     *,
     state_bytes: float,
     seconds: float,
@@ -74,12 +80,16 @@ def note_of_islands(
 
     Args:
         complete: Makes a plan of replicas of one device each.
+        merges: See `Graph.merges`.
         state_bytes: Bytes of the optimizer's state for each byte of parameters.
         seconds: Time budget of a search.
     """
     known, num = plan.prediction, len(cluster.devices)
-    if known is None or not known.step_seconds or len({d.node for d in cluster.devices}) < 2:
+    num_nodes = len({device.node for device in cluster.devices})
+    if known is None or not known.step_seconds or num_nodes < 2:
         return ""
+    if set(merges) - {"same"} or plan.precision.loss_scale or own_member() is not None:
+        return ""  # islands do not go with these
     sums = max((device.reduction_seconds for device in known.devices), default=0.0)
     if len(plan.devices) == num and sums < _LEAST_SUMS * known.step_seconds:
         return ""
@@ -98,18 +108,19 @@ def note_of_islands(
             max_stages=1,
             recompute=(False,),
             all_devices=True,
-            time_budget_seconds=seconds,
+            time_budget_seconds=min(seconds, _MOST_SECONDS),
         )
     except PlanError:  # they do not fit
         return ""
     step = proposal.prediction.step_seconds
-    meeting = 2 * (1 + state_bytes) * travel_of(complete(proposal), cluster, 1).all_copies
+    ring = travel_of(complete(proposal), cluster, 1).all_copies / (1 - 1 / num)
+    meeting = 2 * (1 + state_bytes) * ring * (1 - 1 / num_nodes)
     every = min(10 * max(1, math.ceil(meeting / (_MOST_OF_STEP * step) / 10)), _MOST_STEPS)
     each = step + meeting / every
     if not meeting or _LEAST_GAIN * each > known.step_seconds:
         return ""
     return (
-        f"islands.every = {every}: nodes that train apart for {every} steps would take about "
-        f"{span(each)} a step on all {num} devices, the meeting of {span(meeting)} included; other "
-        "bits, and often a little more loss"
+        f"islands.every = {every} with mesh={{'data': {num}}}: nodes that train apart for {every} "
+        f"steps would take about {span(each)} a step on all {num} devices, the meeting of "
+        f"{span(meeting)} included; other bits, and often a little more loss"
     )

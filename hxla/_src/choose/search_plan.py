@@ -374,6 +374,7 @@ def search_plan(
             cluster,
             profile,
             lambda proposal: _completed(jobs, described, proposal, num_segments, sums, ()),
+            jobs.at(found.plan.microbatch_size).graph.merges,
             state_bytes=work.state_factor - 2 - sums.num_parts,
             seconds=options.seconds,
         )

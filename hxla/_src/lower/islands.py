@@ -3,8 +3,8 @@
 Islands update apart, so between two meetings the replicas of a run differ. At a meeting every
 island sends the change of its parameters since the last one, and its optimizer's state. One
 replica speaks for an island, and islands are added in their order, weighted by their microbatches:
-the result depends on nothing else. A device sends and receives each element twice at most, as in a
-float all-reduce.
+the result depends on nothing else. A link between two islands carries each element twice, as in a
+float all-reduce of one replica each.
 
 References:
     Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
@@ -15,7 +15,7 @@ References:
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..core.errors import PlanError
 from ..core.types import DATA_AXIS
+from ..jax.jaxpr import needed_for
 from ..jax.rounded import divided, rounded
 from ..plan.parts import Islands
 from ..plan.plan import Plan
@@ -37,13 +38,14 @@ from .state_layout import StateLayout
 _FLOATS = ("float32", "bfloat16", "float16")
 
 
-def _check(layout: StateLayout, merges: Sequence[str], *, reads_batch: bool) -> None:
+def _check(layout: StateLayout, training: Training, trained: Sequence[int]) -> None:
     """Refuse what islands cannot average.
 
     Raises:
         PlanError: With the variable or the array, and the remedy.
     """
-    names, num = layout.names(), len(layout.specs.params)
+    names, num, first = layout.names(), len(layout.specs.params), layout.first_state
+    merges = layout.reducer.layout.tensors.merges
     for name, rule in zip(names[num:], merges, strict=False):
         if rule != "same":
             raise PlanError(
@@ -51,17 +53,64 @@ def _check(layout: StateLayout, merges: Sequence[str], *, reads_batch: bool) -> 
                 "average parameters and the optimizer's state only: use layers without running "
                 "statistics, such as LayerNorm, or leave islands out"
             )
-    if reads_batch:
+    if training.over_batch is not None:
         raise PlanError(
             "islands: a loss over the whole batch (hxla.over_batch) reads the parameters of all "
             "islands, which differ between meetings: leave islands out"
         )
-    for name, x in zip(names, layout.shapes, strict=True):
-        if jnp.issubdtype(x.dtype, jnp.inexact) and str(x.dtype) not in _FLOATS:
+    if not training.mean:
+        raise PlanError(
+            "communication.gradient: islands sum their own microbatches only, so 'sum' would be a "
+            "part of the gradient: use 'mean'"
+        )
+    for k in (*trained, *range(first, len(names))):
+        dtype = layout.shapes[k].dtype
+        if jnp.issubdtype(dtype, jnp.inexact) and str(dtype) not in _FLOATS:
             raise PlanError(
-                f"islands: {name} is {x.dtype}, and what islands send is float32: use "
+                f"islands: {names[k]} is {dtype}, and what islands send is float32: use "
                 f"{', '.join(_FLOATS)}, or leave islands out"
             )
+    for k in _unlike_integers(layout, training):
+        raise PlanError(
+            f"islands: {names[first + k]} is {layout.shapes[first + k].dtype} and depends on "
+            "gradients, which differ between islands, and integers have no average: use another "
+            "optimizer, or leave islands out"
+        )
+
+
+def _unlike_integers(layout: StateLayout, training: Training) -> list[int]:
+    """Leaves of the optimizer's state that are no floats, and may differ between islands."""
+    closed, shapes = training.written_update, layout.shapes[layout.first_state :]
+    num_params = len(closed.jaxpr.outvars) - len(shapes)
+    read = [needed_for(closed, num_params + k).arguments for k in range(len(shapes))]
+    loss = len(closed.jaxpr.invars) - 1  # that of all islands
+    alike = set(range(len(shapes)))
+    while True:
+        known = {loss, *(num_params + k for k in alike)}
+        unlike = {k for k in alike if not known.issuperset(read[k])}
+        if not unlike:
+            break
+        alike -= unlike
+    integers = {k for k, x in enumerate(shapes) if not jnp.issubdtype(x.dtype, jnp.inexact)}
+    return sorted(integers - alike)
+
+
+@dataclasses.dataclass
+class OuterState:
+    """What a session keeps from one meeting to the next, equal on all replicas.
+
+    Attributes:
+        anchors: For each local replica its trained parameters after the last meeting.
+        momenta: For each local replica their momentum; empty without momentum.
+    """
+
+    anchors: list[list[jax.Array]] = dataclasses.field(default_factory=list)
+    momenta: list[list[jax.Array]] = dataclasses.field(default_factory=list)
+
+    def num_bytes(self) -> int:
+        """Bytes on a device."""
+        arrays = [x for each in (self.anchors, self.momenta) for x in (each[0] if each else ())]
+        return sum(x.addressable_shards[0].data.nbytes for x in arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,15 +119,15 @@ class _Bucket:
 
     Attributes:
         places: In `ReplicaArrays.leaves`.
-        are_params: Whether they are parameters; else they are arrays of the optimizer's state.
+        numbers: Of trained parameters their numbers; empty: they are of the optimizer's state.
     """
 
     places: tuple[int, ...]
-    are_params: bool
+    numbers: tuple[int, ...]
 
 
 class Meetings:
-    """The meetings of a run's islands.
+    """The programs of the meetings of a plan's islands.
 
     Args:
         trained: Places of the trained parameters.
@@ -86,55 +135,45 @@ class Meetings:
 
     Attributes:
         islands: When they meet, and how.
-        momenta: For each local replica the momentum of its trained parameters; empty without
-            momentum. Equal on all replicas.
     """
 
     def __init__(
         self, layout: StateLayout, trained: Sequence[int], islands: Islands, bucket_bytes: int
     ):
         self.islands, self._layout, self._arrays = islands, layout, layout.reducer.arrays
-        self._trained = tuple(trained)
-        self._specs = layout.specs.leaves()
-        self.momenta: list[list[jax.Array]] = [[] for _ in layout.reducer.local]
-        self._anchors: list[list[jax.Array]] = []
+        self._trained, self._specs = tuple(trained), layout.specs.leaves()
         first, shapes = layout.first_state, layout.shapes
         floats = [k for k, x in enumerate(shapes) if jnp.issubdtype(x.dtype, jnp.floating)]
         of_state = [k for k in floats if k >= first]
         self._buckets = [
-            _Bucket(tuple(places[i] for i in bucket), are_params)
+            _Bucket(tuple(places[i] for i in bucket), tuple(bucket) if are_params else ())
             for places, are_params in ((self._trained, True), (of_state, False))
             for bucket in buckets([shapes[k].size for k in places], bucket_bytes >> 2)
         ]
         self._programs: list[Any] = []
 
-    # -- between meetings ------------------------------------------------------------------------
-
-    def begin(self, held: Sequence[ReplicaArrays]) -> None:
+    def begin(self, outer: OuterState, held: Sequence[ReplicaArrays]) -> None:
         """Remember the parameters, which are equal on all replicas now."""
-        self._anchors = [[jnp.copy(r.params[k]) for k in self._trained] for r in held]
-        if self.islands.momentum and not self.momenta[0]:
-            self.momenta = [
-                [jnp.zeros_like(x, jnp.float32) for x in anchors] for anchors in self._anchors
+        outer.anchors = [[jnp.copy(r.params[k]) for k in self._trained] for r in held]
+        if self.islands.momentum and not outer.momenta:
+            outer.momenta = [
+                [jnp.zeros_like(x, jnp.float32) for x in anchors] for anchors in outer.anchors
             ]
-
-    def num_bytes(self) -> int:
-        """Bytes of a device for the parameters of the last meeting, and the momentum."""
-        arrays = [*self._anchors[0], *self.momenta[0]] if self._anchors else []
-        return sum(x.addressable_shards[0].data.nbytes for x in arrays)
 
     # -- a meeting -------------------------------------------------------------------------------
 
-    def compile(self, held: Sequence[ReplicaArrays]) -> None:
+    def compile(self, outer: OuterState, held: Sequence[ReplicaArrays]) -> None:
         """Compile the programs, so that no meeting waits for a compiler."""
-        if not self._programs:
-            counts = np.ones(len(self.islands.replicas), np.int32)
-            self._programs = [
-                self._program(bucket).lower(*self._arguments(bucket, held, counts)).compile()
-                for bucket in self._buckets
-            ]
+        if self._programs:
+            return
+        counts = np.ones(len(self.islands.replicas), np.int32)
+        leaves = [arrays.leaves() for arrays in held]
+        self._programs = [
+            self._program(bucket).lower(*self._arguments(bucket, leaves, outer, counts)).compile()
+            for bucket in self._buckets
+        ]
 
-    def meet(self, held: Sequence[ReplicaArrays], counts: Sequence[int]) -> None:
+    def meet(self, outer: OuterState, held: Sequence[ReplicaArrays], counts: Sequence[int]) -> None:
         """Put the islands' parameters and states together, on all replicas.
 
         Every process calls this after the same update.
@@ -142,25 +181,18 @@ class Meetings:
         Args:
             counts: Microbatches of each island in a step.
         """
-        self.compile(held)
         leaves = [arrays.leaves() for arrays in held]
         for bucket, program in zip(self._buckets, self._programs, strict=True):
-            results = program(*self._arguments(bucket, held, np.array(counts, np.int32)))
+            results = program(*self._arguments(bucket, leaves, outer, np.array(counts, np.int32)))
             if self._arrays.is_ring:
                 # Gloo mixes up collectives that do not depend on each other.
                 jax.block_until_ready(results)
-            of_leaves, anchors, momenta = results
-            for n, k in enumerate(bucket.places):
-                for i, x in enumerate(self._own(k, of_leaves[n])):
-                    leaves[i][k] = x
-                if bucket.are_params:
-                    place = self._trained.index(k)
-                    for i, x in enumerate(self._own(k, anchors[n])):
-                        self._anchors[i][place] = x
-                    for i, x in enumerate(self._own(k, momenta[n]) if momenta else ()):
-                        self.momenta[i][place] = x
-        for arrays, new in zip(held, leaves, strict=True):
-            after = self._layout.replica_arrays(new)
+            new = [list(map(self._own, bucket.places, each)) for each in results if each]
+            _put(leaves, bucket.places, new[0])
+            for kept, each in zip((outer.anchors, outer.momenta), new[1:], strict=False):
+                _put(kept, bucket.numbers, each)
+        for arrays, mine in zip(held, leaves, strict=True):
+            after = self._layout.replica_arrays(mine)
             arrays.params, arrays.opt_state = after.params, after.opt_state
 
     def _own(self, k: int, x: jax.Array) -> list[jax.Array]:
@@ -174,25 +206,25 @@ class Meetings:
         return self._layout.paddings[k].like(self._layout.shapes[k])
 
     def _arguments(
-        self, bucket: _Bucket, held: Sequence[ReplicaArrays], counts: np.ndarray
+        self,
+        bucket: _Bucket,
+        leaves: Sequence[Sequence[jax.Array]],
+        outer: OuterState,
+        counts: np.ndarray,
     ) -> tuple[Any, ...]:
         """Global arrays that a bucket's program reads: those of all places, concatenated."""
-        specs = self._specs_of(bucket)
-        leaves = [[arrays.leaves()[k] for k in bucket.places] for arrays in held]
-        own: list[list[list[jax.Array]]] = [leaves, [[] for _ in held], [[] for _ in held]]
-        if bucket.are_params:
-            numbers = [self._trained.index(k) for k in bucket.places]
-            own[1] = [[anchors[n] for n in numbers] for anchors in self._anchors]
-            if self.islands.momentum:
-                own[2] = [[momenta[n] for n in numbers] for momenta in self.momenta]
+        specs, local = self._specs_of(bucket), self._layout.reducer.local
+        nothing: list[list[jax.Array]] = [[] for _ in local]
+        trees = [[[each[k] for k in bucket.places] for each in leaves]]
+        for kept in (outer.anchors, outer.momenta):
+            trees.append([[each[n] for n in bucket.numbers] for each in kept] or nothing)
         stacked = [
             self._arrays.stack(
-                specs[: len(each[0])],
-                [[x.reshape(at_least_1d(x.shape)) for x in arrays] for arrays in each],
+                specs[: len(tree[0])],
+                [[x.reshape(at_least_1d(x.shape)) for x in each] for each in tree],
             )
-            for each in own
+            for tree in trees
         ]
-        local = self._layout.reducer.local
         given = [[r.put(np.append(counts, np.int32(0)))] for r in local]
         return (*stacked, *self._arrays.stack([P(None)], given))
 
@@ -203,24 +235,22 @@ class Meetings:
 
     def _program(self, bucket: _Bucket) -> Any:
         """`(leaves, anchors, momenta, counts and a zero) -> (leaves, anchors, momenta)`."""
-        arrays, islands, num = self._arrays, self.islands, len(self._arrays.places)
+        arrays, islands = self._arrays, self.islands
         dtypes = [self._like(k).dtype for k in bucket.places]
 
         def means(values: list[jax.Array], given: jax.Array) -> list[jax.Array]:
             """float32: means over islands, the weights being their microbatches."""
             counts, zero = given[:-1].astype(jnp.float32), given[-1]
             flat = concatenated([x.astype(jnp.float32) for x in values])
-            size = -(-flat.size // num)
-            pieces = jnp.pad(flat, (0, num * size - flat.size)).reshape(num, size)
-            # Each place adds its piece of every island, and sends the mean to all.
-            theirs = jax.lax.all_to_all(pieces, DATA_AXIS, 0, 0)
-            each = [theirs[first] for first in islands.firsts()]
-            terms = [rounded(x * counts[i], zero) for i, x in enumerate(each)]
-            mean = divided(functools.reduce(jnp.add, terms), counts.sum(), zero)
-            # Else a learning rate in the state would be rounded.
-            is_equal = functools.reduce(jnp.logical_and, [x == each[0] for x in each])
-            mean = jnp.where(is_equal, each[0], mean)
-            return cut(jax.lax.all_gather(mean, DATA_AXIS, tiled=True)[: flat.size], values)
+
+            def mean(each: list[jax.Array]) -> jax.Array:
+                terms = [rounded(x * counts[i], zero) for i, x in enumerate(each)]
+                mean = divided(functools.reduce(jnp.add, terms), counts.sum(), zero)
+                # Else a learning rate in the state would be rounded.
+                is_equal = functools.reduce(jnp.logical_and, [x == each[0] for x in each])
+                return jnp.where(is_equal, each[0], mean)
+
+            return cut(_of_all_islands(mean, flat, islands, zero), values)
 
         def hxla_meet(
             leaves: list[jax.Array],
@@ -229,7 +259,7 @@ class Meetings:
             given: jax.Array,
         ) -> Any:
             zero = given[-1]
-            if not bucket.are_params:
+            if not bucket.numbers:
                 new = means(leaves, given)
                 return [x.astype(d) for x, d in zip(new, dtypes, strict=True)], [], []
             moved = [a.astype(jnp.float32) - x for a, x in zip(anchors, leaves, strict=True)]
@@ -249,7 +279,7 @@ class Meetings:
             return new, [jax.lax.optimization_barrier(x) for x in new], momenta
 
         specs = self._specs_of(bucket)
-        of_params = specs if bucket.are_params else []
+        of_params = specs if bucket.numbers else []
         of_momenta = of_params if islands.momentum else []
         trees = specs, of_params, of_momenta
         return jax.jit(
@@ -268,33 +298,93 @@ class Meetings:
 
     # -- checkpoints -----------------------------------------------------------------------------
 
-    def saved(self) -> list[jax.Array]:
+    def saved(self, outer: OuterState) -> list[jax.Array]:
         """The momentum as global arrays; every process calls this."""
-        columns = zip(*self.momenta, strict=True)
-        specs = [self._specs[k] for k in self._trained]
+        columns = zip(*outer.momenta, strict=True)
         return [
-            self._arrays.over_all(list(x), s)
-            for x, s in zip(columns, specs if self.momenta[0] else [], strict=True)
+            self._arrays.over_all(list(x), self._specs[k])
+            for x, k in zip(columns, self._trained if outer.momenta else (), strict=True)
         ]
 
     def wanted(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes and shardings of the argument of `load`."""
-        if not self.islands.momentum:
-            return []
+        places = self._trained if self.islands.momentum else ()
+        shardings = [self._arrays.sharding(self._specs[k]) for k in places]
         return [
-            jax.ShapeDtypeStruct(
-                self._like(k).shape, jnp.float32, sharding=self._arrays.sharding(self._specs[k])
-            )
-            for k in self._trained
+            jax.ShapeDtypeStruct(self._like(k).shape, jnp.float32, sharding=sharding)
+            for k, sharding in zip(places, shardings, strict=True)
         ]
 
-    def load(self, momenta: Sequence[jax.Array]) -> None:
+    def load(self, outer: OuterState, momenta: Sequence[jax.Array]) -> None:
         """Take over the momentum of a checkpoint."""
         each = [
             self._arrays.local_parts(x, self._specs[k])
             for x, k in zip(momenta, self._trained if momenta else (), strict=True)
         ]
-        self.momenta = [[parts[i] for parts in each] for i in range(len(self.momenta))]
+        outer.momenta = [list(parts) for parts in zip(*each, strict=True)]
+
+
+def _of_all_islands(
+    function: Callable[[list[jax.Array]], jax.Array],
+    flat: jax.Array,
+    islands: Islands,
+    zero: jax.Array,
+) -> jax.Array:
+    """A function of each element of all islands' vectors, at each place.
+
+    As many replicas of each island as the smallest has exchange a piece each with those of the
+    other islands, so that a link between two islands carries what one of them has once each way,
+    and the results once. Permutes depend on each other, for Gloo mixes up those that do not.
+
+    Args:
+        function: From equal parts of each island's vector to one of that size, by element.
+        flat: The vector of this place's island.
+        zero: See `rounded`.
+    """
+    num, speakers = len(islands.replicas), min(islands.replicas)
+    place = jax.lax.axis_index(DATA_AXIS)
+    members = [(i, j) for i, size in enumerate(islands.replicas) for j in range(size)]
+    island, member = jnp.asarray(np.array(members, np.int32))[place]
+    size = -(-flat.size // (num * speakers))
+    room = jnp.pad(flat, (0, num * speakers * size - flat.size))
+    own = room.reshape(speakers, num, size)[jnp.minimum(member, speakers - 1)]
+    firsts, last = islands.firsts(), zero
+
+    def exchanged(sent: Callable[[jax.Array], jax.Array], mine: jax.Array) -> list[jax.Array]:
+        """What this place gets of each island, and its own."""
+        nonlocal last
+        got = jax.lax.dynamic_update_index_in_dim(jnp.zeros_like(own), mine, island, 0)
+        for d in range(1, num):
+            pairs = [
+                (firsts[i] + j, firsts[(i + d) % num] + j)
+                for i in range(num)
+                for j in range(speakers)
+            ]
+            bits = jax.lax.bitcast_convert_type(sent((island + d) % num), jnp.int32)
+            moved = jax.lax.ppermute(bits ^ (last & zero), DATA_AXIS, pairs)
+            last = moved[0]
+            part = jax.lax.bitcast_convert_type(moved, jnp.float32)
+            got = jax.lax.dynamic_update_index_in_dim(got, part, (island - d) % num, 0)
+        return list(got)
+
+    result = function(exchanged(lambda i: own[i], own[island]))
+    piece = jnp.stack(exchanged(lambda _: result, result))
+    if max(islands.replicas) == 1:
+        return piece.reshape(-1)[: flat.size]
+    bits = jax.lax.bitcast_convert_type(piece, jnp.int32) ^ (last & zero)
+    every = jnp.zeros((speakers, num, size), jnp.int32)
+    every = jax.lax.dynamic_update_index_in_dim(every, bits, member, 0)
+    every = jnp.where(member < speakers, every, 0)
+    groups = [[*range(a, a + n)] for a, n in zip(firsts, islands.replicas, strict=True)]
+    every = jax.lax.psum(every, DATA_AXIS, axis_index_groups=groups)
+    return jax.lax.bitcast_convert_type(every, jnp.float32).reshape(-1)[: flat.size]
+
+
+def _put(arrays: Sequence[list[jax.Array]], places: Sequence[int], new: Sequence[Any]) -> None:
+    """Replace arrays of each local replica by others."""
+    for k, parts in zip(places, new, strict=True):
+        for mine, x in zip(arrays, parts, strict=True):
+            mine[k] = x
 
 
 def meetings_of(plan: Plan, layout: StateLayout, training: Training) -> Meetings | None:
@@ -305,7 +395,6 @@ def meetings_of(plan: Plan, layout: StateLayout, training: Training) -> Meetings
     """
     if plan.islands is None:
         return None
-    merges, reads_batch = layout.reducer.layout.tensors.merges, training.over_batch is not None
-    _check(layout, merges, reads_batch=reads_batch)
     trained = [i for i, is_trained in enumerate(training.model.is_trained) if is_trained]
+    _check(layout, training, trained)
     return Meetings(layout, trained, plan.islands, plan.sums.bucket_mib << 20)

@@ -255,8 +255,8 @@ class Programs:
 
     @property
     def gradient_norm(self) -> float | None:
-        """The global norm of the last update's gradient, if the update computes it."""
-        return self._updates.gradient_norm
+        """The global norm of the last update's gradient, if the update computes it for all."""
+        return self._updates.gradient_norm if self.meetings is None else None
 
     def _make_updates(self, spec: UpdateSpec, aux: Sequence[P]) -> Updates:
         """The updates of the local replicas."""

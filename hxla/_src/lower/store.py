@@ -20,7 +20,7 @@ from ..weights.weights import Gather, Read
 from .bitcast_packing import array_bytes, leaf_checksums
 from .compile import first_of_kind, for_each
 from .initial_state import State, initial_state
-from .islands import Meetings
+from .islands import Meetings, OuterState
 from .offload import (
     DEVICE,
     HOST,
@@ -52,7 +52,7 @@ class Store:
         params_on_host: bool = False,
         meetings: Meetings | None = None,
     ):
-        self._meetings = meetings
+        self._meetings, self.outer = meetings, OuterState()
         self.layout, self._reducer, self._zero = layout, layout.reducer, layout.zero
         self._offloaded = OffloadedArrays(layout, make_buffer, params_on_host)
         self.exponents = np.zeros(self._reducer.layout.num_tensors, np.int32)
@@ -185,8 +185,7 @@ class Store:
         arrays = [
             x for x in self.held[0].leaves() if not (isinstance(x, OffloadedLeaf) or is_on_host(x))
         ]
-        of_islands = 0 if self._meetings is None else self._meetings.num_bytes()
-        return of_islands + sum(x.addressable_shards[0].data.nbytes for x in arrays)
+        return self.outer.num_bytes() + sum(x.addressable_shards[0].data.nbytes for x in arrays)
 
     # -- checkpoints -----------------------------------------------------------------------------
 
@@ -200,7 +199,7 @@ class Store:
             else self._reducer.arrays.over_all(x, s)
             for k, (x, s) in enumerate(zip(columns, specs, strict=True))
         ]
-        momenta = [] if self._meetings is None else self._meetings.saved()
+        momenta = [] if self._meetings is None else self._meetings.saved(self.outer)
         return self._tree(self._with_even_cuts(arrays), momenta)
 
     def _with_even_cuts(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -241,7 +240,7 @@ class Store:
         self.exponents = np.asarray(tree["exponents"], np.int32)
         self.loss_scale = loss_scale.restored_scale(tree)
         if self._meetings is not None:
-            self._meetings.load(tree.get("outer_momentum", ()))
+            self._meetings.load(self.outer, tree.get("outer_momentum", ()))
         arrays = jax.tree.leaves((tree["params"], tree["aux"], tree["opt_state"]))
         if self._is_alone and self._zero is None:
             self.held = [self.layout.replica_arrays(self._padded(0, arrays))]

@@ -1,5 +1,7 @@
 """When a run of islands has one state: after a meeting, and not between two."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from ..core.errors import ConfigError
@@ -11,8 +13,6 @@ from ..plan.parts import Islands
 from ..plan.plan import Plan
 from .step import Stepper
 from .values import Every, SessionOptions
-
-_MOST_STEPS = 10_000  # looked through for a period's first step
 
 
 def check_options(plan: Plan, options: SessionOptions) -> None:
@@ -36,9 +36,10 @@ def check_options(plan: Plan, options: SessionOptions) -> None:
             "each needs one"
         )
     if steps is not None and not islands.meets(steps):
+        fits = sorted({max(1, steps // every) * every, (steps // every + 1) * every})
         raise ConfigError(
-            f"steps={steps}: the islands meet every {plural(every, 'step')}, and a run ends with a "
-            f"meeting: use {max(1, steps // every) * every} or {(steps // every + 1) * every}"
+            f"a run of {plural(steps, 'step')} ends between two meetings of the islands, which "
+            f"meet every {plural(every, 'step')}: pass steps={' or steps='.join(map(str, fits))}"
         )
     check_period(islands, "checkpoint_every", options.checkpoint_every, steps)
 
@@ -51,57 +52,72 @@ def check_period(islands: Islands, name: str, period: Every | None, steps: int |
     """
     if period is None or period.seconds is not None:
         return
-    every = islands.every
-    last = min(steps or _MOST_STEPS, _MOST_STEPS)
-    wrong = next((s for s in range(1, last + 1) if period.is_due(s) and s % every), None)
-    if wrong is not None:
+    every, wrong = islands.every, period.steps
+    if period.steps is None:
+        wrong = next((s for s in _ends_of_epochs(period, steps) if s % every), every)
+    if wrong is not None and wrong % every:
         raise ConfigError(
             f"{name}: it is due after step {wrong}, and the islands meet every "
             f"{plural(every, 'step')}: use a multiple of {every}"
         )
 
 
+def _ends_of_epochs(period: Every, steps: int | None) -> Iterator[int]:
+    """The steps that end epochs, up to the last, or until they repeat."""
+    epochs = period.epochs
+    if epochs is None:
+        return
+    for k in range(1, epochs.step_items + 1):  # then they repeat
+        step = -(-k * epochs.epoch_items // epochs.step_items)
+        if steps is not None and step > steps:
+            return
+        yield step
+
+
 class IslandSteps:
     """The meetings of a session.
 
-    Args:
-        first_step: The updates done when the session begins, with one state.
+    Attributes:
+        are_one: Whether there is one state now, and not one of each island.
     """
 
     def __init__(self, programs: Programs, store: Store, stepper: Stepper, first_step: int):
         self._islands, self._meetings = programs.plan.islands, programs.meetings
-        self._store, self._stepper = store, stepper
-        self._first = self._step = first_step
+        self._store, self._stepper, self._step = store, stepper, first_step
         self._local = programs.reducer.local
-        self._counts = programs.plan.counts
-        self.use_counts(self._counts)
+        self.use_counts(programs.plan.counts)
+        self.are_one = True
+        self.begin()
         if self._meetings is not None:
-            self._meetings.begin(store.held)
-            self._meetings.compile(store.held)
+            self._meetings.compile(store.outer, store.held)
 
     def use_counts(self, counts: tuple[int, ...]) -> None:
         """Tell the sums how many microbatches each replica runs in a step."""
-        self._counts = counts
+        self._counts = () if self._islands is None else self._islands.counts(counts)
         if self._islands is not None:
-            bounds = np.cumsum([0, *self._islands.counts(counts)]).astype(np.int32)
+            bounds = np.cumsum([0, *self._counts]).astype(np.int32)
             self._stepper.bounds = [(replica.put(bounds),) for replica in self._local]
 
-    def begin(self) -> None:
-        """Begin anew from a state that is equal everywhere."""
+    def begin(self, *, anew: bool = False) -> None:
+        """Begin from a state that is equal everywhere.
+
+        Args:
+            anew: Whether without momentum.
+        """
         if self._meetings is not None:
-            self._meetings.begin(self._store.held)
+            if anew:
+                self._store.outer.momenta = []
+            self._meetings.begin(self._store.outer, self._store.held)
 
     def updated(self, step: int) -> None:
         """Meet, if it is time after a number of updates; every process calls this."""
-        self._step = step
-        if self._islands is not None and self._islands.meets(step):
+        if self._islands is None:
+            return
+        self._step, self.are_one = step, False
+        if self._islands.meets(step):
             assert self._meetings is not None
-            self._meetings.meet(self._store.held, self._islands.counts(self._counts))
-
-    @property
-    def are_one(self) -> bool:
-        """Whether there is one state now, and not one of each island."""
-        return self._islands is None or self._step == self._first or self._islands.meets(self._step)
+            self._meetings.meet(self._store.outer, self._store.held, self._counts)
+            self.are_one = True
 
     def check(self, what: str) -> None:
         """Refuse to use the state between two meetings.

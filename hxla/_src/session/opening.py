@@ -21,7 +21,7 @@ from ..choose.microbatch_counts import lack, pooled, shared_numbers, with_execut
 from ..cluster.cluster import Cluster
 from ..cluster.job_devices import Devices
 from ..cluster.kinds import are_unlike, in_words, missing_attention, missing_dtypes
-from ..core.config import Config
+from ..core.config import Config, IslandsConfig
 from ..core.errors import ConfigError, PlanError
 from ..core.types import PyTree
 from ..graph.graph import Graph, params_of, rows_touched
@@ -77,6 +77,7 @@ def check_runnable(plan: Plan, job: JobContext, cluster: Cluster, devices: Devic
     for differences in (
         _job_differences(plan, job.batch_size, cluster),
         _precision_differences(plan, job.precision),
+        _island_differences(plan, job.settings.islands),
         _device_differences(plan, cluster, devices),
         missing_attention(largest_head(graph), [d.kind for d in plan.devices]),
         _parameter_differences(plan, graph),
@@ -113,6 +114,19 @@ def _precision_differences(plan: Plan, precision: Precision) -> Iterator[str]:
         planned, here = getattr(plan.precision, name), getattr(precision, name)
         if planned != here:
             yield f"precision.{name}: {planned} in the plan, {here} in the job"
+
+
+def _island_differences(plan: Plan, settings: IslandsConfig) -> Iterator[str]:
+    """Islands that the settings ask for, and another plan."""
+    if settings.every is None:
+        return
+    if plan.islands is None:
+        yield f"islands: none in the plan, the settings ask for islands.every of {settings.every}"
+        return
+    for name in ("every", "learning_rate", "momentum"):
+        planned, here = getattr(plan.islands, name), getattr(settings, name)
+        if planned != here:
+            yield f"islands.{name}: {planned} in the plan, {here} in the settings"
 
 
 def _device_differences(plan: Plan, cluster: Cluster, devices: Devices) -> Iterator[str]:

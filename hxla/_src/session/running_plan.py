@@ -400,7 +400,7 @@ class RunningPlan:
         self.plan, self.balancer = _balanced(plan, moves, limits, opened.seconds, before)
         opened.islands.use_counts(self.plan.counts)
         self.pipelines = PipelineWatch(opened.stepper, programs, job.gather)
-        notes = _unplanned_gathers(programs)
+        notes = (*_other_islands(self.plan, before), *_unplanned_gathers(programs))
         notes += self.pipelines.measure(opened.inputs, self.plan)
         self.plan = self._predicted(self.plan).replaced(reasons=(*plan.reasons, *notes))
         self.split = SplitWatch(programs, self._cluster, job)
@@ -462,25 +462,53 @@ def _balanced(
     if seconds is not None:
         counts = best_counts(plan.num_microbatches, seconds, None, limits)
         if plan.islands is not None:
-            counts = _counts_of_islands(plan.islands, counts, before)
+            known = plan.num_microbatches, seconds, limits
+            counts = _counts_of_islands(plan.islands, counts, before, known)
     check_limits(counts, limits)
     balancer = Balancer(config, counts, limits, seconds)
     return plan if counts == plan.counts else plan.with_counts(counts), balancer
 
 
 def _counts_of_islands(
-    islands: Islands, counts: Sequence[int], before: Sequence[Plan]
+    islands: Islands,
+    counts: Sequence[int],
+    before: Sequence[Plan],
+    known: tuple[int, Sequence[float], Sequence[int | None]],
 ) -> tuple[int, ...]:
-    """The counts of a resumed run of the same islands; else each island has a microbatch."""
+    """The islands' counts of a resumed run; else each island has a microbatch or more.
+
+    Args:
+        counts: The best for the speeds of replicas.
+        known: All microbatches, and of each replica its seconds and its limit.
+    """
+    num, seconds, limits = known
+    own = list(islands.counts(counts))
     for earlier in before:
-        if earlier.islands is not None and earlier.islands.replicas == islands.replicas:
-            return earlier.counts
-    out = list(counts)
-    for first, count in zip(islands.firsts(), islands.counts(counts), strict=True):
-        if not count:
-            out[out.index(max(out))] -= 1
-            out[first] += 1
+        if earlier.islands is not None and earlier.num_microbatches == num:
+            kept = earlier.islands.counts(earlier.counts)
+            own = list(kept) if len(kept) == len(own) else own
+    while not all(own):
+        own[own.index(max(own))] -= 1
+        own[own.index(0)] += 1
+    out: list[int] = []
+    for size, count in zip(islands.replicas, own, strict=True):
+        mine = slice(len(out), len(out) + size)
+        out += best_counts(count, seconds[mine], None, limits[mine])
     return tuple(out)
+
+
+def _other_islands(plan: Plan, before: Sequence[Plan]) -> tuple[str, ...]:
+    """A line where a resumed run's islands have other microbatches than before."""
+    for earlier in before:
+        if plan.islands is not None and earlier.islands is not None:
+            now, then = plan.islands.counts(plan.counts), earlier.islands.counts(earlier.counts)
+            if now != then:
+                sums = ("+".join(map(str, each)) for each in (now, then))
+                return (
+                    "islands of {} microbatches, {} before: bits differ from those of a run "
+                    "without a stop".format(*sums),
+                )
+    return ()
 
 
 def _unplanned_gathers(programs: Programs) -> tuple[str, ...]:

@@ -56,7 +56,9 @@ def facts_of_run(job: JobContext, plan: Plan) -> dict[str, Any]:
         "gradient": job.settings.communication.gradient,
         "precision": None if plan.precision == Precision() else str(plan.precision),
         "settings": list(plan.made_with.settings),
-        "outer momentum": None if plan.islands is None else plan.islands.momentum > 0 or None,
+        "islands.momentum above 0": None
+        if plan.islands is None
+        else plan.islands.momentum > 0 or None,
         _MERGE: {name: rule for name, rule in merges if rule != "same"},
         LOSS: loss_digest(graph) + job.contrast_digest(plan.microbatch_size),
     }

@@ -247,8 +247,7 @@ class Session:
             self._recorder.num_compilations += num_compilations() - compiled
         record = self._record(step, outcome, batches)
         self._watchdog.beat(step, "callback")
-        if self._islands.are_one:
-            self._checksum.stepped(self.step_number)
+        self._checksum.stepped(self.step_number, are_one=self._islands.are_one)
         self._saver.heed(outcome.stop)
         self._requests.agree(outcome.stop)
         self._is_settled = False
@@ -373,7 +372,7 @@ class Session:
         self._stepper.wait()
         with self._member.changing if self._member is not None else contextlib.nullcontext():
             self._store.replace(arrays)
-        self._islands.begin()
+        self._islands.begin(anew=params is not None)
         self._handed_out.take_back()
         self._saver.change()
 

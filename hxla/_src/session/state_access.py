@@ -40,14 +40,17 @@ class ReplicaChecksum:
     def __init__(self, store: Store, ranks: tuple[tuple[int, ...], ...], every: int):
         self._store, self._ranks, self._every = store, ranks, every
         self._compared: int | None = None
+        self._was_due = False
 
-    def stepped(self, step: int) -> None:
-        """Compare if it is due.
+    def stepped(self, step: int, *, are_one: bool) -> None:
+        """Compare if it is due, or was since the replicas had one state.
 
         Raises:
             LaunchError: As `compare`.
         """
-        if self.is_due(step):
+        self._was_due |= self.is_due(step)
+        if self._was_due and are_one:
+            self._was_due = False
             self.compare(step)
 
     def is_due(self, step: int) -> bool:

@@ -495,7 +495,7 @@ class Stepper:
     ) -> Outcome:
         loss, weight, metrics = means(told.rows_MS, self._programs.graph.metrics, ids[0])
         names, scale = self._programs.tensors.float_names, self._store.loss_scale
-        nonfinite = _nonfinite(told, weight, names)
+        nonfinite = _nonfinite(told, weight, names, self.bounds[0])
         seconds = np.array(self._seconds()) if self._is_alone else told.stats_DN
         return Outcome(
             loss=loss,
@@ -630,12 +630,18 @@ class Stepper:
             update.result()
 
 
-def _nonfinite(told: Told, weight: float, names: Sequence[str]) -> tuple[str, ...]:
+def _nonfinite(
+    told: Told, weight: float, names: Sequence[str], bounds: Sequence[jax.Array]
+) -> tuple[str, ...]:
     """What is not finite, in words or by the names of tensors."""
     if told.is_finite:
         return ()
     if not weight:
         return ("the loss (every weight of the global batch is zero)",)
+    for starts in bounds:
+        for i, (a, b) in enumerate(itertools.pairwise(np.asarray(starts))):
+            if not told.rows_MS[a:b, 1].any():
+                return (f"the loss of island {i} (every weight of its examples is zero)",)
     pairs = zip(names, told.maxima_T, strict=True)
     return tuple(name for name, most in pairs if not np.isfinite(most)) or ("the loss",)
 

@@ -37,6 +37,7 @@ from hxla._src.lower.exact_norms import (
     values_of,
 )
 from hxla._src.lower.inputs import Training, sharded_of, uneven_of
+from hxla._src.lower.islands import Meetings
 from hxla._src.lower.lower import Programs, lower
 from hxla._src.lower.offload import OffloadedLeaf
 from hxla._src.lower.padding import NOT_PADDED, Cut, Granules, Padding, padded, unpadded
