@@ -217,6 +217,20 @@ def staggered(result: Any) -> list[Row]:
     ]
 
 
+def islands(result: Any) -> list[Row]:
+    what = f"a GPT over links of {result['megabits_per_second']:g} Mb/s: islands, meeting every "
+    what += f"{result['every']} steps, beside one sum each step"
+    return [
+        (
+            f"{what}: {'a step' if unit else 'loss at equal examples'}",
+            f"{result[key]['islands']} {unit}".strip(),
+            f"{result[key]['together']} {unit}".strip(),
+            f"{result[key]['islands'] / result[key]['together']:.3f} of it",
+        )
+        for unit, key in (("s", "step_seconds"), ("", "loss"))
+    ]
+
+
 def inspect_speed(result: Any) -> list[Row]:
     size, peak = result["megabytes"], result["peak_bytes"] / 1e6
     best = min(result["rounds"], key=lambda row: row["cpu_seconds"])
@@ -334,6 +348,13 @@ PARTS = (
         options=["--devices", "waiting", "--rounds", "4"],
         quick=["--devices", "waiting", "--rounds", "1", "--microbatches", "2", "--rows", "256"],
         rows=staggered,
+        lacking=paced_links.lacking,
+    ),
+    Part(
+        name="islands",
+        options=["--steps", "100"],
+        quick=["--steps", "4", "--every", "2", "--width", "32", "--layers", "1"],
+        rows=islands,
         lacking=paced_links.lacking,
     ),
     Part(

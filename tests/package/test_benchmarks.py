@@ -91,7 +91,7 @@ def test_sums_of_two_processes_take_what_their_link_says(tmp_path):
     assert told["fitted"]["bytes_per_second"] == pytest.approx(10e6 / 8, rel=0.15)
 
 
-@pytest.mark.parametrize("name", rows(["collectives", "staggered"], "collectives"))
+@pytest.mark.parametrize("name", rows(["collectives", "islands", "staggered"], "collectives"))
 def test_where_no_links_can_be_made_one_line_says_so(name, tmp_path):
     ran = run(name, tmp_path, [], PATH=str(tmp_path))
     assert ran.returncode != 0
@@ -107,3 +107,16 @@ def test_pipelines_behind_shared_cards_train_by_every_start(tmp_path):
     assert ran.returncode == 0, ran.stderr
     [row] = json.loads((tmp_path / "found.json").read_text())["devices"].values()
     assert all(seconds > 0 for seconds in row["step_seconds"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(paced_links.lacking()), reason=paced_links.lacking())
+def test_islands_send_less_and_take_less_time_over_a_slow_link(tmp_path):
+    """Of the bytes of one sum in each step; both processes end with the same bits, or it fails."""
+    ran = run("islands", tmp_path, ["--steps", "20", "--every", "10", "--width", "64"])
+    assert ran.returncode == 0, ran.stderr
+    told = json.loads((tmp_path / "found.json").read_text())
+    sent, parameters = told["bytes_sent_a_step"], told["parameters"]
+    # Half of two limbs and half of the sums; half of parameters and two moments, and of the means.
+    assert sent["together"] == pytest.approx(parameters * (8 + 4) / 2, rel=0.25)
+    assert sent["islands"] == pytest.approx(parameters * 3 * (4 + 4) / 2 / 10, rel=0.25)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from ..cluster.cluster import Cluster
-from ..core.config import IslandsConfig
+from ..core.config import Config, IslandsConfig
 from ..core.errors import ConfigError, PlanError
 from ..core.format import span
 from ..launch.channel import own_member
@@ -15,6 +15,14 @@ from ..plan.plan import Plan
 from ..profile.profile import Profile
 from .memory_model import travel_of
 from .proposals import ChainWork, Proposal, propose
+
+
+def settings_of_islands(settings: Config) -> Config:
+    """The settings, with the whole state on each replica where there are islands."""
+    if settings.islands.every is None or settings.memory.zero is not None:
+        return settings
+    memory = settings.memory.model_copy(update={"zero": 0})
+    return settings.model_copy(update={"memory": memory})
 
 
 def with_islands(plan: Plan, settings: IslandsConfig, cluster: Cluster) -> Plan:

@@ -26,7 +26,7 @@ from ..profile.profile import Profile, load_profile
 from ..profile.segment_times import model_name
 from .apportionment import default_sizes
 from .complete import complete
-from .islands import with_islands
+from .islands import settings_of_islands, with_islands
 from .planning import PlanRequest, plan_for, size_asked
 from .structures import grid_of, shares_of, structure_of
 from .workload import Measure, PlanResult, SearchOptions, Workload, Workloads
@@ -104,10 +104,11 @@ def plan_job(
 
 def workloads(job: JobContext) -> Workloads:
     """The job's graph, model and settings at every microbatch size."""
+    settings = settings_of_islands(job.settings)
 
     def at(size: int) -> Workload:
         return Workload(
-            settings=job.settings,
+            settings=settings,
             batch_size=job.batch_size,
             microbatch_size=size,
             graph=job.graph(size),
@@ -117,7 +118,7 @@ def workloads(job: JobContext) -> Workloads:
             trace_update=lambda: job.traced_update(size),
         )
 
-    return Workloads(settings=job.settings, batch_size=job.batch_size, at=at)
+    return Workloads(settings=settings, batch_size=job.batch_size, at=at)
 
 
 def _check_devices(job: JobContext, size: int | None, cluster: Cluster) -> None:

@@ -97,10 +97,12 @@ def _island_faults(plan: Any, islands: Islands) -> Iterator[str]:
             f"islands.replicas: {len(islands.replicas)} islands for {plural(num, 'microbatch')} "
             "of a step: each needs one, use a smaller microbatch_size or fewer islands"
         )
-    if plan.is_uneven:
+    if plan.unlike_stages:
+        yield "islands: stages are alike in islands, leave the tables of stages out"
+    elif plan.is_uneven:
         yield "islands: shards are even in islands, leave the shares of the axes out"
     for key, refused, remedy in (
-        ("placement.zero", plan.placement.zero, "use 0"),
+        ("placement.zero", plan.placement.zero, "use 0, and no offload of the optimizer's state"),
         ("sums.kind", plan.sums.kind != "exact", "use 'exact'"),
         ("sums.over", plan.sums.over != "device", "use 'device'"),
         ("sums.sparse", plan.sums.sparse, "leave it empty"),

@@ -54,7 +54,8 @@ class StepRecord:
             the optimizer, or of `logged_learning_rate`; None: neither is there, or the update was
             skipped.
         gradient_norm: The global norm of the mean gradient, before clipping; None: the optimizer
-            does not compute it. An optimizer with `optax.clip_by_global_norm` does.
+            does not compute it, or islands have one each. An optimizer with
+            `optax.clip_by_global_norm` does.
         evaluation: The evaluation after the step; None: there was none.
     """
 

@@ -68,6 +68,9 @@ class Requests:
 _INTERRUPT_NOTE = (
     b"\nhxla: Ctrl-C: the running step is finished, then training ends; once more ends it at once\n"
 )
+_MEETING_NOTE = (
+    b"\nhxla: Ctrl-C: training ends when the islands meet next; once more ends it at once\n"
+)
 
 
 class Preempted(SystemExit):
@@ -101,14 +104,19 @@ class Termination:
 
     def __init__(self) -> None:
         self.arrived, self.hurries = "", False
-        self._num_interrupts = 0
+        self._num_interrupts, self._note = 0, _INTERRUPT_NOTE
         self._before: dict[int, Any] = {}
         # Only the main thread may handle signals; in other threads the caller handles them.
         if threading.current_thread() is threading.main_thread():
             self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._terminate)
 
-    def heed_interrupts(self) -> None:
-        """Treat the first Ctrl-C like SIGTERM from now on, unless the script has a handler."""
+    def heed_interrupts(self, *, meets: bool = False) -> None:
+        """Treat the first Ctrl-C like SIGTERM from now on, unless the script has a handler.
+
+        Args:
+            meets: Whether islands meet before training ends.
+        """
+        self._note = _MEETING_NOTE if meets else _INTERRUPT_NOTE
         if self._before and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
 
@@ -121,7 +129,7 @@ class Termination:
         if self._num_interrupts > 1:
             self.hurries = True
             raise KeyboardInterrupt
-        os.write(2, _INTERRUPT_NOTE)  # a handler may not print: it may have interrupted a print
+        os.write(2, self._note)  # a handler may not print: it may have interrupted a print
 
     def request(self) -> float:
         """The request of this process to all."""

@@ -116,7 +116,7 @@ class Session:
             self._ending = Ending(*shows, self._termination, options)
             self._began = time.perf_counter()
             if self._member is None:
-                self._termination.heed_interrupts()
+                self._termination.heed_interrupts(meets=plan.islands is not None)
             else:
                 facts = source.facts_at(start, self.running_plan.plans)
                 self._stack.enter_context(self._member.training(start, facts, self.plan))
