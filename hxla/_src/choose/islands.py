@@ -70,7 +70,7 @@ _MOST_STEPS = 500  # between two meetings, as in DiLoCo
 _LEAST_GAIN = 1.25  # of a step over the plan's
 _LEAST_SUMS = 0.2  # of a step, if all devices are in the plan
 _MOST_SECONDS = 2.0  # for the search of the note
-_KEPT = 2  # float32 for each parameter: those of the last meeting, and the momentum
+_KEPT = 1  # float32 for each parameter: that of the last meeting
 
 
 def note_of_islands(

@@ -262,7 +262,7 @@ class IslandsConfig(_Section):
     learning_rate: float = pydantic.Field(1.0, gt=0)
     """Learning rate of the outer step, which moves the parameters of the last meeting towards the
     average."""
-    momentum: float = pydantic.Field(0.5, ge=0, lt=1)
+    momentum: float = pydantic.Field(0.0, ge=0, lt=1)
     """Nesterov momentum of the outer step; 0 keeps no momentum."""
 
 

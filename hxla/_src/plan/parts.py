@@ -423,7 +423,7 @@ class Islands(PlanValue):
     every: pydantic.PositiveInt
     replicas: tuple[pydantic.PositiveInt, ...] = pydantic.Field(min_length=2)
     learning_rate: pydantic.PositiveFloat = 1.0
-    momentum: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.5
+    momentum: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.0
 
     def meets(self, step: int) -> bool:
         """Tell whether the islands meet after a step.
