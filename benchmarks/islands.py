@@ -1,6 +1,6 @@
 """Islands over a slow link: a GPT's loss and time beside one sum in every step, at equal tokens.
 
-    python benchmarks/islands.py [--megabits 50] [--every 20] [--steps 400]
+    python benchmarks/islands.py [--megabits 50] [--every 20] [--steps 240]
 
 Two processes of one CPU device each, joined over Gloo, sit behind a link of their own
 (`paced_links.py`, for root on Linux). Both sessions train the GPT of examples/gpt.py on the same
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--megabits", type=float, default=50.0, help="a second, of each link")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--every", type=int, default=20, help="steps between meetings")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--microbatch", type=int, default=2)
     parser.add_argument("--length", type=int, default=64)
