@@ -24,10 +24,8 @@ benchmarks/results/collectives.json.
 
 import argparse
 import json
-import pathlib
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,13 +48,7 @@ def found_by(
     """Seconds of each case in each round of one job, and how often its sum was wrong."""
     worker = results.ROOT / "benchmarks" / "collectives_worker.py"
     command = [sys.executable, str(worker), f"{paced_links.address(0)}:5321", str(n), str(rounds)]
-    with tempfile.TemporaryDirectory() as folder:
-        log = pathlib.Path(folder, "log")
-        with paced_links.linked([*command, json.dumps(cases)], n, megabits * 1e6, log) as workers:
-            said = [worker.stdout.read() for worker in workers]
-        if not all("RESULT " in text for text in said):
-            raise SystemExit(log.read_text()[-6000:])
-    told = [json.loads(text.split("RESULT ", 1)[1]) for text in said]
+    told = paced_links.results_of([*command, json.dumps(cases)], n, megabits * 1e6)
     seconds = [
         [
             (max(end for _, end in turn) - max(begin for begin, _ in turn)) / case[2]

@@ -9,11 +9,8 @@ of examples that were held back. The result is in benchmarks/results/islands.jso
 """
 
 import json
-import pathlib
 import statistics
 import sys
-import tempfile
-from typing import Any
 
 import paced_links
 import results
@@ -21,20 +18,6 @@ import turns
 
 TOGETHER, ISLANDS = "together", "islands"
 _SIZES = ("every", "steps", "batch", "microbatch", "length", "width", "layers")
-
-
-def measured(options: dict[str, Any], processes: int, megabits: float) -> list[dict[str, Any]]:
-    """The findings of every process."""
-    worker = results.ROOT / "benchmarks" / "islands_worker.py"
-    command = [sys.executable, str(worker), f"{paced_links.address(0)}:5321", str(processes)]
-    with tempfile.TemporaryDirectory() as folder:
-        log = pathlib.Path(folder, "log")
-        whole = [*command, json.dumps(options)]
-        with paced_links.linked(whole, processes, megabits * 1e6, log) as workers:
-            said = [worker.stdout.read() for worker in workers]
-        if not all("RESULT " in text for text in said):
-            raise SystemExit(log.read_text()[-6000:])
-    return [json.loads(text.split("RESULT ", 1)[1]) for text in said]
 
 
 def main() -> None:
@@ -53,7 +36,10 @@ def main() -> None:
     args = parser.parse_args()
     paced_links.enter_own_network()
     options = {name: getattr(args, name) for name in (*_SIZES, "rate")}
-    first, *others = measured(options, args.processes, args.megabits)
+    worker, num = results.ROOT / "benchmarks" / "islands_worker.py", args.processes
+    command = [sys.executable, str(worker), f"{paced_links.address(0)}:5321", str(num)]
+    command.append(json.dumps(options))
+    first, *others = paced_links.results_of(command, num, args.megabits * 1e6)
     for other in others:
         for name in (TOGETHER, ISLANDS):
             assert other[name]["sha256"] == first[name]["sha256"]

@@ -7,12 +7,14 @@ says while it sends is not behind all that it has yet to send.
 
 import contextlib
 import ctypes
+import json
 import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
-from typing import IO
+from typing import IO, Any
 
 _PACKET_BYTES = 1514  # with its Ethernet header
 _BURST_BYTES = 1700  # that an idle link lets pass at once: the least, a packet
@@ -85,6 +87,21 @@ def linked(
             process.stdin.write("go\n")
             process.stdin.flush()
         yield processes
+
+
+def results_of(command: Sequence[str], num_processes: int, bits_per_second: float) -> list[Any]:
+    """What `linked` processes print after `RESULT`, as JSON.
+
+    Raises:
+        SystemExit: With the end of their standard errors, if one prints none.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log = pathlib.Path(folder, "log")
+        with linked(command, num_processes, bits_per_second, log) as processes:
+            said = [process.stdout.read() for process in processes]
+        if not all("RESULT " in text for text in said):
+            raise SystemExit(log.read_text()[-6000:])
+    return [json.loads(text.split("RESULT ", 1)[1]) for text in said]
 
 
 @contextlib.contextmanager

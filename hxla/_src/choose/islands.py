@@ -40,8 +40,8 @@ def with_islands(plan: Plan, settings: IslandsConfig, cluster: Cluster) -> Plan:
     num = len(plan.replicas)
     if num < 2:
         raise ConfigError(
-            "islands.every: one replica is one island, and nobody is there to meet: use more "
-            "devices, or leave islands out"
+            "islands.every: one replica is one island, and has no other to meet: use more devices, "
+            "or leave islands out"
         )
     sizes = settings.replicas
     if isinstance(sizes, str):

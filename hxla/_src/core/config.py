@@ -251,9 +251,9 @@ class IslandsConfig(_Section):
 
     every: int | None = pydantic.Field(None, ge=1)
     """Steps between two meetings. An island is a group of consecutive replicas. It sums gradients
-    over its own microbatches and updates its own parameters. At a meeting all islands average what
-    their parameters have become, and the optimizer's state, so that gradients never travel between
-    them. Bits depend on this. Null: no islands."""
+    over its own microbatches and updates its own parameters. At a meeting all islands average their
+    parameters and the optimizer's state. No gradient travels between islands. Bits depend on this
+    number. Null: no islands."""
     replicas: (
         Literal["nodes"] | Annotated[list[pydantic.PositiveInt], pydantic.Field(min_length=2)]
     ) = "nodes"

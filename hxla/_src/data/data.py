@@ -601,6 +601,11 @@ class Epochs:
         items = steps * self.step_items
         return items // self.epoch_items > (items - self.step_items) // self.epoch_items
 
+    def ends(self) -> Iterator[int]:
+        """The steps with which epochs end, until their distances repeat."""
+        for k in range(1, self.step_items + 1):
+            yield -(-k * self.epoch_items // self.step_items)
+
 
 def epochs_of(source: Source, batch_size: int) -> Epochs | None:
     """The epochs of a job's data; None if its length is unknown."""

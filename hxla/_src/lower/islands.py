@@ -1,10 +1,9 @@
-"""The meetings of islands: averages of what each has made of its parameters and state.
+"""The meetings of islands: averages of their parameters and of the optimizer's state.
 
-Islands update apart, so between two meetings the replicas of a run differ. At a meeting every
-island sends the change of its parameters since the last one, and its optimizer's state. One
-replica speaks for an island, and islands are added in their order, weighted by their microbatches:
-the result depends on nothing else. A link between two islands carries each element twice, as in a
-float all-reduce of one replica each.
+Between two meetings islands update apart, and their replicas differ. At a meeting each island sends
+the change of its parameters since the last meeting, and its optimizer's state. Islands are added in
+their order, weighted by their microbatches, so the mean does not depend on the number of replicas.
+Over a link between two islands each element is sent twice, as in a float all-reduce.
 
 References:
     Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
@@ -70,29 +69,35 @@ def _check(layout: StateLayout, training: Training, trained: Sequence[int]) -> N
                 f"islands: {names[k]} is {dtype}, and what islands send is float32: use "
                 f"{', '.join(_FLOATS)}, or leave islands out"
             )
-    for k in _unlike_integers(layout, training):
+    if unlike := _unlike_integers(layout, training, len(trained)):
+        k = first + unlike[0]
         raise PlanError(
-            f"islands: {names[first + k]} is {layout.shapes[first + k].dtype} and depends on "
+            f"islands: {names[k]} is {layout.shapes[k].dtype} and depends on "
             "gradients, which differ between islands, and integers have no average: use another "
             "optimizer, or leave islands out"
         )
 
 
-def _unlike_integers(layout: StateLayout, training: Training) -> list[int]:
-    """Leaves of the optimizer's state that are no floats, and may differ between islands."""
+def _unlike_integers(layout: StateLayout, training: Training, num_params: int) -> list[int]:
+    """Integer leaves of the optimizer's state, by number, that may differ between islands."""
     closed, shapes = training.written_update, layout.shapes[layout.first_state :]
-    num_params = len(closed.jaxpr.outvars) - len(shapes)
-    read = [needed_for(closed, num_params + k).arguments for k in range(len(shapes))]
     loss = len(closed.jaxpr.invars) - 1  # that of all islands
-    alike = set(range(len(shapes)))
-    while True:
-        known = {loss, *(num_params + k for k in alike)}
-        unlike = {k for k in alike if not known.issuperset(read[k])}
-        if not unlike:
-            break
-        alike -= unlike
-    integers = {k for k, x in enumerate(shapes) if not jnp.issubdtype(x.dtype, jnp.inexact)}
-    return sorted(integers - alike)
+
+    def is_alike(k: int) -> bool:
+        """Whether a leaf follows from leaves of the state and the loss alone."""
+        todo, seen = [num_params + k], {loss}
+        while todo:
+            place = todo.pop()
+            if place in seen:
+                continue
+            if not num_params <= place < num_params + len(shapes):
+                return False
+            seen.add(place)
+            todo += needed_for(closed, place).arguments
+        return True
+
+    integers = [k for k, x in enumerate(shapes) if not jnp.issubdtype(x.dtype, jnp.inexact)]
+    return [k for k in integers if not is_alike(k)]
 
 
 @dataclasses.dataclass
@@ -143,8 +148,8 @@ class Meetings:
         self.islands, self._layout, self._arrays = islands, layout, layout.reducer.arrays
         self._trained, self._specs = tuple(trained), layout.specs.leaves()
         first, shapes = layout.first_state, layout.shapes
-        floats = [k for k, x in enumerate(shapes) if jnp.issubdtype(x.dtype, jnp.floating)]
-        of_state = [k for k in floats if k >= first]
+        is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in shapes]
+        of_state = [k for k in range(first, len(shapes)) if is_float[k]]
         self._buckets = [
             _Bucket(tuple(places[i] for i in bucket), tuple(bucket) if are_params else ())
             for places, are_params in ((self._trained, True), (of_state, False))
@@ -174,7 +179,7 @@ class Meetings:
         ]
 
     def meet(self, outer: OuterState, held: Sequence[ReplicaArrays], counts: Sequence[int]) -> None:
-        """Put the islands' parameters and states together, on all replicas.
+        """Average the parameters and the optimizer's state of the islands, on all replicas.
 
         Every process calls this after the same update.
 
@@ -330,36 +335,36 @@ def _of_all_islands(
     islands: Islands,
     zero: jax.Array,
 ) -> jax.Array:
-    """A function of each element of all islands' vectors, at each place.
+    """A function of all islands' vectors, element by element, on all replicas.
 
-    As many replicas of each island as the smallest has exchange a piece each with those of the
-    other islands, so that a link between two islands carries what one of them has once each way,
-    and the results once. Permutes depend on each other, for Gloo mixes up those that do not.
+    It is a reduce-scatter and an all-gather between islands. n replicas of each island take part, n
+    being the size of the smallest island, each with 1/n of the vector. The result is then spread
+    inside each island. Permutes depend on each other, for Gloo mixes up independent ones.
 
     Args:
-        function: From equal parts of each island's vector to one of that size, by element.
+        function: From equal parts of the islands' vectors, in order, to an array of that size.
         flat: The vector of this place's island.
         zero: See `rounded`.
     """
-    num, speakers = len(islands.replicas), min(islands.replicas)
-    place = jax.lax.axis_index(DATA_AXIS)
-    members = [(i, j) for i, size in enumerate(islands.replicas) for j in range(size)]
-    island, member = jnp.asarray(np.array(members, np.int32))[place]
-    size = -(-flat.size // (num * speakers))
-    room = jnp.pad(flat, (0, num * speakers * size - flat.size))
-    own = room.reshape(speakers, num, size)[jnp.minimum(member, speakers - 1)]
-    firsts, last = islands.firsts(), zero
+    members, num, senders = islands.members(), len(islands.replicas), min(islands.replicas)
+    places = [(i, j) for i, size in enumerate(islands.replicas) for j in range(size)]
+    island, member = jnp.asarray(np.array(places, np.int32))[jax.lax.axis_index(DATA_AXIS)]
+    size = -(-flat.size // (num * senders))
+    room = jnp.pad(flat, (0, num * senders * size - flat.size))
+    own = room.reshape(senders, num, size)[jnp.minimum(member, senders - 1)]
+    last = zero
 
     def exchanged(sent: Callable[[jax.Array], jax.Array], mine: jax.Array) -> list[jax.Array]:
-        """What this place gets of each island, and its own."""
+        """The parts that each island sends to this place, with `mine` for its own island.
+
+        Args:
+            sent: From an island to the part for it.
+        """
         nonlocal last
         got = jax.lax.dynamic_update_index_in_dim(jnp.zeros_like(own), mine, island, 0)
         for d in range(1, num):
-            pairs = [
-                (firsts[i] + j, firsts[(i + d) % num] + j)
-                for i in range(num)
-                for j in range(speakers)
-            ]
+            to = [members[(i + d) % num] for i in range(num)]
+            pairs = [(members[i][j], to[i][j]) for i in range(num) for j in range(senders)]
             bits = jax.lax.bitcast_convert_type(sent((island + d) % num), jnp.int32)
             moved = jax.lax.ppermute(bits ^ (last & zero), DATA_AXIS, pairs)
             last = moved[0]
@@ -372,11 +377,10 @@ def _of_all_islands(
     if max(islands.replicas) == 1:
         return piece.reshape(-1)[: flat.size]
     bits = jax.lax.bitcast_convert_type(piece, jnp.int32) ^ (last & zero)
-    every = jnp.zeros((speakers, num, size), jnp.int32)
+    every = jnp.zeros((senders, num, size), jnp.int32)
     every = jax.lax.dynamic_update_index_in_dim(every, bits, member, 0)
-    every = jnp.where(member < speakers, every, 0)
-    groups = [[*range(a, a + n)] for a, n in zip(firsts, islands.replicas, strict=True)]
-    every = jax.lax.psum(every, DATA_AXIS, axis_index_groups=groups)
+    every = jnp.where(member < senders, every, 0)
+    every = jax.lax.psum(every, DATA_AXIS, axis_index_groups=[[*each] for each in members])
     return jax.lax.bitcast_convert_type(every, jnp.float32).reshape(-1)[: flat.size]
 
 
@@ -387,14 +391,18 @@ def _put(arrays: Sequence[list[jax.Array]], places: Sequence[int], new: Sequence
             mine[k] = x
 
 
-def meetings_of(plan: Plan, layout: StateLayout, training: Training) -> Meetings | None:
+def meetings_of(
+    plan: Plan, layout: StateLayout, training: Training, trained: Sequence[int]
+) -> Meetings | None:
     """The meetings of a plan's islands; None: there are none.
+
+    Args:
+        trained: Places of the trained parameters.
 
     Raises:
         PlanError: If islands cannot average what is trained.
     """
     if plan.islands is None:
         return None
-    trained = [i for i, is_trained in enumerate(training.model.is_trained) if is_trained]
     _check(layout, training, trained)
     return Meetings(layout, trained, plan.islands, plan.sums.bucket_mib << 20)

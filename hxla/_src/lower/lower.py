@@ -198,7 +198,7 @@ class Programs:
             sums=plan.sums,
             ownership=self.ownership,
         )
-        self.meetings = meetings_of(plan, self.state_layout, training)
+        self.meetings = meetings_of(plan, self.state_layout, training, self.trained)
         keeps = self.ownership is None or not self.ownership.sends_params
         self.gather = (
             None

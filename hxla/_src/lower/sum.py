@@ -65,7 +65,7 @@ class Reduced:
 
 def _own_island(islands: Islands) -> jax.Array:
     """int32: the island of this place."""
-    each = [n for n, size in enumerate(islands.replicas) for _ in range(size)]
+    each = [i for i, members in enumerate(islands.members()) for _ in members]
     return jnp.asarray(np.array(each, np.int32))[jax.lax.axis_index(DATA_AXIS)]
 
 
@@ -79,8 +79,7 @@ def _sums_of_islands(
     """
     if islands is None or max(islands.replicas) == 1:
         return values
-    ends = itertools.accumulate(islands.replicas, initial=0)
-    groups = [[*range(a, b)] for a, b in itertools.pairwise(ends)]
+    groups = [[*members] for members in islands.members()]
     flat, treedef = jax.tree.flatten(values)
     over = functools.partial(jax.lax.psum, axis_name=DATA_AXIS, axis_index_groups=groups)
     summed: list[tuple[jax.Array, ...]] = jax.tree.unflatten(treedef, flatly(over, flat))

@@ -436,13 +436,14 @@ class Islands(PlanValue):
         """
         return step % self.every == 0
 
-    def firsts(self) -> tuple[int, ...]:
-        """List the first replica of each island.
+    def members(self) -> tuple[range, ...]:
+        """List the replicas of each island.
 
         Returns:
             Their numbers in the plan.
         """
-        return tuple(itertools.accumulate(self.replicas[:-1], initial=0))
+        ends = itertools.accumulate(self.replicas, initial=0)
+        return tuple(range(a, b) for a, b in itertools.pairwise(ends))
 
     def counts(self, counts: Sequence[int]) -> tuple[int, ...]:
         """Add up the microbatches of each island.
@@ -453,8 +454,7 @@ class Islands(PlanValue):
         Returns:
             Those of each island in a step.
         """
-        ends = itertools.accumulate(self.replicas, initial=0)
-        return tuple(sum(counts[a:b]) for a, b in itertools.pairwise(ends))
+        return tuple(sum(counts[r] for r in members) for members in self.members())
 
 
 class HeldBytes(PlanValue):

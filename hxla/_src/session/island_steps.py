@@ -1,6 +1,8 @@
 """When a run of islands has one state: after a meeting, and not between two."""
 
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -41,37 +43,27 @@ def check_options(plan: Plan, options: SessionOptions) -> None:
             f"a run of {plural(steps, 'step')} ends between two meetings of the islands, which "
             f"meet every {plural(every, 'step')}: pass steps={' or steps='.join(map(str, fits))}"
         )
-    check_period(islands, "checkpoint_every", options.checkpoint_every, steps)
+    check_meets(islands, "checkpoint_every", options.checkpoint_every, steps)
 
 
-def check_period(islands: Islands, name: str, period: Every | None, steps: int | None) -> None:
+def check_meets(islands: Islands, name: str, period: Every | None, steps: int | None) -> None:
     """Refuse a period that is due between two meetings; by the clock, it waits for the next.
 
     Raises:
         ConfigError: With the period and one that fits.
     """
-    if period is None or period.seconds is not None:
-        return
-    every, wrong = islands.every, period.steps
-    if period.steps is None:
-        wrong = next((s for s in _ends_of_epochs(period, steps) if s % every), every)
-    if wrong is not None and wrong % every:
+    due: Iterable[int] = ()
+    if period is not None and period.steps is not None:
+        due = [period.steps]
+    elif period is not None and period.epochs is not None:
+        last = math.inf if steps is None else steps
+        due = itertools.takewhile(lambda step: step <= last, period.epochs.ends())
+    wrong = next((step for step in due if not islands.meets(step)), None)
+    if wrong is not None:
         raise ConfigError(
             f"{name}: it is due after step {wrong}, and the islands meet every "
-            f"{plural(every, 'step')}: use a multiple of {every}"
+            f"{plural(islands.every, 'step')}: use a multiple of {islands.every}"
         )
-
-
-def _ends_of_epochs(period: Every, steps: int | None) -> Iterator[int]:
-    """The steps that end epochs, up to the last, or until they repeat."""
-    epochs = period.epochs
-    if epochs is None:
-        return
-    for k in range(1, epochs.step_items + 1):  # then they repeat
-        step = -(-k * epochs.epoch_items // epochs.step_items)
-        if steps is not None and step > steps:
-            return
-        yield step
 
 
 class IslandSteps:
@@ -82,19 +74,19 @@ class IslandSteps:
     """
 
     def __init__(self, programs: Programs, store: Store, stepper: Stepper, first_step: int):
-        self._islands, self._meetings = programs.plan.islands, programs.meetings
+        self._meetings, self._local = programs.meetings, programs.reducer.local
         self._store, self._stepper, self._step = store, stepper, first_step
-        self._local = programs.reducer.local
-        self.use_counts(programs.plan.counts)
+        self._counts: tuple[int, ...] = ()
         self.are_one = True
+        self.use_counts(programs.plan.counts)
         self.begin()
         if self._meetings is not None:
             self._meetings.compile(store.outer, store.held)
 
     def use_counts(self, counts: tuple[int, ...]) -> None:
         """Tell the sums how many microbatches each replica runs in a step."""
-        self._counts = () if self._islands is None else self._islands.counts(counts)
-        if self._islands is not None:
+        if self._meetings is not None:
+            self._counts = self._meetings.islands.counts(counts)
             bounds = np.cumsum([0, *self._counts]).astype(np.int32)
             self._stepper.bounds = [(replica.put(bounds),) for replica in self._local]
 
@@ -111,11 +103,10 @@ class IslandSteps:
 
     def updated(self, step: int) -> None:
         """Meet, if it is time after a number of updates; every process calls this."""
-        if self._islands is None:
+        if self._meetings is None:
             return
         self._step, self.are_one = step, False
-        if self._islands.meets(step):
-            assert self._meetings is not None
+        if self._meetings.islands.meets(step):
             self._meetings.meet(self._store.outer, self._store.held, self._counts)
             self.are_one = True
 
@@ -125,10 +116,9 @@ class IslandSteps:
         Raises:
             ConfigError: With the step of the next meeting.
         """
-        if self.are_one:
+        if self.are_one or self._meetings is None:
             return
-        assert self._islands is not None
-        every = self._islands.every
+        every = self._meetings.islands.every
         raise ConfigError(
             f"{what} after step {self._step}: the islands have parameters of their own until they "
             f"meet after step {(self._step // every + 1) * every}: do it then, when step % {every} "

@@ -8,14 +8,13 @@ import collections
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ..choose.apportionment import best_counts, finish_seconds
 from ..choose.microbatch_counts import check_limits, count_limits, predicted, shared_numbers
 from ..core.config import BalanceConfig
 from ..job.context import JobContext
 from ..lower.lower import Programs
-from ..plan.parts import Islands
 from ..plan.plan import Plan
 from ..report.history import Rebalance, StepRecord
 from .opening import Opened
@@ -396,7 +395,7 @@ class RunningPlan:
         sizes = self._replica_bytes, opened.inputs, programs.most_inputs
         limits = count_limits(plan, self._cluster, *sizes)
         moves = options.balance or job.settings.balance
-        before = list(opened.source.plans.values())[-1:]
+        before = next(reversed(opened.source.plans.values()), None)
         self.plan, self.balancer = _balanced(plan, moves, limits, opened.seconds, before)
         opened.islands.use_counts(self.plan.counts)
         self.pipelines = PipelineWatch(opened.stepper, programs, job.gather)
@@ -446,14 +445,14 @@ def _balanced(
     config: BalanceConfig,
     limits: Sequence[int | None],
     seconds: Sequence[float] | None,
-    before: Sequence[Plan],
+    before: Plan | None,
 ) -> tuple[Plan, Balancer]:
     """A plan with the counts with which its session begins, and what moves them.
 
     Args:
         limits: Most microbatches of each device; None for no limit.
         seconds: Seconds of a microbatch on each device; None if not measured.
-        before: The last plan of the resumed run; empty: it begins. Islands keep its counts.
+        before: The last plan of the resumed run; None: it begins. Islands keep its counts.
 
     Raises:
         PlanError: If a device has no memory for its counts.
@@ -462,53 +461,46 @@ def _balanced(
     if seconds is not None:
         counts = best_counts(plan.num_microbatches, seconds, None, limits)
         if plan.islands is not None:
-            known = plan.num_microbatches, seconds, limits
-            counts = _counts_of_islands(plan.islands, counts, before, known)
+            each = _counts_of_islands(plan.islands.counts(counts), before)
+            counts = tuple(
+                count
+                for members, num in zip(plan.islands.members(), each, strict=True)
+                for count in best_counts(
+                    num, [seconds[r] for r in members], None, [limits[r] for r in members]
+                )
+            )
     check_limits(counts, limits)
     balancer = Balancer(config, counts, limits, seconds)
     return plan if counts == plan.counts else plan.with_counts(counts), balancer
 
 
-def _counts_of_islands(
-    islands: Islands,
-    counts: Sequence[int],
-    before: Sequence[Plan],
-    known: tuple[int, Sequence[float], Sequence[int | None]],
-) -> tuple[int, ...]:
-    """The islands' counts of a resumed run; else each island has a microbatch or more.
+def _counts_of_islands(best: Sequence[int], before: Plan | None) -> list[int]:
+    """The microbatches of each island: those of a resumed run, else one or more.
 
     Args:
-        counts: The best for the speeds of replicas.
-        known: All microbatches, and of each replica its seconds and its limit.
+        best: Those that suit the islands' speeds.
     """
-    num, seconds, limits = known
-    own = list(islands.counts(counts))
-    for earlier in before:
-        if earlier.islands is not None and earlier.num_microbatches == num:
-            kept = earlier.islands.counts(earlier.counts)
-            own = list(kept) if len(kept) == len(own) else own
-    while not all(own):
-        own[own.index(max(own))] -= 1
-        own[own.index(0)] += 1
-    out: list[int] = []
-    for size, count in zip(islands.replicas, own, strict=True):
-        mine = slice(len(out), len(out) + size)
-        out += best_counts(count, seconds[mine], None, limits[mine])
-    return tuple(out)
+    counts = list(best)
+    if before is not None and before.islands is not None:
+        kept = before.islands.counts(before.counts)
+        if (len(kept), sum(kept)) == (len(counts), sum(counts)):
+            return list(kept)
+    while not all(counts):
+        counts[counts.index(max(counts))] -= 1
+        counts[counts.index(0)] += 1
+    return counts
 
 
-def _other_islands(plan: Plan, before: Sequence[Plan]) -> tuple[str, ...]:
+def _other_islands(plan: Plan, before: Plan | None) -> Iterator[str]:
     """A line where a resumed run's islands have other microbatches than before."""
-    for earlier in before:
-        if plan.islands is not None and earlier.islands is not None:
-            now, then = plan.islands.counts(plan.counts), earlier.islands.counts(earlier.counts)
-            if now != then:
-                sums = ("+".join(map(str, each)) for each in (now, then))
-                return (
-                    "islands of {} microbatches, {} before: bits differ from those of a run "
-                    "without a stop".format(*sums),
-                )
-    return ()
+    if plan.islands is None or before is None or before.islands is None:
+        return
+    now, then = plan.islands.counts(plan.counts), before.islands.counts(before.counts)
+    if now != then:
+        yield (
+            f"islands of {'+'.join(map(str, now))} microbatches, {'+'.join(map(str, then))} "
+            "before: bits differ from those of a run without a stop"
+        )
 
 
 def _unplanned_gathers(programs: Programs) -> tuple[str, ...]:

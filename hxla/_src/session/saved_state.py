@@ -78,18 +78,9 @@ def told_of_run(job: JobContext, plan: Plan) -> dict[str, Any]:
             "communication.clip_norm": str(communication.clip_norm),
             "communication.clip": communication.clip,
             "nonfinite": job.nonfinite,
-            "islands": _islands_in_words(plan),
+            "islands": str(plan.islands),
         },
     }
-
-
-def _islands_in_words(plan: Plan) -> str:
-    islands = plan.islands
-    if islands is None:
-        return "none"
-    each = "+".join(map(str, islands.replicas))
-    outer = f"learning rate {islands.learning_rate:g}, momentum {islands.momentum:g}"
-    return f"{each} replicas every {islands.every} steps, {outer}"
 
 
 def check_format(folder: str, step: int, saved: Mapping[str, Any]) -> None:

@@ -633,7 +633,11 @@ class Stepper:
 def _nonfinite(
     told: Told, weight: float, names: Sequence[str], bounds: Sequence[jax.Array]
 ) -> tuple[str, ...]:
-    """What is not finite, in words or by the names of tensors."""
+    """What is not finite, in words or by the names of tensors.
+
+    Args:
+        bounds: Of islands the first microbatch of each and their number; empty: there are none.
+    """
     if told.is_finite:
         return ()
     if not weight:

@@ -17,8 +17,8 @@ from ..plan.plan import Plan
 from ..plan.rules import RuleSet
 from ..report.history import StepRecord
 from ..report.terminal import quietly
-from . import island_steps
 from .callbacks import Callback, Callbacks
+from .island_steps import check_meets
 from .job import PLAN_VARIABLE, Job
 from .session import Session
 from .values import Result, as_every, check_period
@@ -177,7 +177,7 @@ def train(
         session.agree({"eval_every": eval_every, "eval_data": evaluates})
         every = as_every("eval_every", eval_every, session.epochs)
         if session.plan.islands is not None and eval_data is not None:
-            island_steps.check_period(session.plan.islands, "eval_every", every, session.num_steps)
+            check_meets(session.plan.islands, "eval_every", every, session.num_steps)
         called.closed_by(closing)
         is_over = called.started(session)
         if eval_data is not None and session.step_number == session.num_steps:  # no steps are left
