@@ -6,6 +6,7 @@ import math
 import jax
 import optax
 import pytest
+from flax import nnx
 
 import hxla
 from support import families
@@ -75,7 +76,8 @@ def copies(own, num):
 def bytes_of_a_step(own, plan, peak):
     """What the second step of a plan takes at most, in that which its session says."""
     gc.collect()
-    before = live_bytes()
+    leaves = sum(x.nbytes for x in jax.tree.leaves(nnx.state(own.model)))  # while it is open
+    before = live_bytes() - leaves
     with own.open(plan, steps=2) as session:
         steps = iter(session)
         next(steps)
@@ -121,7 +123,10 @@ def test_a_step_of_copies_that_are_cut_does_too(optimizer, memory, peak):
         rules="decoder",
         counts="even",
     )
-    assert bytes_of_a_step(own, plan, peak) == pytest.approx(1, rel=0.03)
+    # The plan allows for two messages of whole matrices beside a group that comes from the host.
+    whole = optimizer is optax.contrib.muon and "offload" in memory
+    least = 0.93 if whole else 0.97
+    assert least < bytes_of_a_step(own, plan, peak) < 1.03
 
 
 @pytest.mark.slow
