@@ -1,16 +1,19 @@
 """Collectives in compiled programs, counted against theory."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 
 import hxla
 from hxla import Strategy, testing
+from support import models
 from support.inside.graph import trace_sums
 from support.inside.inspect import _shapes
 from support.inside.plan import shard_graph
@@ -245,3 +248,27 @@ def test_experts_exchange_tokens_by_all_to_all():
 def test_a_strategy_prints_as_it_is_written(kind):
     assert repr(Strategy(kind, 4)) == f"hxla.{kind}(4)"
     assert repr(Strategy(kind, None)) == f"hxla.{kind}()"
+
+
+@pytest.mark.parametrize(
+    "memory", [{}, {"zero": 1, "shard_groups": 2}, {"zero": 2, "shares": [3, 1, 1, 1]}], ids=str
+)
+def test_no_loop_of_a_sum_has_a_collective(memory):
+    """Their order would be lost in XLA's compilation cache, see `chunks.ring_sum`."""
+    job = hxla.Job(
+        models.NnxNet(nnx.Rngs(0)),
+        models.tokens(64),
+        models.token_loss,
+        optax.adam(1e-3),
+        batch_size=16,
+        config={"memory": memory},
+    )
+    mesh = models.mesh(data=4)
+    plan = job.plan(mesh=mesh, microbatch_size=2)
+    with job.open(plan, mesh=mesh, quiet=True) as session:
+        texts = [program.as_text() for program in session._programs.reducer.programs]
+    entry = re.compile(r"^ENTRY .*?^}", re.DOTALL | re.MULTILINE)
+    of_loops = "".join(entry.sub("", text) for text in texts)
+    kinds = r"= \S+ (?:all-\S+|collective-permute|reduce-scatter)\("
+    assert len(re.findall(kinds, "".join(texts))) > 3
+    assert not re.findall(kinds, of_loops)

@@ -238,12 +238,14 @@ def ring_sum(local_chunk: Callable[[Any], jax.Array], num: int, axis: str, sent:
     me = jax.lax.axis_index(axis)
     to_next = [(d, (d + 1) % num) for d in range(num)]
 
-    def add(hop: Any, total: jax.Array) -> jax.Array:
+    # No loop: XLA runs the collectives of a program in one order on all devices, but a program of
+    # the compilation cache has lost the order between those in a loop and those outside of it.
+    # Devices that begin with different ones wait for each other for ever.
+    total = local_chunk((me - 1) % num)
+    for hop in range(2, num + 1):
         received = moved(lambda x: jax.lax.ppermute(x, axis, to_next), total, sent)
-        return local_chunk((me - hop) % num) + received
-
-    # One body, compiled once however many devices there are.
-    return jax.lax.fori_loop(2, num + 1, add, local_chunk((me - 1) % num))
+        total = local_chunk((me - hop) % num) + received
+    return total
 
 
 def all_gather(chunk: jax.Array, lengths: Sequence[int], axis: str) -> jax.Array:
