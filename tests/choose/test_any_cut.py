@@ -1,5 +1,6 @@
 """What `numerics.cut` of `any` plans, and what it refuses before or when a session opens."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -31,14 +32,29 @@ def test_numerics_are_one_for_every_size_of_tensor():
     assert "4 granules" in reason
 
 
-def test_numerics_of_a_pipeline_are_one_for_every_size_of_tensor():
-    """Although what is stored where between steps depends on it."""
-    meshes = [{"data": 1, "stage": 2, "tensor": num} for num in (1, 2, 4)]
-    plans = [planned(job("mlp"), mesh) for mesh in meshes]
+def test_numerics_of_pipelines_and_chains_are_those_of_one_program():
+    """Although what is stored where between steps depends on the mesh."""
+    meshes = [
+        {"data": 1, "tensor": 4},
+        {"data": 1, "stage": 2, "tensor": 2},
+        {"data": 1, "stage": 4, "tensor": 1},
+    ]
+    plans = [planned(job("mlp"), mesh) for mesh in (*meshes, {"data": 2, "stage": 3})]
+    assert len({plan.pipeline and plan.pipeline.points for plan in plans}) == 4
+    assert all(plan.is_cut_free and plan.inner_axes[-1][0] == "tensor" for plan in plans)
+    segments = [s for plan in plans if plan.pipeline for s in plan.pipeline.segments]
+    assert {segment.keep for segment in segments} == {"inputs"}
+    interleaved = {"schedule": "interleaved", "num_chunks": 2}
+    plans += [
+        planned(job("mlp", pipeline=interleaved), {"data": 1, "stage": 2}),
+        planned(job("mlp", recompute="boundaries"), {"data": 2}),
+        planned(job("mlp", zero=3), {"data": 2, "tensor": 2}),
+    ]
+    assert plans[-2].num_segments > 1
     assert len({plan.numerics for plan in plans}) == 1
-    assert all([a.granules for a in plan.axes] == [None, 4] for plan in plans)
-    assert all(segment.keep == "inputs" for plan in plans for segment in plan.pipeline.segments)
-    assert len({plan.numerics for plan in plans} | {planned(job("mlp"), {"data": 2}).numerics}) == 2
+    # Without the setting each cut has numerics of its own.
+    others = [planned(job("mlp", cut="planned"), mesh) for mesh in meshes]
+    assert len({plan.numerics for plan in others}) == 3
 
 
 def test_the_number_of_granules_and_the_setting_decide_bits():
@@ -144,3 +160,36 @@ def test_what_a_program_would_do_is_refused_when_it_opens(options, communication
     )
     with pytest.raises(hxla.PlanError, match=message):
         own.open(planned(own, {"tensor": 2}), steps=1)
+
+
+class Scanned(nnx.Module):
+    """Layers in a scan, all of which read the first values too."""
+
+    def __init__(self, rngs):
+        self.first, self.last = nnx.Linear(5, 32, rngs=rngs), nnx.Linear(32, 3, rngs=rngs)
+        self.up = nnx.Param(jax.random.normal(rngs.params(), (4, 32, 64)) / 8)
+
+    def __call__(self, x):
+        first = self.first(x)
+
+        def layer(y, up):
+            return y + jnp.tanh(first + (y @ up)[..., :32]), None
+
+        return self.last(jax.lax.scan(layer, first, self.up[...])[0])
+
+
+def test_a_scan_whose_layers_read_one_value_is_not_cut():
+    own = hxla.Job(
+        lambda: Scanned(nnx.Rngs(0)),
+        any_cut.mlp_data(),
+        any_cut.mlp_loss,
+        optax.adam(1e-2),
+        batch_size=any_cut.BATCH,
+        config={"numerics": {"cut": "any"}},
+    )
+    rules = hxla.RuleSet(name="up", rules=(hxla.Rule(path="up", axes=((), ("tensor",))),))
+    with own.open(planned(own, {"data": 1}, rules=rules), steps=1):
+        pass
+    plan = planned(own, {"data": 1, "stage": 4}, rules=rules)
+    with pytest.raises(hxla.PlanError, match=r"scan at .*any_cut.py:\d+ all read one value"):
+        own.open(plan, steps=1)

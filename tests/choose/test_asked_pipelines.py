@@ -67,6 +67,14 @@ def test_a_number_of_stages_makes_pipelines_of_as_many_devices():
     assert abs(a - b) <= 1
 
 
+def test_one_stage_is_no_pipeline():
+    """So a script may give as many stages as there are devices."""
+    for mesh, num in (({"data": 2, "stage": 1}, 2), ({"stage": 1}, 1)):
+        plan = traced(32).plan(cluster(*[ROOM] * num), mesh=mesh)
+        assert plan.pipeline is None
+        assert [replica.devices for replica in plan.replicas] == [(i,) for i in range(num)]
+
+
 def test_shares_of_the_work_are_what_the_stages_get():
     plan = traced().plan(TWO, stages=(3, 1), microbatch_size=1)
     a, b = layers_of(plan)
@@ -129,7 +137,6 @@ REFUSED = [
         {"recompute": "none"},
         "stages of 2 devices each keep no residuals",
     ),
-    ({"mesh": {"stage": 1, "tensor": 4}}, {}, "a pipeline has at least two stages"),
     ({"mesh": {"stage": 2, "fsdp": 2}}, {}, "would cut the batch inside a stage"),
     ({"mesh": {"data": 3}}, {}, "takes 3 devices, there are 4"),
     ({"mesh": 4}, {}, "mesh=4 is no mesh"),

@@ -47,6 +47,9 @@ def main():
     parser.add_argument("--stages", type=int)
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument(
+        "--any-cut", action="store_true", help="as many stages as devices, and the bits of any cut"
+    )
+    parser.add_argument(
         "--digests", help="file for the SHA-256 of the first part of the state after each step"
     )
     args = parser.parse_args()
@@ -56,7 +59,12 @@ def main():
         "y": rng.normal(size=(256, 4)).astype(np.float32),
     }
 
-    digests = []
+    digests, num = [], jax.device_count()
+    mesh = None
+    if args.any_cut:
+        mesh = {"data": 1, "stage": num, "tensor": 1}
+    elif args.tensor > 1:
+        mesh = {"data": num // args.tensor, "tensor": args.tensor}
 
     def pace(record, session):
         if not (args.slow_until and pathlib.Path(args.slow_until).exists()):
@@ -78,14 +86,13 @@ def main():
             config={
                 "memory": {"zero": args.zero},
                 "checkpoint": {"in_memory_every": args.in_memory_every},
+                "numerics": {"cut": "any" if args.any_cut else "planned"},
             },
         ),
         microbatch_size=4,
         stages=[1.0] * args.stages if args.stages else None,
-        mesh={"data": jax.device_count() // args.tensor, "tensor": args.tensor}
-        if args.tensor > 1
-        else None,
-        rules="decoder" if args.tensor > 1 else None,
+        mesh=mesh,
+        rules="decoder" if mesh else None,
         steps=args.steps,
         callbacks=[pace] if args.slow or args.digests else [],
         checkpoint_dir=args.checkpoints,

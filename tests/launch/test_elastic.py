@@ -75,6 +75,31 @@ def test_an_experiment_of_easyscale_ends_with_the_bits_of_one_device(tmp_path):
     assert elastic_chaos.undisturbed_line(steps, "-n", "1") in job.tail()
 
 
+@pytest.mark.slow
+def test_a_pipeline_is_cut_again_for_the_devices_that_are_left(tmp_path):
+    """Three stages, two, one device and two again have the bits of one device."""
+    options = ("--stop-when", str(tmp_path / "last"), "--any-cut", "--batch-size", "16")
+    job = elastic_chaos.Job(tmp_path, elastic_chaos.MOST_STEPS, 0.1, [0.4, 0.4, 0.4], options)
+    try:
+        job.wait(elastic_chaos.runs, "the first generation")
+        for shares in ([0.4, 0.4], [0.4], [0.4, 0.39]):
+            first = elastic_chaos.last_step(job.events())[0]
+            job.wait(lambda e, n=first: elastic_chaos.last_step(e)[0] >= n + 5, "steps")
+            job.shares = shares
+            job.write_mesh()
+            job.wait(
+                lambda e, s=shares: formed(e)[-1] == len(s) and elastic_chaos.runs(e), "others"
+            )
+        job.last.touch()
+        assert job.end() == 0, job.tail()
+    finally:
+        job.stop()
+    assert formed(job.events()) == [3, 2, 1, 2]
+    steps = job.ledger()["runs"][-1]["end"]
+    line = elastic_chaos.undisturbed_line(steps, "-n", "1", *options[2:])
+    assert line in job.tail()
+
+
 def compiled_in_pauses(job):
     """What was compiled after a generation took over the state of another, before its first step.
 

@@ -1,4 +1,4 @@
-"""`numerics.cut` of `any`: one `Plan.numerics`, and one SHA-256, for every size of `tensor`."""
+"""`numerics.cut` of `any`: one `Plan.numerics`, and one SHA-256, however a microbatch is cut."""
 
 import functools
 
@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from support.any_cut import BATCH, MICRO, MODELS, STEPS, job, planned, trained
+from support.any_cut import BATCH, MICRO, MODELS, STEPS, TIED, job, planned, trained
 
 pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("every_program_is_cached")]
 
@@ -31,14 +31,21 @@ CHAINS = {
 PIPELINES = {
     "stage 2": ({"data": 1, "stage": 2}, {}),
     "stage 2, tensor 2": ({"data": 1, "stage": 2, "tensor": 2}, {}),
+    "stage 3": ({"data": 2, "stage": 3}, {"pipeline": (("schedule", "gpipe"),)}),
+    "interleaved": (
+        {"data": 1, "stage": 2},
+        {"pipeline": (("schedule", "interleaved"), ("num_chunks", 2))},
+    ),
     "data 2, stage 2, tensor 2, zero 1": ({"data": 2, "stage": 2, "tensor": 2}, {"zero": 1}),
 }
 
 
 @functools.cache
 def outcome(name, mesh, memory):
-    own = job(name, **dict(memory))
-    plan = planned(own, dict(mesh))
+    options = dict(memory)
+    options["pipeline"] = dict(options.get("pipeline", ()))
+    own = job(name, **options)
+    plan = planned(own, dict(mesh), rules=TIED if name == "tied" else "decoder")
     result = trained(own, plan)
     return plan.numerics, result.sha256, [step.loss for step in result.history.steps], result.state
 
@@ -59,13 +66,21 @@ def test_one_device_and_four_end_with_the_same_bits():
     check_alike("mlp", without_clip)
 
 
+def test_one_program_a_chain_and_a_pipeline_end_with_the_same_bits():
+    """Of a model whose embedding, and first values, are read in all parts."""
+    meshes = {"data": 1}, {"data": 1, "stage": 3}
+    check_alike(
+        "tied", [(mesh, {}) for mesh in meshes] + [(meshes[0], {"recompute": "boundaries"})]
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     "forms", [CUTS, CHAINS, PIPELINES], ids=["one program", "chains", "pipelines"]
 )
 def test_no_bit_depends_on_the_cut(name, forms):
-    check_alike(name, forms.values())
+    check_alike(name, [CUTS["data 1"], *forms.values()])
 
 
 def drawn(number):

@@ -249,7 +249,6 @@ def test_storage_is_cut_over_stages_and_over_the_devices_of_each():
             hxla.PlanError,
             "mesh axes fsdp would cut the batch inside a stage",
         ),
-        ({"mesh": {"data": 1, "stage": 1, "tensor": 2}}, hxla.PlanError, "at least two stages"),
         (
             {"mesh": {"data": 1, "tensor": 2}, "stages": 2},
             hxla.ConfigError,

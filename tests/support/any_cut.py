@@ -73,6 +73,20 @@ class Decoder(nnx.Module):
         return self.tok.attend(self.norm(x_BTD))
 
 
+class Tied(nnx.Module):
+    """Three operations read the embedding, and all blocks the same first values."""
+
+    def __init__(self, rngs):
+        self.tok = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, text_BT):
+        x_BTD = first_BTD = self.tok(text_BT)
+        for block in self.blocks:
+            x_BTD = x_BTD + jnp.tanh(block(x_BTD) * first_BTD)
+        return self.tok.attend(x_BTD) + self.tok.attend(first_BTD)
+
+
 def mlp_loss(model, batch):
     errors = jnp.mean((model(batch["x"]) - batch["y"]) ** 2, axis=-1)
     return errors, batch["weight"]
@@ -96,10 +110,14 @@ def text():
     return {"text": rows.astype(np.int32)}
 
 
-MODELS = {"mlp": (Mlp, mlp_loss, mlp_data), "decoder": (Decoder, decoder_loss, text)}
+MODELS = {
+    "mlp": (Mlp, mlp_loss, mlp_data),
+    "decoder": (Decoder, decoder_loss, text),
+    "tied": (Tied, decoder_loss, text),
+}
 
 
-def job(name, cut="any", granules=4, clip=0.5, optimizer=None, **memory):
+def job(name, cut="any", granules=4, clip=0.5, optimizer=None, pipeline=None, **memory):
     model, loss, data = MODELS[name]
     numerics = {"cut": cut, "granules": granules} if cut == "any" else {}
     return hxla.Job(
@@ -113,8 +131,20 @@ def job(name, cut="any", granules=4, clip=0.5, optimizer=None, **memory):
             "memory": memory,
             "communication": {"clip_norm": clip},
             "numerics": numerics,
+            "pipeline": pipeline or {},
         },
     )
+
+
+#: For `Tied`; the other models have the names of a decoder's parameters.
+TIED = hxla.RuleSet(
+    name="tied",
+    rules=(
+        hxla.Rule(path="tok/embedding", axes=(("tensor",), ())),
+        hxla.Rule(path="blocks/0/kernel", axes=((), ("tensor",))),
+        hxla.Rule(path="blocks/1/kernel", axes=(("tensor",), ())),
+    ),
+)
 
 
 def planned(own, mesh, **options):

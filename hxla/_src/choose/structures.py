@@ -15,6 +15,7 @@ import numpy as np
 from ..cluster.cluster import Cluster
 from ..core.config import ClusterConfig, Config
 from ..core.errors import ConfigError, PlanError
+from ..core.format import plural
 from ..core.keywords import check_whole_numbers
 from ..core.types import DATA_AXIS, DEVICE_AXIS, OUTER_AXES, STAGE_AXIS, TENSOR_AXIS, TOKEN_AXIS
 from ..graph.graph import Graph
@@ -82,6 +83,11 @@ def structure_of(
         PlanError: If the devices do not fit.
     """
     request = asked(stages, settings)
+    if axes is not None and (STAGE_AXIS, 1) in axes:  # no pipeline
+        place = axes.index((STAGE_AXIS, 1))
+        axes, grid = (*axes[:place], *axes[place + 1 :]), grid.squeeze(place)
+        if not axes:
+            axes, grid = ((DATA_AXIS, 1),), grid.reshape(1)
     if settings.numerics.cut == "any":
         axes, grid = _with_tensor(graph, request, axes, grid, rules)
     structure = _structure(graph, cluster, settings.cluster, request, axes, grid, rules)
@@ -287,7 +293,7 @@ def pipelined(ranks: Sequence[int], request: PipelineRequest) -> ReplicaGroups:
     if num < 2 or len(ranks) % num:
         fitting = [n for n in range(2, len(ranks) + 1) if len(ranks) % n == 0]
         raise PlanError(
-            f"{len(ranks)} devices cannot make pipelines of {num} stages: use "
+            f"{plural(len(ranks), 'device')} cannot make pipelines of {num} stages: use "
             f"{' or '.join(map(str, fitting)) or 'at least two devices and as many'} stages, or "
             "leave devices out with cluster.visible_devices"
         )
@@ -375,11 +381,6 @@ def _staged(
     rules: RuleSet | None,
     request: PipelineRequest,
 ) -> ReplicaGroups:
-    if request.num < 2:
-        raise PlanError(
-            f"the mesh axis {STAGE_AXIS!r} has size {request.num}: a pipeline has at least two "
-            "stages, leave the axis out"
-        )
     inner = tuple(axis for axis in axes[1:] if axis[1] > 1)
     batch_axes = [name for name, _ in inner if name in BATCH_AXES]
     if batch_axes:

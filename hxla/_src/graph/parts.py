@@ -245,6 +245,34 @@ def ranged(graph: Graph, points: Sequence[int]) -> tuple[Graph, tuple[int, ...]]
     return opened(graph, cuts), tuple(new_points)
 
 
+def reads_apart(graph: Graph) -> Graph:
+    """The graph where each operation that reads a parameter has an entry of its own for it.
+
+    So the gradient of a parameter has one term for each of them, wherever the graph is cut.
+    """
+    values, entries, alike = list(graph.values), list(graph.param_values), dict(graph.alike)
+    unread, ops = set(graph.param_values), []
+    for op in graph.ops:
+        own: dict[int, int] = {}
+        for v in dict.fromkeys(v for v in op.inputs if isinstance(v, int)):
+            if v in unread:
+                unread.remove(v)
+            elif v in graph.param_values and values[v].differentiable:
+                own[v] = len(values)
+                alike[own[v]] = alike.get(v, v)
+                values.append(values[v])
+                entries.append(own[v])
+        inputs = tuple(own.get(v, v) if isinstance(v, int) else v for v in op.inputs)
+        ops.append(dataclasses.replace(op, inputs=inputs) if own else op)
+    return dataclasses.replace(
+        graph,
+        ops=tuple(ops),
+        values=tuple(values),
+        param_values=tuple(entries),
+        alike=alike,
+    )
+
+
 _OUTSIDE = "stages can be cut between its layers where it stands outside"
 _REMEDIES = {
     "a checkpoint": (

@@ -137,7 +137,8 @@ class ChainRunner:
     def traced(self, params: Any, aux: Any, sums: DeviceSums, *more: Any) -> DeviceSums:
         """The sums that this program returns; see `microbatch.whole_program`."""
         [part] = self._parts
-        sums, _, _ = self._programs.whole(params, part.starts, [], aux, sums, *more)
+        read = [params[p] for p in part.params]
+        sums, _, _ = self._programs.whole(read, part.starts, [], aux, sums, *more)
         return sums
 
     @property
@@ -230,7 +231,8 @@ class ChainRunner:
     ) -> tuple[DeviceSums, jax.Array | None]:
         """`_in_turn` where one program is the whole sequence, perhaps of several microbatches."""
         program, [part] = self._programs.of(0)["loss"], self._parts
-        read: list[Any] = [inputs.params, part.starts, [], inputs.aux]
+        params = [inputs.params[p] for p in part.params]
+        read: list[Any] = [params, part.starts, [], inputs.aux]
         sums, tick = sums or self.empty(), None
         for some in calls:
             where, batch = self._numbers_and_batch(inputs.step, some, goes_on=tick is not None)

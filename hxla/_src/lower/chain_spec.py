@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 from ..core.errors import PlanError
 from ..core.types import PyTree
 from ..graph.graph import Graph, params_of, shapes_of
-from ..graph.parts import ChainPart, graph_at, values_by_shape
+from ..graph.parts import ChainPart, graph_at, reads_apart, values_by_shape
 from ..graph.segments import Segment, segments_at
+from ..jax.jaxpr import scan_counts
 from ..model.loss import num_columns
 from ..plan.layout import check_layers_whole
 from ..plan.plan import Plan
@@ -80,6 +81,11 @@ class ChainSpec:
     def is_whole(self) -> bool:
         """Whether a microbatch is one program."""
         return len(self.parts) == 1
+
+    @property
+    def trained_entries(self) -> tuple[int, ...]:
+        """Places in `Graph.param_values` of the trained parameters, or of rows of them."""
+        return tuple(i for i, p in enumerate(params_of(self.graph)) if p in self.trained)
 
     @property
     def joins_at_end(self) -> bool:
@@ -214,6 +220,8 @@ def chain_spec(
     if isinstance(inner, Uneven) and points:
         inner, points = inner.in_segments(_segments_again(graph, plan)), ()
     ordered, points = graph_at(graph, "work", points)
+    if isinstance(inner, Sharded) and inner.granules is not None:
+        ordered = cut_free(ordered, trained)
     check_layers_whole(ordered, plan.parameters)
     parts = direct_parts(ordered, points)
     owners = parts_of_tensors(ordered, parts, tensors, trained)
@@ -344,6 +352,25 @@ def shared_tensors(
         has_rows = graph.values[graph.param_values[entry]].rows is not None
         num[param_of[entry]] += 1 + has_rows
     return frozenset(t for t, p in enumerate(trained) if num[p] > 1)
+
+
+def cut_free(graph: Graph, trained: Collection[int]) -> Graph:
+    """A cut graph whose gradients depend on no cut, if its programs do not.
+
+    Raises:
+        PlanError: For a scan over layers that is cut inside, if all its layers read a value that
+            has a gradient: a scan adds up the terms of its own layers first.
+    """
+    wanted = wanted_values(graph, trained)
+    for op in (op for op in graph.ops if op.iterations is not None):
+        num_consts, _ = scan_counts(op.eqn)
+        if not wanted.isdisjoint(v for v in op.inputs[:num_consts] if isinstance(v, int)):
+            raise PlanError(
+                f"numerics.cut: the layers of the scan at {op.source} all read one value, whose "
+                "gradient depends on where the scan is cut: use fewer stages or leave "
+                "recomputation out, so that it stays whole, or set numerics.cut to 'planned'"
+            )
+    return reads_apart(graph)
 
 
 def wanted_values(graph: Graph, trained: Collection[int]) -> set[int]:

@@ -140,7 +140,7 @@ def check_in_granules(plan: Plan, ownership: Ownership | None) -> None:
     Args:
         ownership: None: the update is one program.
     """
-    in_granules = any(axis.granules is not None for axis in plan.axes)
+    in_granules = plan.is_cut_free
     if in_granules and (ownership is None or plan.placement.whole):
         raise PlanError(
             "numerics.cut: the optimizer reads parameters as a whole, and the bits of that depend "

@@ -42,7 +42,7 @@ def whole_gradient(
     if mesh is not None and uneven is not None:
         return uneven.gradient(mesh, spec.trained, on_cpu)
     if mesh is not None:
-        return gradient_of(spec.sharded.function(mesh), spec.trained, on_cpu)
+        return gradient_of(spec.sharded.function(mesh), spec.trained_entries, on_cpu)
     loss = recomputed(spec.graph.program) if in_order else spec.graph.program
     lookups = _lookups(spec, loss)
     if lookups is not None:

@@ -15,7 +15,7 @@ from ..plan.plan import Plan
 from ..plan.sharding import Sharded
 from ..schedule.segment_sequence import sequence_from_texts
 from .chain_runner import ChainRunner
-from .chain_spec import ChainSpec
+from .chain_spec import ChainSpec, cut_free
 from .contribution import Contribution, Tensors, num_terms
 from .inputs import Training
 from .pipeline import Pipeline
@@ -83,6 +83,8 @@ def pipeline_spec(
     planned = plan.pipeline
     assert planned is not None
     ordered, points = graph_at(graph, planned.cut_by, planned.points)
+    if sharded is not None and sharded.granules is not None:
+        ordered = cut_free(ordered, trained)
     check_layers_whole(ordered, plan.parameters)
     parts = parts_of(ordered, points)
     contribution = Contribution.of(plan.sums, num_terms(ordered, parts, plan.num_microbatches))

@@ -116,6 +116,8 @@ class Joining:
         for pack, old in zip(packs, before, strict=True):
             rows = np.array([row_of[t] for t in pack])
             if self.is_shared(pack):
+                if spec.is_whole:  # no program of a chain begins its sums
+                    old = tuple(x * keep for x in old)
                 for i in places[pack[0]]:
                     old = self._add_to_shared(old, next(joining), terms[i].at, exponents_T[rows[0]])
             else:
@@ -200,7 +202,7 @@ class SegmentPart:
     ):
         graph, part = spec.graph, spec.parts[index]
         param_of = params_of(graph)
-        entries = [i for i, p in enumerate(param_of) if p in spec.trained]
+        entries = spec.trained_entries
         self._spec, self._on_cpu, self._in_order = spec, on_cpu, in_order
         self._mesh = None if replica is None else replica.mesh
         self._uneven = None if replica is None or spec.uneven is None else spec.uneven.on(replica)
@@ -219,6 +221,7 @@ class SegmentPart:
             on_cpu=on_cpu,
             in_order=in_order,
             wanted=wanted,
+            passing={v for q in spec.parts[index + 1 :] for v in q.inputs},
             run=run,
             padded=padded,
         )
@@ -226,7 +229,7 @@ class SegmentPart:
         tensor_of = {p: t for t, p in enumerate(spec.trained)}
         # The program of a whole microbatch is the traced one, whose arguments are complete.
         entries_of_part = range(len(param_of)) if spec.is_whole else self.stage.params
-        trained = spec.trained if spec.is_whole else self.stage.trained
+        trained = entries if spec.is_whole else self.stage.trained
         self.params = tuple(param_of[entry] for entry in entries_of_part)
         self._rows = [graph.values[graph.param_values[entry]].rows for entry in entries_of_part]
         reads = set(part.segment.given)
@@ -256,9 +259,8 @@ class SegmentPart:
             uneven=self._uneven,
             on_cpu=on_cpu,
         )
-        later = {v for q in spec.parts[index + 1 :] for v in q.inputs}
         self.floats = self.stage.above_floats
-        self.pending = tuple(v for v in self.floats if v in later)
+        self.pending = self.stage.passing
 
     @property
     def grad_tensors(self) -> list[int]:
@@ -321,8 +323,8 @@ class SegmentPart:
         env, arrays = self._env(aux, self._key(where), batch), self._params_or_rows(params, starts)
         saved = from_bytes(saved, self.stage.residuals)
         run = self._written(self.stage.backward_from_residuals, where)
-        d_params, d_inputs = run(arrays, saved, env, grads)
-        return list(map(_as_float32, d_params)), self._add_pending(d_inputs, pending)
+        d_params, d_inputs = run(arrays, saved, env, [*grads, *pending])
+        return list(map(_as_float32, d_params)), d_inputs
 
     def loss(
         self,
@@ -437,11 +439,6 @@ class SegmentPart:
         env |= {graph.batch_values[i]: x for i, x in zip(self.batch, batch, strict=True)}
         env[graph.key_value] = key
         return env
-
-    def _add_pending(self, grads: Sequence[jax.Array], pending: Sequence[jax.Array]) -> Any:
-        before = dict(zip(self.pending, pending, strict=True))
-        pairs = zip(self.floats, grads, strict=True)
-        return [before[v] + g if v in before else g for v, g in pairs]
 
     def terms(
         self, d_params: Sequence[Any], starts: Any, deltas: Sequence[jax.Array] = ()

@@ -410,7 +410,10 @@ def make_slots(
     trained = tuple(range(num_params) if trained is None else trained)
     entries = [(p, None) for p in range(num_params)] if entries is None else entries
     unread = set(range(num_params)) - {entries[i][0] for read in read_by for i in read}
-    numbers = [sorted(set(read) | (unread if s == 0 else set())) for s, read in enumerate(read_by)]
+    first: dict[Any, int] = {}
+    alike = [first.setdefault(entry, i) for i, entry in enumerate(entries)]
+    read_by = [sorted(set(read) | (unread if s == 0 else set())) for s, read in enumerate(read_by)]
+    numbers = [sorted({alike[i] for i in read}) for read in read_by]
     inside = [without_stages(spec) for spec in specs]
     pieces = [
         piece_shape(shape, spec, dict(axes))
@@ -453,12 +456,13 @@ def make_slots(
                 slot, shape=stack.shape_of(shape), piece=stack.shape_of(piece), stack=stack
             )
         slots.append(slot)
+    of_first = [{line[s]: i for i, (_, line) in enumerate(every)} for s in range(num_stages)]
     return Slots(
         num_stages=num_stages,
         slots=tuple(slots),
         of=tuple(
-            {entry: i for i, (_, line) in enumerate(every) if (entry := line[s]) is not None}
-            for s in range(num_stages)
+            {i: slot_of[alike[i]] for i in read}
+            for read, slot_of in zip(read_by, of_first, strict=True)
         ),
         specs=tuple(specs),
         trained=trained,

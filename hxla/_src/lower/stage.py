@@ -79,6 +79,9 @@ class StagePart:
         on_cpu: Whether to write dots for CPUs.
         in_order: Whether scatters have a fixed order of additions.
         wanted: Values whose gradient is wanted, if they have one; None: all.
+        passing: Inputs that later parts read too: the gradients of these come back as those of
+            outputs do. So the terms of a value's gradient add up from the last reader to the first,
+            wherever a chain is cut.
         composer: Residual estimator of the graph, shared by its parts; None: a new one.
         run: Runs it in another way than operation by operation.
         padded: Shapes of its parameters if they are padded.
@@ -94,6 +97,7 @@ class StagePart:
         on_cpu: bool,
         in_order: bool = False,
         wanted: Collection[int] | None = None,
+        passing: Collection[int] = (),
         composer: ResidualEstimator | None = None,
         run: Callable[[Sequence[Any], Sequence[Any], Env], list[Any]] | None = None,
         padded: Sequence[jax.ShapeDtypeStruct] | None = None,
@@ -106,8 +110,10 @@ class StagePart:
         self.trained = tuple(i for i, p in enumerate(self.params) if p in trained)
         self.above = crossing(graph, part.inputs, wanted)
         self.below = crossing(graph, part.outputs, wanted)
+        self._passing = tuple(i for i in self.above.floats if part.inputs[i] in passing)
         self._env_values = part.segment.given
-        self._run = run or run_part(graph, part, place)
+        outputs = *part.outputs, *self.passing
+        self._run = run or run_part(graph, dataclasses.replace(part, outputs=outputs), place)
         self._padded = padded
 
     @property
@@ -116,7 +122,7 @@ class StagePart:
         part = self.part
         segment = segment_kind(self._graph, part.segment, ())
         crossing = len(part.inputs), self.above.floats, len(part.outputs), self.below.floats
-        return segment, self.trained, crossing, part.is_last
+        return segment, self.trained, crossing, self._passing, part.is_last
 
     @functools.cached_property
     def composed(self) -> Composed:
@@ -147,7 +153,7 @@ class StagePart:
             [self._graph.param_values[p] for p in self.params],
             self.part.inputs,
             self._env_values,
-            [self.below.values[i] for i in self.below.floats],
+            [*self.below_floats, *self.passing],
         )
         params, *others = (shapes_of(self._graph, values) for values in groups)
         return list(self._padded or params), *others
@@ -215,6 +221,11 @@ class StagePart:
         return tuple(self.above.values[i] for i in self.above.floats)
 
     @property
+    def passing(self) -> tuple[int, ...]:
+        """Inputs whose gradients have terms of later parts; these come after those of outputs."""
+        return tuple(self.above.values[i] for i in self._passing)
+
+    @property
     def reads_its_input(self) -> bool:
         """Whether inputs of the forward are residuals."""
         return any(where == "input" for where, _ in self._residual_places)
@@ -267,7 +278,9 @@ class StagePart:
             made = self._run(params, all_inputs, env)
             if self.part.is_last:
                 return [made[0]], made
-            return [made[i] for i in self.below.floats], made
+            num = len(self.part.outputs)
+            made, passed = made[:num], made[num:] or [all_inputs[i] for i in self._passing]
+            return [*(made[i] for i in self.below.floats), *passed], made
 
         return run
 
@@ -350,7 +363,8 @@ class StagePart:
         """
         closed = self._whole
         words = (self.above.words, self.above.floats, self.below.words, self.below.floats)
-        text = [re.sub(r"0x[0-9a-f]+", "", str(closed.jaxpr)), str((words, self.part.is_last))]
+        facts = words, self._passing, self.part.is_last
+        text = [re.sub(r"0x[0-9a-f]+", "", str(closed.jaxpr)), str(facts)]
         text += [f"{c.dtype}{c.shape}{np.asarray(c).tobytes().hex()}" for c in closed.consts]
         return "\n".join(text)
 

@@ -411,7 +411,7 @@ def _pipeline_faults(plan: Any, pipeline: PlannedPipeline) -> Iterator[str]:
     if len({segment.keep for segment in pipeline.segments}) > 1:
         yield "pipeline.segments: all must `keep` the same"
     inner = math.prod(axis.size for axis in plan.axes) // max(num_stages, 1)
-    in_granules = any(axis.granules is not None for axis in plan.axes)
+    in_granules = plan.is_cut_free
     if (inner > 1 or in_granules) and not pipeline.recompute and not plan.unlike_stages:
         yield (
             f"pipeline.segments: stages of {inner} devices{' in granules' * in_granules} keep "

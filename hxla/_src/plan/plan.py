@@ -73,7 +73,9 @@ def deciding(plan: "Plan") -> dict[str, Any]:
         # Else they are as the loss was traced.
         found["scatters"], found["activations"] = "in order, or selected", "recomputed"
     if plan.axes:
-        found["axes"] = [axis.deciding for axis in plan.axes]
+        is_free = plan.is_cut_free
+        axes = [axis for axis in plan.axes if axis.granules is not None or not is_free]
+        found["axes"] = [axis.deciding for axis in axes]
         # What is stored where between the steps of a pipeline may depend on an axis' size.
         decide = [a.name for a in plan.axes if a.granules is not None] or list(plan.axis_sizes)
         found["specs"] = [
@@ -83,12 +85,6 @@ def deciding(plan: "Plan") -> dict[str, Any]:
     if plan.is_uneven:
         found["shares"] = [axis.shares for axis in plan.axes]
         found["sizes"] = [layout.sizes for layout in plan.parameters]
-    if plan.pipeline is not None:
-        segments = plan.pipeline.segments
-        found["cut"] = [plan.pipeline.points, plan.pipeline.num_chunks, plan.pipeline.cut_by]
-        each = [[s.first, s.keep] for s in segments]
-        found["keep"] = each if len({s.keep for s in segments}) > 1 else segments[0].keep
-        found["has_weight"] = plan.pipeline.has_weight
     if plan.unlike_stages:
         found["stages"] = [
             [
@@ -100,13 +96,7 @@ def deciding(plan: "Plan") -> dict[str, Any]:
             ]
             for stage in plan.unlike_stages
         ]
-    # Whatever is recomputed, the programs are the same.
-    if plan.chain is not None and plan.num_segments > 1:
-        found["chain"] = plan.chain.points
-        if plan.is_uneven:  # all segments are one program
-            found["sequence"] = plan.chain.sequence
-    if plan.microbatches_per_call > 1:
-        found["microbatches_per_call"] = plan.microbatches_per_call
+    found |= _deciding_cut(plan)
     # Each that devices of a copy put together is compiled apart from what else the copy owns, and
     # copies of several devices update in parts in every stage.
     is_whole = plan.placement.whole and not plan.axes
@@ -127,6 +117,30 @@ def deciding(plan: "Plan") -> dict[str, Any]:
         found["islands"] = [islands, plan.islands.counts(plan.counts)]
     if plan.sums.kind == "float":
         found["sums"] = [plan.sums.model_dump(), plan.counts, plan.placement.waves]
+    return found
+
+
+def _deciding_cut(plan: "Plan") -> dict[str, Any]:
+    """How a microbatch is cut into programs, where that decides bits."""
+    found: dict[str, Any] = {}
+    pipeline = plan.pipeline
+    if plan.is_cut_free:
+        if pipeline is not None and pipeline.cut_by != "work":
+            found["order"] = pipeline.cut_by  # in which terms of a gradient add up
+        return found
+    if pipeline is not None:
+        segments = pipeline.segments
+        found["cut"] = [pipeline.points, pipeline.num_chunks, pipeline.cut_by]
+        each = [[s.first, s.keep] for s in segments]
+        found["keep"] = each if len({s.keep for s in segments}) > 1 else segments[0].keep
+        found["has_weight"] = pipeline.has_weight
+    # Whatever is recomputed, the programs are the same.
+    if plan.chain is not None and plan.num_segments > 1:
+        found["chain"] = plan.chain.points
+        if plan.is_uneven:  # all segments are one program
+            found["sequence"] = plan.chain.sequence
+    if plan.microbatches_per_call > 1:
+        found["microbatches_per_call"] = plan.microbatches_per_call
     return found
 
 
@@ -270,6 +284,11 @@ class Plan(PlanValue):
     def is_uneven(self) -> bool:
         """Whether devices of a replica may have shards of unlike sizes."""
         return any(axis.shares for axis in self.axes)
+
+    @property
+    def is_cut_free(self) -> bool:
+        """Whether bits depend on no cut: `numerics.cut` of `any`."""
+        return any(axis.granules is not None for axis in self.axes)
 
     @property
     def granules(self) -> tuple[int, ...]:
