@@ -25,7 +25,15 @@ from ..schedule.segment_sequence import (
     replay_sequence,
     sequence_from_texts,
 )
-from .parts import Axis, Islands, Placement, PlannedChain, PlannedPipeline, size_faults
+from .parts import (
+    Axis,
+    Islands,
+    Placement,
+    PlannedChain,
+    PlannedPipeline,
+    are_cut_free,
+    size_faults,
+)
 from .unlike_stages import unlike_stage_faults
 
 
@@ -411,7 +419,7 @@ def _pipeline_faults(plan: Any, pipeline: PlannedPipeline) -> Iterator[str]:
     if len({segment.keep for segment in pipeline.segments}) > 1:
         yield "pipeline.segments: all must `keep` the same"
     inner = math.prod(axis.size for axis in plan.axes) // max(num_stages, 1)
-    in_granules = plan.is_cut_free
+    in_granules = are_cut_free(plan.axes)
     if (inner > 1 or in_granules) and not pipeline.recompute and not plan.unlike_stages:
         yield (
             f"pipeline.segments: stages of {inner} devices{' in granules' * in_granules} keep "

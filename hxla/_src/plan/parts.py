@@ -103,6 +103,11 @@ class Axis(PlanValue):
         return self.model_dump(exclude={"shares", "granules" if self.granules is None else "size"})
 
 
+def are_cut_free(axes: Sequence[Axis]) -> bool:
+    """Whether bits depend on no cut: `numerics.cut` of `any`."""
+    return any(axis.granules is not None for axis in axes)
+
+
 def size_faults(key: str, layout: Layout, dim: int, axes: Sequence[Axis]) -> Iterator[str]:
     """Faults of a dimension with shards of unlike sizes.
 

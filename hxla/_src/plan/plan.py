@@ -47,6 +47,7 @@ from .parts import (
     RunnerUp,
     SumsForm,
     Versions,
+    are_cut_free,
 )
 from .precision import Precision
 
@@ -73,7 +74,7 @@ def deciding(plan: "Plan") -> dict[str, Any]:
         # Else they are as the loss was traced.
         found["scatters"], found["activations"] = "in order, or selected", "recomputed"
     if plan.axes:
-        is_free = plan.is_cut_free
+        is_free = are_cut_free(plan.axes)
         axes = [axis for axis in plan.axes if axis.granules is not None or not is_free]
         found["axes"] = [axis.deciding for axis in axes]
         # What is stored where between the steps of a pipeline may depend on an axis' size.
@@ -124,7 +125,7 @@ def _deciding_cut(plan: "Plan") -> dict[str, Any]:
     """How a microbatch is cut into programs, where that decides bits."""
     found: dict[str, Any] = {}
     pipeline = plan.pipeline
-    if plan.is_cut_free:
+    if are_cut_free(plan.axes):
         if pipeline is not None and pipeline.cut_by != "work":
             found["order"] = pipeline.cut_by  # in which terms of a gradient add up
         return found
@@ -284,11 +285,6 @@ class Plan(PlanValue):
     def is_uneven(self) -> bool:
         """Whether devices of a replica may have shards of unlike sizes."""
         return any(axis.shares for axis in self.axes)
-
-    @property
-    def is_cut_free(self) -> bool:
-        """Whether bits depend on no cut: `numerics.cut` of `any`."""
-        return any(axis.granules is not None for axis in self.axes)
 
     @property
     def granules(self) -> tuple[int, ...]:
