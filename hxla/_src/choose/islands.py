@@ -1,20 +1,12 @@
-"""Which replicas are an island, as the settings say, and when to ask for islands."""
+"""Which replicas are an island, as the settings say."""
 
-import dataclasses
 import itertools
-import math
-from collections.abc import Callable, Iterable
 
 from ..cluster.cluster import Cluster
 from ..core.config import Config, IslandsConfig
-from ..core.errors import ConfigError, PlanError
-from ..core.format import span
-from ..launch.channel import own_member
+from ..core.errors import ConfigError
 from ..plan.parts import Islands
 from ..plan.plan import Plan
-from ..profile.profile import Profile
-from .memory_model import travel_of
-from .proposals import ChainWork, Proposal, propose
 
 
 def settings_of_islands(settings: Config) -> Config:
@@ -63,72 +55,3 @@ def with_islands(plan: Plan, settings: IslandsConfig, cluster: Cluster) -> Plan:
         momentum=settings.momentum,
     )
     return plan.replaced(islands=islands)
-
-
-_MOST_OF_STEP = 0.05  # that meetings take
-_MOST_STEPS = 500  # between two meetings, as in DiLoCo
-_LEAST_GAIN = 1.25  # of a step over the plan's
-_LEAST_SUMS = 0.2  # of a step, if all devices are in the plan
-_MOST_SECONDS = 2.0  # for the search of the note
-_KEPT = 1  # float32 for each parameter: that of the last meeting
-
-
-def note_of_islands(
-    plan: Plan,
-    work: ChainWork,
-    cluster: Cluster,
-    profile: Profile | None,
-    complete: Callable[[Proposal], Plan],
-    merges: Iterable[str],
-    *,
-    state_bytes: float,
-    seconds: float,
-) -> str:
-    """A line about islands where the network makes a searched plan slow; else empty.
-
-    Args:
-        complete: Makes a plan of replicas of one device each.
-        merges: See `Graph.merges`.
-        state_bytes: Bytes of the optimizer's state for each byte of parameters.
-        seconds: Time budget of a search.
-    """
-    known, num = plan.prediction, len(cluster.devices)
-    num_nodes = len({device.node for device in cluster.devices})
-    if known is None or not known.step_seconds or num_nodes < 2:
-        return ""
-    if set(merges) - {"same"} or plan.precision.loss_scale or own_member() is not None:
-        return ""  # islands do not go with these
-    sums = max((device.reduction_seconds for device in known.devices), default=0.0)
-    if len(plan.devices) == num and sums < _LEAST_SUMS * known.step_seconds:
-        return ""
-    apart = dataclasses.replace(
-        work,
-        sizes={key: layers for key, layers in work.sizes.items() if key[1] == 1},
-        state_factor=work.state_factor + _KEPT,
-        reduce_factor=0.0,
-    )
-    times = None if profile is None else dataclasses.replace(profile, reductions={})
-    try:
-        proposal, _ = propose(
-            apart,
-            cluster,
-            times,
-            max_stages=1,
-            recompute=(False,),
-            all_devices=True,
-            time_budget_seconds=min(seconds, _MOST_SECONDS),
-        )
-    except PlanError:  # they do not fit
-        return ""
-    step = proposal.prediction.step_seconds
-    ring = travel_of(complete(proposal), cluster, 1).all_copies / (1 - 1 / num)
-    meeting = 2 * (1 + state_bytes) * ring * (1 - 1 / num_nodes)
-    every = min(10 * max(1, math.ceil(meeting / (_MOST_OF_STEP * step) / 10)), _MOST_STEPS)
-    each = step + meeting / every
-    if not meeting or _LEAST_GAIN * each > known.step_seconds:
-        return ""
-    return (
-        f"islands.every = {every} with mesh={{'data': {num}}}: nodes that train apart for {every} "
-        f"steps would take about {span(each)} a step on all {num} devices, the meeting of "
-        f"{span(meeting)} included; other bits, and often a little more loss"
-    )

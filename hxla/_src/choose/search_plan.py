@@ -10,11 +10,12 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..cluster.cluster import Cluster, Device
 from ..core.config import Config
 from ..core.errors import AnnotationError, ConfigError, PlanError
+from ..core.format import span
 from ..graph.parts import graph_of
 from ..graph.segments import segments
 from ..launch.again import can_start_again, start_again_on
@@ -30,7 +31,6 @@ from .apportionment import candidate_sizes
 from .chain import UNBOUNDED
 from .complete import complete
 from .device_times import layer_times
-from .islands import note_of_islands
 from .memory import with_sums_and_memory
 from .memory_layout import MemoryLayout, asked_candidates, candidates_on_hosts
 from .memory_model import predicted_microbatches, step_memory, travel_of, with_open_calls
@@ -368,7 +368,7 @@ def search_plan(
         else:
             assert refused is not None
             raise refused
-        apart = note_of_islands(
+        apart = _note_of_islands(
             found.plan,
             work,
             cluster,
@@ -603,4 +603,75 @@ def _with_runner_up(shared: ShardedReplicas, whole: PlanResult | None) -> Plan:
         prediction=known.model_copy(update={"bound_seconds": bound}),
         runners_up=(*others, *plan.runners_up),
         reasons=(f"replicas of one device each: {note}", *plan.reasons),
+    )
+
+
+_MOST_IN_MEETINGS = 0.05  # that meetings take
+_MOST_STEPS_APART = 500  # between two meetings, as in DiLoCo
+_LEAST_GAIN_OF_ISLANDS = 1.25  # of a step over the plan's
+_LEAST_SUMS = 0.2  # of a step, if all devices are in the plan
+_MOST_SECONDS_OF_NOTE = 2.0  # for the search of the note
+_KEPT_BY_ISLANDS = 1  # float32 for each parameter: that of the last meeting
+
+
+def _note_of_islands(
+    plan: Plan,
+    work: ChainWork,
+    cluster: Cluster,
+    profile: Profile | None,
+    complete: Callable[[Proposal], Plan],
+    merges: Iterable[str],
+    *,
+    state_bytes: float,
+    seconds: float,
+) -> str:
+    """A line about islands where the network makes a searched plan slow; else empty.
+
+    Args:
+        complete: Makes a plan of replicas of one device each.
+        merges: See `Graph.merges`.
+        state_bytes: Bytes of the optimizer's state for each byte of parameters.
+        seconds: Time budget of a search.
+    """
+    known, num = plan.prediction, len(cluster.devices)
+    num_nodes = len({device.node for device in cluster.devices})
+    if known is None or not known.step_seconds or num_nodes < 2:
+        return ""
+    if set(merges) - {"same"} or plan.precision.loss_scale or own_member() is not None:
+        return ""  # islands do not go with these
+    sums = max((device.reduction_seconds for device in known.devices), default=0.0)
+    if len(plan.devices) == num and sums < _LEAST_SUMS * known.step_seconds:
+        return ""
+    apart = dataclasses.replace(
+        work,
+        sizes={key: layers for key, layers in work.sizes.items() if key[1] == 1},
+        state_factor=work.state_factor + _KEPT_BY_ISLANDS,
+        reduce_factor=0.0,
+    )
+    times = None if profile is None else dataclasses.replace(profile, reductions={})
+    try:
+        proposal, _ = propose(
+            apart,
+            cluster,
+            times,
+            max_stages=1,
+            recompute=(False,),
+            all_devices=True,
+            time_budget_seconds=min(seconds, _MOST_SECONDS_OF_NOTE),
+        )
+    except PlanError:  # they do not fit
+        return ""
+    step = proposal.prediction.step_seconds
+    ring = travel_of(complete(proposal), cluster, 1).all_copies / (1 - 1 / num)
+    meeting = 2 * (1 + state_bytes) * ring * (1 - 1 / num_nodes)
+    every = min(
+        10 * max(1, math.ceil(meeting / (_MOST_IN_MEETINGS * step) / 10)), _MOST_STEPS_APART
+    )
+    each = step + meeting / every
+    if not meeting or _LEAST_GAIN_OF_ISLANDS * each > known.step_seconds:
+        return ""
+    return (
+        f"islands.every = {every} with mesh={{'data': {num}}}: nodes that train apart for {every} "
+        f"steps would take about {span(each)} a step on all {num} devices, the meeting of "
+        f"{span(meeting)} included; other bits, and often a little more loss"
     )
