@@ -51,6 +51,9 @@ def test_numerics_of_pipelines_and_chains_are_those_of_one_program():
         planned(job("mlp", zero=3), {"data": 2, "tensor": 2}),
     ]
     assert plans[-2].num_segments > 1
+    said = str(hxla.determinism(job("mlp").graph(2), plans[1]))
+    assert "replicas may be cut in any way" in said
+    assert "in the same way" not in said
     assert len({plan.numerics for plan in plans}) == 1
     # Without the setting each cut has numerics of its own.
     others = [planned(job("mlp", cut="planned"), mesh) for mesh in meshes]

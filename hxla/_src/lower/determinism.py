@@ -18,6 +18,7 @@ from ..graph.precision import members
 from ..jax.jaxpr import ClosedJaxpr, as_function, inner_jaxpr, inner_programs, kind_of, source_of
 from ..jax.jaxpr import Literal as Constant
 from ..model.plain_arrays import root_key
+from ..plan.parts import are_cut_free
 from ..plan.plan import Plan
 
 _PRODUCTS = members("low") | {"experts"}
@@ -136,7 +137,9 @@ def determinism(graph: Graph, plan: Plan) -> Determinism:
         return Determinism(level="D0", reasons=(why,))
     classes = _device_dependent(graph)
     reasons = []
-    if plan.axes:
+    if are_cut_free(plan.axes):
+        reasons.append("replicas may be cut in any way (numerics.cut of 'any')")
+    elif plan.axes:
         axes = ", ".join(axis.name for axis in plan.axes)
         reasons.append(f"only for replicas that are sharded over {axes} in the same way")
     if not classes:
