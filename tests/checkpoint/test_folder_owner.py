@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+import types
 
 import numpy as np
 import optax
@@ -121,7 +123,9 @@ def test_the_next_generation_of_a_job_waits_for_what_the_last_one_has(tmp_path, 
             other.kill()
             other.wait()
 
-        monkeypatch.setattr(_folder_owner.time, "sleep", sleep)
+        # Not the whole process': another thread may sleep meanwhile.
+        own_time = types.SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+        monkeypatch.setattr(_folder_owner, "time", own_time)
         monkeypatch.setenv("HXLA_JOB", "another")
         with pytest.raises(hxla.CheckpointError):
             FolderOwner(tmp_path, lambda _, text: (text,))

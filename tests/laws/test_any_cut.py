@@ -9,6 +9,8 @@ import optax
 import pytest
 from flax import nnx
 
+import hxla
+from support import models
 from support.any_cut import BATCH, MICRO, MODELS, STEPS, TIED, job, planned, trained
 
 pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("every_program_is_cached")]
@@ -81,6 +83,28 @@ def test_one_program_a_chain_and_a_pipeline_end_with_the_same_bits():
 )
 def test_no_bit_depends_on_the_cut(name, forms):
     check_alike(name, [CUTS["data 1"], *forms.values()])
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_under_any_cut(tmp_path):
+    """Two stages, then two replicas of two devices, then three stages are as one device."""
+
+    def train(mesh, steps, folder):
+        own = job("decoder")
+        return hxla.train(
+            own,
+            mesh=models.mesh(**mesh),
+            rules="decoder",
+            microbatch_size=MICRO,
+            steps=steps,
+            checkpoint_dir=folder,
+        )
+
+    meshes = {"data": 1, "stage": 2}, {"data": 2, "tensor": 2}, {"data": 1, "stage": 3}
+    for steps, mesh in enumerate(meshes, 1):
+        result = train(mesh, steps, tmp_path)
+    assert result.step == 3
+    assert result.sha256 == train({"data": 1}, 3, None).sha256
 
 
 def drawn(number):

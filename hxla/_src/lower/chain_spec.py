@@ -85,7 +85,8 @@ class ChainSpec:
     @property
     def trained_entries(self) -> tuple[int, ...]:
         """Places in `Graph.param_values` of the trained parameters, or of rows of them."""
-        return tuple(i for i, p in enumerate(params_of(self.graph)) if p in self.trained)
+        trained = set(self.trained)
+        return tuple(i for i, p in enumerate(params_of(self.graph)) if p in trained)
 
     @property
     def joins_at_end(self) -> bool:
