@@ -45,6 +45,7 @@ def main():
     parser.add_argument("--zero", type=int, default=0)
     parser.add_argument("--in-memory-every", type=int)
     parser.add_argument("--stages", type=int)
+    parser.add_argument("--unlike", action="store_true", help="stages of one and two devices")
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument(
         "--any-cut", action="store_true", help="as many stages as devices, and the bits of any cut"
@@ -90,9 +91,13 @@ def main():
             },
         ),
         microbatch_size=4,
-        stages=[1.0] * args.stages if args.stages else None,
+        stages=[{"devices": 1}, {"tensor": 2}]
+        if args.unlike
+        else [1.0] * args.stages
+        if args.stages
+        else None,
         mesh=mesh,
-        rules="decoder" if mesh else None,
+        rules="decoder" if mesh or args.unlike else None,
         steps=args.steps,
         callbacks=[pace] if args.slow or args.digests else [],
         checkpoint_dir=args.checkpoints,

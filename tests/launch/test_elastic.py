@@ -100,6 +100,35 @@ def test_a_pipeline_is_cut_again_for_the_devices_that_are_left(tmp_path):
     assert line in job.tail()
 
 
+@pytest.mark.slow
+def test_stages_of_unlike_devices_outlive_a_kill_and_go_on_with_another_share(tmp_path):
+    options = ("--stop-when", str(tmp_path / "last"), "--in-memory-every", "4")
+    options += ("--unlike", "--batch-size", "16")
+    job = elastic_chaos.Job(tmp_path, elastic_chaos.MOST_STEPS, 0.1, [0.4, 0.4, 0.4], options)
+
+    def goes_on():
+        first = elastic_chaos.last_step(job.events())[0]
+        job.wait(lambda e: elastic_chaos.last_step(e)[0] >= first + 5, "steps")
+
+    try:
+        job.wait(elastic_chaos.runs, "the first generation")
+        goes_on()
+        os.kill(job.pids()["device 1"], signal.SIGKILL)
+        job.wait(lambda e: len(formed(e)) == 2 and elastic_chaos.runs(e), "the second")
+        goes_on()
+        job.shares = [0.4, 0.4, 0.5]
+        job.write_mesh()
+        job.wait(lambda e: len(formed(e)) == 3 and elastic_chaos.runs(e), "the third")
+        job.last.touch()
+        assert job.end() == 0, job.tail()
+    finally:
+        job.stop()
+    assert formed(job.events()) == [3, 3, 3]
+    assert elastic_chaos.num_lost(job.events(), 4) <= 4
+    steps = job.ledger()["runs"][-1]["end"]
+    assert elastic_chaos.undisturbed_line(steps, "-n", "3", *options[4:]) in job.tail()
+
+
 def compiled_in_pauses(job):
     """What was compiled after a generation took over the state of another, before its first step.
 

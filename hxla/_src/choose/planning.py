@@ -17,7 +17,7 @@ from ..graph.graph import Graph, rows_touched
 from ..graph.parts import graph_of
 from ..graph.segments import Segment, segments
 from ..jax.devices import share_cores
-from ..launch.channel import Pinned, own_member, pinned
+from ..launch.channel import Pinned, pinned
 from ..model.functional import Functional, tree_bytes
 from ..plan.axis_assignment import Axes, shard_graph
 from ..plan.parts import Prediction, SparseRows, SumsForm
@@ -265,12 +265,6 @@ def _structure(
     stages = request.stages if request.stages is not None else settings.auto.num_stages
     axes, grid = _mesh(request.mesh, cluster, None if measure is None else measure.devices)
     structure = structure_of(graph, cluster, settings, stages, axes, grid, request.rules)
-    is_unlike = structure.pipeline is not None and structure.pipeline.forms
-    if is_unlike and own_member() is not None:
-        raise ConfigError(
-            "unlike stages do not run in an elastic job yet: start it without "
-            "--elastic, or use stages of one form"
-        )
     shares = request.shares or _pinned_shares(structure, request.pinned)
     return dataclasses.replace(structure, shares=shares) if shares else structure
 
