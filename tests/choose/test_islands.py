@@ -73,6 +73,19 @@ def test_an_island_is_consecutive(graph):
         )
 
 
+@pytest.mark.parametrize(("momentum", "num"), [(0.0, 1), (0.5, 2)])
+def test_memory_has_the_parameters_of_the_last_meeting_and_a_momentum(momentum, num):
+    def bytes_of(islands):
+        plan = job(islands=islands, memory={"zero": 0}).plan(
+            office(FAST), mesh={"data": 3}, microbatch_size=2
+        )
+        return plan.prediction.devices[0].memory_bytes, plan.device_parameter_bytes
+
+    alone, parameters = bytes_of({})
+    apart, _ = bytes_of({"every": 10, "momentum": momentum})
+    assert apart - alone == num * parameters
+
+
 def test_more_islands_than_microbatches_are_refused(graph):
     with pytest.raises(hxla.PlanError, match="2 islands for 1 microbatch of a step"):
         hxla.make_plan(graph, 2, mesh={"data": 2}, batch_size=2, config={"islands": {"every": 10}})

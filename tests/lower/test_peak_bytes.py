@@ -73,18 +73,27 @@ def copies(own, num):
     return own.plan(cluster, microbatch_size=2, mesh={"data": num}, counts="even")
 
 
-def bytes_of_a_step(own, plan, peak):
+def bytes_of_a_step(own, plan, peak, num_steps=2):
     """What the second step of a plan takes at most, in that which its session says."""
     gc.collect()
     leaves = sum(x.nbytes for x in jax.tree.leaves(nnx.state(own.model)))  # while it is open
     before = live_bytes() - leaves
-    with own.open(plan, steps=2) as session:
+    with own.open(plan, steps=num_steps) as session:
         steps = iter(session)
         next(steps)
         gc.collect()
         peak[0] = 0
         next(steps)
         return (peak[0] - before) / session.running_plan.memory_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_a_step_of_islands_does_too(momentum, peak):
+    """Of a step without a meeting."""
+    config = {"memory": {"zero": 0}, "islands": {"every": 3, "momentum": momentum}}
+    own = families.gpt_job(16, optax.adamw(1e-3), config, **SIZES)
+    assert bytes_of_a_step(own, copies(own, 2), peak, 3) == pytest.approx(1, rel=0.03)
 
 
 @pytest.mark.slow

@@ -101,11 +101,15 @@ def model_bytes(work: Workload, plan: Plan) -> ModelBytes:
     def of_stages(word: Recompute) -> StageBytes:
         return stage_bytes(work, plan, keeps_inputs=word != "none")
 
+    trained = 4 * sum(math.prod(shapes[p]) for p in work.model.trained_places)
+    islands = work.settings.islands
+    # The parameters of the last meeting, and their momentum.
+    meetings = 0 if islands.every is None else 1 + bool(islands.momentum)
     return ModelBytes(
         parameters=plan.device_parameter_bytes,
-        trained=4 * sum(math.prod(shapes[p]) for p in work.model.trained_places),
+        trained=trained,
         num_sums=plan.sums.num_parts,
-        optimizer=work.device_optimizer_bytes(plan),
+        optimizer=work.device_optimizer_bytes(plan) + meetings * trained,
         bucket=plan.sums.bucket_mib << 20,
         keeps_sums=plan.placement.sums == "kept",
         inputs=plan.microbatches_per_call * sum(map(cut.device_bytes, opened.batch_values)),
