@@ -126,7 +126,7 @@ def complete(
     if structure.granules is not None:
         lines.append(
             f"numerics.cut 'any': products are computed in {structure.granules} granules and sums "
-            "in a fixed order, which took small GPTs on a CPU 1.3 to 1.7 times as long"
+            "in a fixed order, which took small GPTs on a CPU 1.7 to 2.1 times as long"
         )
     pipeline: PlannedPipeline | None = None
     if structure.pipeline is not None and structure.pipeline.forms:
