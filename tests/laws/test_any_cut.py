@@ -182,3 +182,38 @@ def test_a_decoder_trains_as_plain_jax_does():
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(params), strict=True):
         # Adam's step is 1e-2, and its first ones are signs of gradients, which may be tiny.
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
+
+
+# -- initial values -----------------------------------------------------------------------------
+
+
+class Spaced(nnx.Module):
+    """Its table is made of constants, by products and sums."""
+
+    def __init__(self, rngs):
+        self.table = nnx.Param(jnp.linspace(0.5, 1.5, 32))
+        self.first, self.last = nnx.Linear(6, 32, rngs=rngs), nnx.Linear(32, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(jnp.tanh(self.first(x)) * self.table[...])
+
+
+def test_initial_values_of_constants_depend_on_no_form():
+    """XLA folded them in one form, and fused a product and a sum in another."""
+    tables = []
+    for axes, zero in (({"data": 1}, 0), ({"data": 2}, 3), ({"data": 1, "stage": 2}, 0)):
+        job = hxla.Job(
+            lambda: Spaced(nnx.Rngs(0)),
+            {"x": np.zeros((16, 6), np.float32)},
+            lambda model, batch: model(batch["x"])[:, 0],
+            optax.sgd(0.0),
+            batch_size=8,
+            config={"memory": {"zero": zero}},
+        )
+        mesh = models.mesh(**axes)
+        plan = job.plan(mesh=mesh, microbatch_size=2)
+        with job.open(plan, mesh=mesh, steps=1, quiet=True) as session:
+            session.step()
+            tables.append(np.asarray(session.result().state["table"][...]))
+    for table in tables[1:]:
+        np.testing.assert_array_equal(table, tables[0])

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .jaxpr import (
@@ -131,7 +130,7 @@ def _is_recomputed(eqn: Any) -> bool:
     return any(v.aval.size > 1 for v in eqn.outvars) and not eqn.effects and is_cheap(eqn)
 
 
-_MOST_ELEMENTS = 4096  # of integers that are computed first
+_MOST_ELEMENTS = 1 << 16  # of what is computed first, which stays until all parts are made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,14 +196,13 @@ def apart(
 
 
 def _is_small(eqn: Any) -> bool:
-    """Whether an equation makes only few integers, which no compiler rounds, or keys."""
+    """Whether an equation makes few numbers or keys, and none at random.
+
+    Alone it has one rounding. In a program of constants the sharding would decide whether XLA
+    folds them, or fuses a product and a sum.
+    """
     return not (eqn.effects or eqn.primitive.name == "random_bits") and all(
-        math.prod(v.aval.shape) <= _MOST_ELEMENTS
-        and (
-            jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)
-            or jnp.issubdtype(v.aval.dtype, jnp.integer)
-        )
-        for v in eqn.outvars
+        math.prod(v.aval.shape) <= _MOST_ELEMENTS for v in eqn.outvars
     )
 
 

@@ -394,7 +394,10 @@ class PipelineProgram:
             buffers, acc = carry
             inputs = self._unpacked(stage.above.words, buffers.inputs[field["input"]])
             if self.spec.recompute:
-                made = self._written(stage.forward, index)(params, inputs, env)
+                sharded = self.spec.sharded
+                is_cut_free = sharded is not None and sharded.granules is not None
+                forward = stage.forward_of_gradient if is_cut_free else stage.forward
+                made = self._written(forward, index)(params, inputs, env)
             else:
                 forward = self._written(stage.forward_and_residuals, index)
                 made, saved = forward(params, inputs, env)

@@ -293,6 +293,16 @@ class StagePart:
 
         return self._written(run)(params, inputs, self._given(env))  # type: ignore[no-any-return]
 
+    def forward_of_gradient(
+        self, params: Sequence[Any], inputs: Sequence[Any], env: Env
+    ) -> list[Any]:
+        """`forward` by the rules of the gradient, whose bits a function's own rule may change."""
+
+        def run(params: Sequence[Any], inputs: Sequence[Any], env: Env) -> list[Any]:
+            return self._differentiated(params, inputs, env)[1]
+
+        return self._written(run)(params, inputs, self._given(env))  # type: ignore[no-any-return]
+
     def forward_and_residuals(
         self, params: Sequence[Any], inputs: Sequence[Any], env: Env
     ) -> tuple[list[Any], list[Any]]:
@@ -316,6 +326,13 @@ class StagePart:
     def _both(
         self, params: Sequence[Any], inputs: Sequence[Any], env: Env, grads: Sequence[Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
+        vjp, made = self._differentiated(params, inputs, env)
+        return *self._pull_back(vjp, grads), made
+
+    def _differentiated(
+        self, params: Sequence[Any], inputs: Sequence[Any], env: Env
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """The backward of the outputs' gradients, and the results of the forward."""
         floats = [inputs[i] for i in self.above.floats]
         function = self._function(inputs, env)
 
@@ -325,7 +342,7 @@ class StagePart:
 
         trained = [params[i] for i in self.trained]
         _, vjp, made = jax.vjp(run, trained, floats, has_aux=True)
-        return *self._pull_back(vjp, grads), made
+        return vjp, made
 
     def input_grads(
         self, params: Sequence[Any], saved: Sequence[Any], env: Env, grads: Sequence[Any]
