@@ -96,9 +96,11 @@ class Tied(nnx.Module):
 
     def __call__(self, text_BT):
         x_BTD = first_BTD = self.tok(text_BT)
+        # Its slope is infinite at 0, but no gradient comes back to it.
+        root_BTD = jnp.sqrt(jnp.abs(first_BTD) * jnp.arange(WIDTH))
         for block in self.blocks:
             x_BTD = x_BTD + jnp.tanh(block(gate(x_BTD)) * first_BTD)
-        return self.tok.attend(x_BTD) + self.tok.attend(first_BTD)
+        return self.tok.attend(x_BTD + jax.lax.stop_gradient(root_BTD)) + self.tok.attend(first_BTD)
 
 
 def mlp_loss(model, batch):

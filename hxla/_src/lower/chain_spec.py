@@ -383,6 +383,7 @@ def wanted_values(graph: Graph, trained: Collection[int]) -> set[int]:
             varies.update(op.outputs)
     needed = {v for v in graph.result_values[:1] if isinstance(v, int)}
     for op in reversed(graph.ops):
-        if not needed.isdisjoint(op.outputs):
+        # Nothing goes back through `stop_gradient` and its like.
+        if any(v in needed and graph.values[v].differentiable for v in op.outputs):
             needed.update(v for v in op.inputs if isinstance(v, int))
     return needed & varies

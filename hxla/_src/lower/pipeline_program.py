@@ -26,6 +26,7 @@ from ..schedule.schedules import BACKWARD, FORWARD, WEIGHT, Schedule
 from . import actions
 from .actions import FIELDS, Actions
 from .bitcast_packing import BitcastPacking
+from .chain_spec import wanted_values
 from .compile import adds_in_order
 from .contribution import (
     Contribution,
@@ -194,10 +195,9 @@ class PipelineProgram:
         self.inside = StageSharding(mesh=replica.mesh, axes=inner, on_cpu=on_cpu)
         place = AS_THEY_ARE if spec.sharded is None else spec.sharded.placement(replica.mesh)
         trained = [i for i, p in enumerate(params_of(spec.graph)) if p in spec.slots.trained]
-        self.stages = [
-            StagePart(spec.graph, part, place, trained=trained, on_cpu=on_cpu, in_order=in_order)
-            for part in spec.parts
-        ]
+        options: Any = {"trained": trained, "on_cpu": on_cpu, "in_order": in_order}
+        options["wanted"] = wanted_values(spec.graph, spec.slots.trained)
+        self.stages = [StagePart(spec.graph, part, place, **options) for part in spec.parts]
         self._sum_of = {slot: i for i, slot in enumerate(spec.slots.summed)}
         self._num_aux = sum(spec.tensors.is_summed)
         self.halves = spec.schedule(spec.unit).has_weight
