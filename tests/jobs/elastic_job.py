@@ -61,11 +61,15 @@ def main():
     }
 
     digests, num = [], jax.device_count()
-    mesh = None
+    form = {}
     if args.any_cut:
-        mesh = {"data": 1, "stage": num, "tensor": 1}
+        form = {"mesh": {"data": 1, "stage": num, "tensor": 1}, "rules": "decoder"}
     elif args.tensor > 1:
-        mesh = {"data": num // args.tensor, "tensor": args.tensor}
+        form = {"mesh": {"data": num // args.tensor, "tensor": args.tensor}, "rules": "decoder"}
+    elif args.unlike:
+        form = {"stages": [{"devices": 1}, {"tensor": 2}], "rules": "decoder"}
+    elif args.stages:
+        form = {"stages": [1.0] * args.stages}
 
     def pace(record, session):
         if not (args.slow_until and pathlib.Path(args.slow_until).exists()):
@@ -91,17 +95,11 @@ def main():
             },
         ),
         microbatch_size=4,
-        stages=[{"devices": 1}, {"tensor": 2}]
-        if args.unlike
-        else [1.0] * args.stages
-        if args.stages
-        else None,
-        mesh=mesh,
-        rules="decoder" if mesh or args.unlike else None,
         steps=args.steps,
         callbacks=[pace] if args.slow or args.digests else [],
         checkpoint_dir=args.checkpoints,
         checkpoint_every=args.checkpoint_every,
+        **form,
     )
     if args.digests and jax.process_index() == 0:
         pathlib.Path(args.digests).write_text(json.dumps(digests))

@@ -50,6 +50,12 @@ def formed(events):
     return [len(e["generation"]["members"]) for e in events if e["what"] == "Form"]
 
 
+def train_on(job):
+    """Some steps more."""
+    first = elastic_chaos.last_step(job.events())[0]
+    job.wait(lambda e: elastic_chaos.last_step(e)[0] >= first + 5, "steps")
+
+
 @pytest.mark.slow
 def test_an_experiment_of_easyscale_ends_with_the_bits_of_one_device(tmp_path):
     """Steps on 4 devices, then on 2, then on 3 unlike ones (section 5.1.1) are those of one."""
@@ -83,8 +89,7 @@ def test_a_pipeline_is_cut_again_for_the_devices_that_are_left(tmp_path):
     try:
         job.wait(elastic_chaos.runs, "the first generation")
         for shares in ([0.4, 0.4], [0.4], [0.4, 0.39]):
-            first = elastic_chaos.last_step(job.events())[0]
-            job.wait(lambda e, n=first: elastic_chaos.last_step(e)[0] >= n + 5, "steps")
+            train_on(job)
             job.shares = shares
             job.write_mesh()
             job.wait(
@@ -96,8 +101,7 @@ def test_a_pipeline_is_cut_again_for_the_devices_that_are_left(tmp_path):
         job.stop()
     assert formed(job.events()) == [3, 2, 1, 2]
     steps = job.ledger()["runs"][-1]["end"]
-    line = elastic_chaos.undisturbed_line(steps, "-n", "1", *options[2:])
-    assert line in job.tail()
+    assert elastic_chaos.undisturbed_line(steps, "-n", "1", *options[2:]) in job.tail()
 
 
 @pytest.mark.slow
@@ -106,16 +110,12 @@ def test_stages_of_unlike_devices_outlive_a_kill_and_go_on_with_another_share(tm
     options += ("--unlike", "--batch-size", "16")
     job = elastic_chaos.Job(tmp_path, elastic_chaos.MOST_STEPS, 0.1, [0.4, 0.4, 0.4], options)
 
-    def goes_on():
-        first = elastic_chaos.last_step(job.events())[0]
-        job.wait(lambda e: elastic_chaos.last_step(e)[0] >= first + 5, "steps")
-
     try:
         job.wait(elastic_chaos.runs, "the first generation")
-        goes_on()
+        train_on(job)
         os.kill(job.pids()["device 1"], signal.SIGKILL)
         job.wait(lambda e: len(formed(e)) == 2 and elastic_chaos.runs(e), "the second")
-        goes_on()
+        train_on(job)
         job.shares = [0.4, 0.4, 0.5]
         job.write_mesh()
         job.wait(lambda e: len(formed(e)) == 3 and elastic_chaos.runs(e), "the third")
@@ -265,8 +265,7 @@ def test_copies_of_several_devices_come_and_go(tmp_path, cut):
         # Three are found out to be too many before they are formed, or after.
         own = lambda e: tuple(num for num in formed(e) if num != 3)  # noqa: E731
         job.wait(lambda e: own(e) == nums and elastic_chaos.runs(e), f"{nums} devices")
-        first = elastic_chaos.last_step(job.events())[0]
-        job.wait(lambda e: elastic_chaos.last_step(e)[0] >= first + 5, "steps")
+        train_on(job)
 
     try:
         job.wait(elastic_chaos.runs, "the first generation")

@@ -1,6 +1,7 @@
 """Makes a plan of a job, or of a traced loss without data, devices and an optimizer."""
 
 import dataclasses
+import itertools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -12,21 +13,20 @@ import numpy as np
 from ..cluster.cluster import Cluster, Device
 from ..cluster.kinds import missing_attention, missing_dtypes
 from ..cluster.mesh_file import load_cluster
-from ..core.config import Config, as_config
+from ..core.config import Config, IslandsConfig, as_config
 from ..core.errors import ConfigError, LaunchError, PlanError
 from ..graph.graph import Graph
 from ..graph.trace import largest_head
 from ..jax.devices import process_of
 from ..job.context import JobContext, sums_form
 from ..launch.join import uninitialised_cluster
-from ..plan.parts import SumsForm
+from ..plan.parts import Islands, SumsForm
 from ..plan.plan import Plan
 from ..plan.rules import RuleSet, as_rules
 from ..profile.profile import Profile, load_profile
 from ..profile.segment_times import model_name
 from .apportionment import default_sizes
 from .complete import complete
-from .islands import settings_of_islands, with_islands
 from .planning import PlanRequest, plan_for, size_asked
 from .structures import grid_of, shares_of, structure_of
 from .workload import Measure, PlanResult, SearchOptions, Workload, Workloads
@@ -68,7 +68,7 @@ def plan_job(
         _check_devices(job, size, target)
         here = None if devices is None else measure(job, devices)
         plan = plan_for(jobs, request, target, sums, here, profile)
-        return PlanResult(plan=with_islands(plan, job.settings.islands, target))
+        return PlanResult(plan=_with_islands(plan, job.settings.islands, target))
     if is_fixed:
         raise ConfigError("a search chooses what mesh, rules and stages say: leave them out")
     if job.settings.numerics.cut == "any":
@@ -104,7 +104,7 @@ def plan_job(
 
 def workloads(job: JobContext) -> Workloads:
     """The job's graph, model and settings at every microbatch size."""
-    settings = settings_of_islands(job.settings)
+    settings = _settings_of_islands(job.settings)
 
     def at(size: int) -> Workload:
         return Workload(
@@ -228,4 +228,52 @@ def make_plan(
         microbatch_size=size,
         sums=SumsForm(kind=reduction),
     )
-    return with_islands(plan, settings.islands, cluster)
+    return _with_islands(plan, settings.islands, cluster)
+
+
+def _settings_of_islands(settings: Config) -> Config:
+    """The settings, with the whole state on each replica where there are islands."""
+    if settings.islands.every is None or settings.memory.zero is not None:
+        return settings
+    memory = settings.memory.model_copy(update={"zero": 0})
+    return settings.model_copy(update={"memory": memory})
+
+
+def _with_islands(plan: Plan, settings: IslandsConfig, cluster: Cluster) -> Plan:
+    """The plan with the islands of the settings, if they ask for any.
+
+    Raises:
+        ConfigError: If there is one replica, the replicas of a node are not consecutive, or there
+            are settings of islands and no period.
+        PlanError: If the plan cannot run in islands, with every fault.
+    """
+    if settings.every is None:
+        if settings.model_fields_set - {"every"}:
+            raise ConfigError("islands: there are none without islands.every: set it, or no other")
+        return plan
+    num = len(plan.replicas)
+    if num < 2:
+        raise ConfigError(
+            "islands.every: one replica is one island, and has no other to meet: use more devices, "
+            "or leave islands out"
+        )
+    sizes = settings.replicas
+    if isinstance(sizes, str):
+        nodes = [
+            tuple(sorted({cluster.devices[rank].node for rank in replica.devices}))
+            for replica in plan.replicas
+        ]
+        groups = [(node, len([*each])) for node, each in itertools.groupby(nodes)]
+        if len(groups) > len({node for node, _ in groups}):
+            raise ConfigError(
+                "islands.replicas: the replicas of a node are not consecutive: give the number of "
+                "replicas of each island, such as [2, 1]"
+            )
+        sizes = [size for _, size in groups] if len(groups) > 1 else [1] * num
+    islands = Islands(
+        every=settings.every,
+        replicas=tuple(sizes),
+        learning_rate=settings.learning_rate,
+        momentum=settings.momentum,
+    )
+    return plan.replaced(islands=islands)

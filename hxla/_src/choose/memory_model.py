@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 import jax
 
 from ..cluster.cluster import Cluster, ring_transfers, transfer_seconds
-from ..graph.graph import Graph, bytes_of, params_of
+from ..graph.graph import Graph, bytes_of, entries_of, params_of
 from ..graph.interpreter import AS_THEY_ARE
 from ..graph.parts import graph_at, graph_of, parts_of
 from ..graph.segments import Segment, layer_points, low_params, module_points, segments_at
@@ -157,10 +157,18 @@ def stage_bytes(work: Workload, plan: Plan, *, keeps_inputs: bool) -> StageBytes
     graph, points = graph_at(work.graph, pipeline.cut_by, pipeline.points)
     parts, trained = parts_of(graph, points), work.model.trained_places
     slots = slots_of(graph, parts, plan, trained)
-    entries = [i for i, p in enumerate(params_of(graph)) if p in trained]
+    entries, wanted = entries_of(graph, set(trained)), wanted_values(graph, trained)
     composer = ResidualEstimator(graph)
     stages = [
-        StagePart(graph, part, AS_THEY_ARE, trained=entries, on_cpu=False, composer=composer)
+        StagePart(
+            graph,
+            part,
+            AS_THEY_ARE,
+            trained=entries,
+            on_cpu=False,
+            wanted=wanted,
+            composer=composer,
+        )
         for part in parts
     ]
     count = max(plan.counts)
@@ -281,7 +289,7 @@ def costs_of(
     """
     ordered, segments = graph_at(graph, "work", points)
     wanted = wanted_values(ordered, trained)
-    entries = [i for i, p in enumerate(params_of(ordered)) if p in trained]
+    entries = entries_of(ordered, set(trained))
     composer = ResidualEstimator(ordered)
     stages = [
         StagePart(

@@ -9,7 +9,7 @@ import functools
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -510,6 +510,11 @@ def params_of(graph: Graph) -> tuple[int, ...]:
     """The parameter index of each of `Graph.param_values`, whole or a row range."""
     params = tuple(graph.values[v].param for v in graph.param_values)
     return tuple(p for p in params if p is not None)
+
+
+def entries_of(graph: Graph, params: Collection[int]) -> tuple[int, ...]:
+    """The places in `Graph.param_values` of some parameters, whole or row ranges."""
+    return tuple(i for i, p in enumerate(params_of(graph)) if p in params)
 
 
 def rows_read(graph: Graph) -> dict[int, int]:

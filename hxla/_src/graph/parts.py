@@ -251,18 +251,19 @@ def reads_apart(graph: Graph) -> Graph:
     So the gradient of a parameter has one term for each of them, wherever the graph is cut.
     """
     values, entries, alike = list(graph.values), list(graph.param_values), dict(graph.alike)
-    unread, ops = set(graph.param_values), []
+    params = {v for v in entries if values[v].differentiable}
+    unread, ops = set(params), []
     for op in graph.ops:
         own: dict[int, int] = {}
-        for v in dict.fromkeys(v for v in op.inputs if isinstance(v, int)):
+        for v in dict.fromkeys(v for v in map(_number, op.inputs) if v in params):
             if v in unread:
                 unread.remove(v)
-            elif v in graph.param_values and values[v].differentiable:
+            else:
                 own[v] = len(values)
                 alike[own[v]] = alike.get(v, v)
                 values.append(values[v])
                 entries.append(own[v])
-        inputs = tuple(own.get(v, v) if isinstance(v, int) else v for v in op.inputs)
+        inputs = tuple(own.get(_number(v), v) for v in op.inputs)
         ops.append(dataclasses.replace(op, inputs=inputs) if own else op)
     return dataclasses.replace(
         graph,

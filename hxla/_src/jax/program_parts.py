@@ -4,8 +4,9 @@ An equation for one group's results runs with that group. A value for several gr
 once, before them, and kept, as a global norm is; a tensor that is cheap to compute is recomputed by
 each group, as the gradients below the norm are. Barriers keep XLA from merging the groups again.
 
-Initializers are split into separate programs. Their random keys and counters are computed first,
-equation by equation. Then programs of equal layers differ only in their arguments and are shared.
+Initializers are split into separate programs. Random keys, and small results of constants alone,
+are computed first, equation by equation. Then programs of equal layers differ only in their
+arguments and are shared.
 """
 
 import dataclasses

@@ -16,12 +16,13 @@ from jax.sharding import PartitionSpec as P
 
 from ..core.errors import PlanError
 from ..core.types import PyTree
-from ..graph.graph import Graph, params_of, shapes_of
+from ..graph.graph import Graph, entries_of, params_of, shapes_of
 from ..graph.parts import ChainPart, graph_at, reads_apart, values_by_shape
 from ..graph.segments import Segment, segments_at
 from ..jax.jaxpr import scan_counts
 from ..model.loss import num_columns
 from ..plan.layout import check_layers_whole
+from ..plan.parts import are_cut_free
 from ..plan.plan import Plan
 from ..plan.sharding import Sharded
 from ..schedule.segment_sequence import sequence_from_texts
@@ -84,9 +85,8 @@ class ChainSpec:
 
     @property
     def trained_entries(self) -> tuple[int, ...]:
-        """Places in `Graph.param_values` of the trained parameters, or of rows of them."""
-        trained = set(self.trained)
-        return tuple(i for i, p in enumerate(params_of(self.graph)) if p in trained)
+        """See `entries_of`, of the trained parameters."""
+        return entries_of(self.graph, set(self.trained))
 
     @property
     def joins_at_end(self) -> bool:
@@ -216,12 +216,12 @@ def chain_spec(
             "before those of the next exist, so no microbatch's own gradient can be clipped: use "
             "stage 0 or 1, or set communication.clip to 'after'"
         )
-    if isinstance(inner, Sharded) and inner.granules is not None:
+    if are_cut_free(plan.axes):
         _check_granules(training)
     if isinstance(inner, Uneven) and points:
         inner, points = inner.in_segments(_segments_again(graph, plan)), ()
     ordered, points = graph_at(graph, "work", points)
-    if isinstance(inner, Sharded) and inner.granules is not None:
+    if are_cut_free(plan.axes):
         ordered = cut_free(ordered, trained)
     check_layers_whole(ordered, plan.parameters)
     parts = direct_parts(ordered, points)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ..core.types import STAGE_AXIS
-from ..graph.graph import Graph, params_of
+from ..graph.graph import Graph, entries_of
 from ..graph.interpreter import AS_THEY_ARE, Env
 from ..graph.parts import ChainPart
 from ..plan.sharding import Sharded
@@ -178,6 +178,21 @@ class PipelineSpec:
         """The slots of each group."""
         return [self.slots.only(numbers) for numbers in self.groups]
 
+    @property
+    def is_cut_free(self) -> bool:
+        """See `are_cut_free`."""
+        return self.sharded is not None and self.sharded.granules is not None
+
+    @functools.cached_property
+    def trained_entries(self) -> tuple[int, ...]:
+        """See `entries_of`, of the trained parameters."""
+        return entries_of(self.graph, set(self.slots.trained))
+
+    @functools.cached_property
+    def wanted(self) -> set[int]:
+        """See `wanted_values`."""
+        return wanted_values(self.graph, self.slots.trained)
+
 
 class PipelineProgram:
     """The functions from which a pipeline's programs are traced.
@@ -194,10 +209,18 @@ class PipelineProgram:
         inner = tuple(name for name, _ in replica.axes[1:])
         self.inside = StageSharding(mesh=replica.mesh, axes=inner, on_cpu=on_cpu)
         place = AS_THEY_ARE if spec.sharded is None else spec.sharded.placement(replica.mesh)
-        trained = [i for i, p in enumerate(params_of(spec.graph)) if p in spec.slots.trained]
-        options: Any = {"trained": trained, "on_cpu": on_cpu, "in_order": in_order}
-        options["wanted"] = wanted_values(spec.graph, spec.slots.trained)
-        self.stages = [StagePart(spec.graph, part, place, **options) for part in spec.parts]
+        self.stages = [
+            StagePart(
+                spec.graph,
+                part,
+                place,
+                trained=spec.trained_entries,
+                on_cpu=on_cpu,
+                in_order=in_order,
+                wanted=spec.wanted,
+            )
+            for part in spec.parts
+        ]
         self._sum_of = {slot: i for i, slot in enumerate(spec.slots.summed)}
         self._num_aux = sum(spec.tensors.is_summed)
         self.halves = spec.schedule(spec.unit).has_weight
@@ -394,9 +417,7 @@ class PipelineProgram:
             buffers, acc = carry
             inputs = self._unpacked(stage.above.words, buffers.inputs[field["input"]])
             if self.spec.recompute:
-                sharded = self.spec.sharded
-                is_cut_free = sharded is not None and sharded.granules is not None
-                forward = stage.forward_of_gradient if is_cut_free else stage.forward
+                forward = stage.forward_of_gradient if self.spec.is_cut_free else stage.forward
                 made = self._written(forward, index)(params, inputs, env)
             else:
                 forward = self._written(stage.forward_and_residuals, index)

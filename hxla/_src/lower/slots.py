@@ -410,6 +410,7 @@ def make_slots(
     trained = tuple(range(num_params) if trained is None else trained)
     entries = [(p, None) for p in range(num_params)] if entries is None else entries
     unread = set(range(num_params)) - {entries[i][0] for read in read_by for i in read}
+    # Several entries of a whole parameter, or of the same rows, have one slot.
     first: dict[Any, int] = {}
     alike = [first.setdefault(entry, i) for i, entry in enumerate(entries)]
     read_by = [sorted(set(read) | (unread if s == 0 else set())) for s, read in enumerate(read_by)]

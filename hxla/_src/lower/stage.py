@@ -279,6 +279,7 @@ class StagePart:
             if self.part.is_last:
                 return [made[0]], made
             num = len(self.part.outputs)
+            # A `run` of its own gives no inputs back.
             made, passed = made[:num], made[num:] or [all_inputs[i] for i in self._passing]
             return [*(made[i] for i in self.below.floats), *passed], made
 
