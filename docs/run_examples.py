@@ -31,6 +31,7 @@ COMMANDS = {
     "15_digits": ("python", ""),
     "16_lora": ("python", ""),
     "17_unlike_stages": ("hxla run -n 3", "--steps 5"),
+    "18_unlike_replicas": ("hxla run -n 3", "--steps 5"),
 }
 
 

@@ -57,6 +57,7 @@ from ._src.plan.plan import Plan as Plan
 from ._src.plan.parts import Versions as Versions, PlannedDevice as PlannedDevice
 from ._src.plan.parts import Axis as Axis, Role as Role, ReplicaWork as ReplicaWork
 from ._src.plan.parts import PlannedPipeline as PlannedPipeline
+from ._src.plan.parts import PlannedReplica as PlannedReplica
 from ._src.plan.parts import PlannedStage as PlannedStage
 from ._src.plan.parts import PlannedSegment as PlannedSegment
 from ._src.plan.parts import PlannedChain as PlannedChain

@@ -1,4 +1,4 @@
-"""Unlike stages: a card alone beside two that share a stage."""
+"""Unlike stages and replicas: a card alone beside two that share a stage, or a replica."""
 
 import dataclasses
 
@@ -10,11 +10,11 @@ from flax import nnx
 from support import models
 from support.launched import end_of, start
 from support.tensor_gpt import BATCH, STEPS
-from support.tiers import rows
+from support.tiers import examples, rows
 from support.unlike_stages import CASES, ONE, TWO, params_of, reference, trained
 
 
-@pytest.mark.parametrize("name", rows(CASES, "one and two", "annotated"))
+@pytest.mark.parametrize("name", rows(CASES, "one and two", "one beside two", "annotated"))
 def test_unlike_stages_train_as_plain_jax_does(name):
     case = CASES[name]
     losses, params = reference(case)
@@ -23,6 +23,9 @@ def test_unlike_stages_train_as_plain_jax_does(name):
     for got, expected in zip(params_of(result.model), params, strict=True):
         np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
+
+#: Replicas of unlike form on three devices.
+BESIDE = ("one beside two", "two beside one")
 
 CODE = """
 import os
@@ -47,7 +50,7 @@ print("ended", jax.process_index())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["one and two", "gpt", "two and one", "of unlike shards"])
+@pytest.mark.parametrize("name", ["one and two", "gpt", "two and one", "of unlike shards", *BESIDE])
 def test_processes_of_unlike_stages_train_as_plain_jax_does(tmp_path, name):
     losses, params = reference(CASES[name])
     out, err = end_of(start(tmp_path, CODE, "-n", "3", env={"NAME": name}))
@@ -113,3 +116,92 @@ def test_gradients_are_clipped_by_the_norm_of_all_stages():
     split = trained(case, **clipped)
     for a, b in zip(params_of(alone.model), params_of(split.model), strict=True):
         np.testing.assert_allclose(b, a, rtol=0, atol=2e-5 * np.abs(a).max())
+
+
+COUNTS = ((5, 3), (1, 7), (8, 0), (0, 8), (4, 4))
+
+
+@pytest.mark.parametrize("make", ["net", "gpt"])
+def test_which_replica_runs_a_microbatch_moves_no_bit(make):
+    case = CASES["one beside two"]
+    if make == "gpt":
+        case = dataclasses.replace(
+            CASES["gpt, one beside two"],
+            num_devices=3,
+            options={"stages": [[ONE], [ONE, ONE]]},
+        )
+    deep = {"stages": [[ONE, ONE], [ONE]]}
+    each = [{"counts": counts} for counts in COUNTS[: examples(2, len(COUNTS))]]
+    results = [trained(case, **options) for options in (*each, deep)]
+    assert len({result.plan.numerics for result in results}) == 1
+    assert len({result.sha256 for result in results}) == 1
+
+
+@pytest.mark.slow
+def test_a_run_of_unlike_replicas_is_resumed_with_other_counts_to_the_same_bits(tmp_path):
+    case = CASES["one beside two"]
+    folder = {"checkpoint_dir": tmp_path, "checkpoint_every": 1}
+    trained(case, steps=1, counts=(7, 1), **folder)
+    trained(case, steps=2, counts=(2, 6), **folder)
+    last = trained(case, counts=(4, 4), **folder)
+    assert last.sha256 == trained(case).sha256
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [(5, 3), (2, 6)])
+def test_statistics_and_dropout_of_unlike_replicas_are_those_of_one_device(counts):
+    case = dataclasses.replace(
+        CASES["one beside two"],
+        make=lambda: models.NnxNet(nnx.Rngs(0)),
+        loss=models.token_loss,
+        data=lambda: models.tokens(STEPS * BATCH),
+        options={"stages": [[ONE], [ONE, ONE]], "counts": counts},
+    )
+    split = trained(case)
+    alone = trained(dataclasses.replace(case, options={}, num_devices=1))
+    for a, b in zip(alone.history.steps, split.history.steps, strict=True):
+        assert a.loss == pytest.approx(b.loss, rel=1e-5)
+    statistics = [jax.tree.leaves(nnx.state(r.model, nnx.BatchStat)) for r in (alone, split)]
+    for a, b in zip(*statistics, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_gradients_of_unlike_replicas_are_clipped_by_their_whole_norm():
+    case = CASES["one beside two"]
+    clipped = {"config": {"communication": {"clip_norm": 0.1}}}
+    alone = trained(dataclasses.replace(case, options={}, num_devices=1), **clipped)
+    split = trained(case, **clipped)
+    for a, b in zip(params_of(alone.model), params_of(split.model), strict=True):
+        np.testing.assert_allclose(b, a, rtol=0, atol=2e-5 * np.abs(a).max())
+
+
+MEMORY_CODE = """
+import hxla
+hxla.join()
+import jax
+from support.unlike_stages import CASES, trained
+
+try:
+    trained(CASES["one beside two"], visible=False, steps=1)
+except hxla.PlanError as error:
+    print(f"refused by {jax.process_index()}: {error}")
+print("ended", jax.process_index())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("large", [0, 1, 2])
+def test_each_device_needs_memory_for_its_own_stage_only(tmp_path, large):
+    """The replica of the whole model does not fit a small device, and need not."""
+    lines = ['name = "unlike memory"', "[[node]]", 'name = "node"']
+    for rank in range(3):
+        kib = 300 if rank == large else 44
+        lines += ["[[node.device]]", 'kind = "cpu"', "core_share = 0.5"]
+        lines += [f"memory_gib = {kib / 2**20:.9f}"]
+    lines += ["[node.link]", "gigabytes_per_second = 1", "latency_microseconds = 50"]
+    (tmp_path / "mesh.toml").write_text("\n".join(lines))
+    out, err = end_of(start(tmp_path, MEMORY_CODE, "--mesh", "mesh.toml"))
+    assert out.count("ended") == 3, err[-3000:]
+    assert out.count("refused") == (0 if large == 0 else 3)
+    assert ("device 0 has 44.0 KiB, and its stage needs" in out) == (large != 0)

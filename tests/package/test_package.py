@@ -338,6 +338,14 @@ def test_the_example_of_unlike_stages_runs():
 
 
 @pytest.mark.slow
+def test_the_example_of_unlike_replicas_runs():
+    script = str(EXAMPLES / "18_unlike_replicas.py")
+    _runs(
+        ["-m", "hxla", "run", "-n", "3", script, "--steps", "2"], ["replica 1: ", "microbatches ["]
+    )
+
+
+@pytest.mark.slow
 def test_the_example_of_a_scanned_decoder_runs_ranges_of_its_layers():
     script = str(EXAMPLES / "09_scanned_pipeline.py")
     command = ["-m", "hxla", "run", "--mesh", "cpu-1.0-0.5", script, "--steps", "2"]

@@ -1,4 +1,4 @@
-"""Models whose stages are unlike in devices and axes, and plain JAX's result for each."""
+"""Models whose stages or replicas are unlike, and plain JAX's result for each."""
 
 import dataclasses
 import itertools
@@ -100,6 +100,15 @@ CASES = {
     "gpt of unlike shards": _gpt(5, UNEVEN, ONE, UNEVEN),
     "recomputed, of unlike shards": _recomputing(_net(5, UNEVEN, {"tensor": (1, 3)}, ONE)),
     "gpt, two pipelines": _gpt(6, TWO, ONE),
+    "one beside two": _net(3, [ONE], [ONE, ONE], counts=(5, 3)),
+    "two beside one": _net(3, [ONE, ONE], [ONE], counts=(1, 7)),
+    "one, two and three": _net(6, [ONE], [ONE, ONE], [ONE, ONE, ONE]),
+    "sharded beside stages": _net(5, [TWO], [ONE, TWO]),
+    "uneven beside stages": _net(4, [UNEVEN], [ONE, ONE], counts=(6, 2)),
+    "by data beside stages": _net(5, [DATA], [ONE, DATA]),
+    "recomputed beside stages": _recomputing(_net(5, [ONE], [TWO, ONE, ONE], counts=(4, 4))),
+    "gpt, one beside two": _gpt(4, [ONE], [ONE, TWO], counts=(3, 5)),
+    "gpt, three replicas": _gpt(6, [TWO], [ONE, ONE], [TWO]),
     "annotated": _annotated(
         4, lambda: hxla.replicate(1), lambda: hxla.split(2), lambda: hxla.replicate(1)
     ),

@@ -1,5 +1,6 @@
 """From how devices share a model to a complete plan: layouts of parameters, counts, stages."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec as P
@@ -26,6 +27,7 @@ from ..plan.parts import (
     Placement,
     PlannedDevice,
     PlannedPipeline,
+    PlannedReplica,
     Prediction,
     ReplicaWork,
     RunnerUp,
@@ -129,7 +131,7 @@ def complete(
             "in a fixed order, which took small GPTs on a CPU 1.7 to 2.1 times as long"
         )
     pipeline: PlannedPipeline | None = None
-    if structure.pipeline is not None and structure.pipeline.forms:
+    if structure.pipeline is not None and structure.pipeline.has_forms:
         _refuse_order(graph)
         pipeline, notes, sent = _unlike_pipeline(graph, structure)
         lines += notes
@@ -217,12 +219,30 @@ def _unlike_pipeline(
     assert request is not None
     pipeline = request.planned(graph)
     ordered, points = graph_at(graph, pipeline.cut_by, pipeline.points)
-    parts = direct_parts(ordered, points)
-    stages, lines, sent = planned_stages(graph, ordered, parts, request.forms, structure.rules)
-    if pipeline.cut_by == "work":
-        lines += uncut_scans(graph)
-    lines.append(_shares_of_work(parts, request.num))
-    return pipeline.model_copy(update={"stages": stages}), lines, sent
+    lines = list(uncut_scans(graph)) if pipeline.cut_by == "work" else []
+    if not request.replicas:
+        parts = direct_parts(ordered, points)
+        stages, notes, sent = planned_stages(graph, ordered, parts, request.forms, structure.rules)
+        lines = [*notes, *lines, _shares_of_work(parts, request.num)]
+        return pipeline.model_copy(update={"stages": stages}), lines, sent
+    replicas, most = [], 0.0
+    for i, replica in enumerate(request.replicas):
+        ends = list(itertools.accumulate(replica.cut))
+        parts = direct_parts(ordered, [points[end - 1] for end in ends[:-1]])
+        stages, notes, sent = planned_stages(graph, ordered, parts, replica.forms, structure.rules)
+        lines += [f"replica {i}: {note}" for note in notes]
+        lines.append(f"replica {i}: {_shares_of_work(parts, len(parts))}")
+        most = max(most, sent)
+        replicas.append(
+            PlannedReplica(
+                num_microbatches=replica.num_microbatches,
+                stages=tuple(
+                    stage.model_copy(update={"num_parts": num})
+                    for stage, num in zip(stages, replica.cut, strict=True)
+                ),
+            )
+        )
+    return pipeline.model_copy(update={"replicas": tuple(replicas)}), lines, most
 
 
 def placement_for(

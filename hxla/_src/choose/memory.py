@@ -603,7 +603,7 @@ def _terms(work: Workload, plan: Plan) -> int:
     graph, num = work.graph, plan.num_microbatches
     if plan.pipeline is not None:
         ordered, points = graph_at(graph, plan.pipeline.cut_by, plan.pipeline.points)
-        parts = direct_parts if plan.unlike_stages else parts_of
+        parts = direct_parts if plan.stage_forms else parts_of
         return num_terms(ordered, parts(ordered, points), num)
     if plan.chain is not None:
         ordered, points = graph_at(graph, "work", plan.chain.points)

@@ -350,7 +350,7 @@ def _cut_may_share(plan: Plan) -> bool:
 
     Sharding changes their bits, and the next generation of an elastic job might not shard.
     """
-    is_fixed = len(plan.replicas) == 1 or plan.unlike_stages or plan.is_uneven
+    is_fixed = len(plan.replicas) == 1 or plan.stage_forms or plan.is_uneven
     return not (is_fixed or plan.sums.sparse or own_member() is not None)
 
 

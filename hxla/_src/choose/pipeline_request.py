@@ -22,13 +22,33 @@ from ..plan.parts import PlannedPipeline, PlannedSegment
 from ..profile.segment_times import layer_sizes
 from ..schedule.schedules import needs_even_counts
 from .microbatch_counts import Counts
-from .stage_forms import StageForm, forms_asked
+from .stage_forms import StageForm, forms_asked, replica_forms_asked
 
 _FINE = 4  # segments that each part is chosen from
 _MOST_SEGMENTS = 32
 _MICROBATCHES_PER_STAGE = 4  # a bubble of at most a fifth
 
 Table = Sequence[Sequence[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class UnlikeReplica:
+    """A replica beside replicas of another form.
+
+    Attributes:
+        forms: The devices of each of its stages.
+        cut: The parts of the chain that each stage runs; empty: not chosen yet.
+        num_microbatches: Of a step; 0 before it is chosen.
+    """
+
+    forms: tuple[StageForm, ...]
+    cut: tuple[int, ...] = ()
+    num_microbatches: int = 0
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices of the replica."""
+        return sum(form.num_devices for form in self.forms)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +65,7 @@ class PipelineRequest:
         num_segments: Segments of the chain; 0: chosen by the number of parts.
         cut: Segments of each part; None: by `shares`.
         forms: The devices of each stage, where they are unlike; empty: all are alike.
+        replicas: The stages of each replica, where replicas are unlike; empty: all are alike.
     """
 
     num: int
@@ -57,6 +78,12 @@ class PipelineRequest:
     num_segments: int = 0
     cut: tuple[int, ...] | None = None
     forms: tuple[StageForm, ...] = ()
+    replicas: tuple[UnlikeReplica, ...] = ()
+
+    @property
+    def has_forms(self) -> bool:
+        """Whether stages or replicas are unlike."""
+        return bool(self.forms or self.replicas)
 
     @property
     def num_parts(self) -> int:
@@ -176,8 +203,11 @@ def _too_few(graph: Graph, names: Sequence[str], request: PipelineRequest) -> Pl
     )
 
 
-#: What a user may ask of stages: their number, their shares of the work, or a table for each.
-Stages = int | Sequence[float] | Sequence[Mapping[str, float]]
+#: What a user may ask of stages: their number, their shares of the work, a table for each, or a
+#: list of tables for each replica.
+Stages = (
+    int | Sequence[float] | Sequence[Mapping[str, float]] | Sequence[Sequence[Mapping[str, float]]]
+)
 
 
 def asked(stages: Stages | None, settings: Config) -> PipelineRequest:
@@ -189,11 +219,15 @@ def asked(stages: Stages | None, settings: Config) -> PipelineRequest:
     config, recompute = settings.pipeline, settings.memory.recompute
     num, shares = 0, None
     forms: tuple[StageForm, ...] = ()
+    replicas: tuple[UnlikeReplica, ...] = ()
     if isinstance(stages, SupportsIndex):
         num = operator.index(stages)
     elif isinstance(stages, list | tuple) and any(isinstance(x, Mapping) for x in stages):
         forms = forms_asked(stages)
         num, shares = len(forms), tuple(form.work for form in forms)
+    elif isinstance(stages, list | tuple) and any(isinstance(x, list | tuple) for x in stages):
+        replicas = tuple(map(UnlikeReplica, replica_forms_asked(stages)))
+        num = max(len(replica.forms) for replica in replicas)
     elif stages is not None:
         try:
             shares = tuple(map(float, stages))  # type: ignore[arg-type]
@@ -221,6 +255,7 @@ def asked(stages: Stages | None, settings: Config) -> PipelineRequest:
         recompute=None if recompute in (None, "auto") else recompute == "boundaries",
         shares=shares,
         forms=forms,
+        replicas=replicas,
     )
     if request.recompute and request.has_weight:
         raise ConfigError(

@@ -38,6 +38,7 @@ from .pipeline_request import (
     microbatch_size,
 )
 from .structures import ReplicaGroups, grid_of, pipelined, shares_of, structure_of
+from .unlike_replicas import counts_are_free, most_segments, with_cuts_and_counts
 from .workload import Measure, Workload, Workloads
 
 
@@ -184,17 +185,19 @@ def plan_for(
     graph = jobs.at(size or default_sizes(batch_size, 1)[0]).graph
     structure = _structure(jobs, request, cluster, graph, measure)
     num, pipeline = len(structure.replicas), structure.pipeline
-    fractions: tuple[float, ...] = ()
+    known: Prediction | None = None
     counts, reasons = _possible_counts(structure, request.counts, measure)
     if pipeline is not None:
-        size, notes = _pipeline_size(jobs, pipeline, size, num, is_measured=is_measured)
+        several = len(pipeline.replicas) or num
+        size, notes = _pipeline_size(jobs, pipeline, size, several, is_measured=is_measured)
         reasons += notes
-        check_enough(batch_size, size, num, is_kept=is_kept)
+        check_enough(batch_size, size, several, is_kept=is_kept)
+        if (pipeline.needs_even_counts and counts == "measured") or pipeline.replicas:
+            counts = "even"  # unlike replicas have counts of their own, and share a state
         check_even(pipeline, batch_size // size, num, counts)
-        if pipeline.needs_even_counts and counts == "measured":
-            counts = "even"
+        timed_stages = _unlike_replicas if pipeline.replicas else _timed_stages
         if request.mesh is None:
-            structure, fractions = _timed_stages(
+            structure, known = timed_stages(
                 jobs.at(size), structure, sums, request, cluster, measure, profile
             )
     else:
@@ -215,7 +218,7 @@ def plan_for(
             sums=form,
             optimizer_bytes=work.optimizer_bytes,
             counts=asked_counts(counts, batch_size // size, num),
-            prediction=Prediction(stage_fractions=fractions) if fractions else None,
+            prediction=known,
             reasons=(*reasons, *_trained_reasons(work.model), *notes),
             profile=profile,
         )
@@ -410,7 +413,7 @@ def _timed_stages(
     cluster: Cluster,
     measure: Measure | None,
     profile: Profile | None,
-) -> tuple[ReplicaGroups, tuple[float, ...]]:
+) -> tuple[ReplicaGroups, Prediction | None]:
     """Pipelines cut by the times of their devices, if these are known, else by their speeds.
 
     Returns:
@@ -425,11 +428,11 @@ def _timed_stages(
         or pipeline.num_chunks > 1
         or (profile is None and measure is not None and share_cores(measure.devices))
     ):
-        return structure, ()
+        return structure, None
     kept, chain = request.pinned.cut, segments(graph_of(graph), pipeline.most_segments)
     if (len(kept), sum(kept)) == (pipeline.num_parts, len(chain)):
         pipeline = dataclasses.replace(pipeline, cut=kept)
-        return pipelined(range(len(cluster.devices)), pipeline), ()
+        return pipelined(range(len(cluster.devices)), pipeline), None
     times: Mapping[int, np.ndarray] = {}
     if profile is not None:
         pipeline = dataclasses.replace(pipeline, num_segments=profile.most_segments)
@@ -439,7 +442,7 @@ def _timed_stages(
     else:
         times = _estimated(chain, graph_of(graph), size, cluster)
         if not times:
-            return structure, ()
+            return structure, None
     cut = best_cut(
         graph,
         pipeline,
@@ -456,7 +459,47 @@ def _timed_stages(
     origin = "measured times" if is_measured else _ESTIMATES
     reason = f"cut by {origin}: {shown} ms a microbatch on the stages"
     structure = dataclasses.replace(structure, reasons=(reason,))
-    return structure, cut.fractions if is_measured else ()
+    return structure, Prediction(stage_fractions=cut.fractions) if is_measured else None
+
+
+def _unlike_replicas(
+    work: Workload,
+    structure: ReplicaGroups,
+    sums: SumsForm,
+    request: PlanRequest,
+    cluster: Cluster,
+    measure: Measure | None,
+    profile: Profile | None,
+) -> tuple[ReplicaGroups, Prediction | None]:
+    """Replicas of unlike form, cut and given microbatches by the times of their devices."""
+    pipeline, graph, size = structure.pipeline, work.graph, work.microbatch_size
+    assert pipeline is not None
+    num, kept = work.batch_size // size, request.pinned.cut
+    _check_clip(work.settings)
+    most = most_segments(pipeline)
+    # What another run would not measure again may not decide bits, unless a checkpoint keeps it.
+    is_timed = request.counts == "measured" and counts_are_free(pipeline)
+    chain = segments(graph_of(graph), most)
+    times: Mapping[int, np.ndarray] = _estimated(chain, graph_of(graph), size, cluster)
+    if profile is not None and is_timed:
+        pipeline = dataclasses.replace(pipeline, num_segments=profile.most_segments)
+        times = _profiled(profile, graph, size, cluster)
+    elif measure is not None and is_timed and not share_cores(measure.devices):
+        times = measure.segment_seconds(cluster, size, most, sums)
+    asked, slowest, seconds = with_cuts_and_counts(
+        graph, pipeline, num, request.counts, times, kept
+    )
+    shown = ", ".join(f"{x * 1e3:.3g}" for x in slowest)
+    is_measured = is_timed and (profile is not None or measure is not None)
+    origin = "measured times" if is_measured else _ESTIMATES
+    reason = f"by {origin}: {shown} ms a microbatch on the slowest stage of each replica"
+    reasons = (*structure.reasons, *([reason] if times else []))
+    structure = dataclasses.replace(structure, pipeline=asked, reasons=reasons)
+    if not times:
+        return structure, None
+    return structure, Prediction(
+        step_seconds=seconds, microbatch_seconds=(seconds / num,), fixed_seconds=(0.0,)
+    )
 
 
 _ESTIMATES = "times estimated from FLOPs and the described speeds"

@@ -35,11 +35,13 @@ class StageForm:
     Attributes:
         axes: Names and sizes of its axes, those of one device left out.
         work: Its share of the work, in proportion to the other stages.
+        is_stated: Whether the user gave this share.
         shares: The ratio of the shards of its one axis, where they are unlike.
     """
 
     axes: Axes = ()
     work: float
+    is_stated: bool = False
     shares: tuple[int, ...] = ()
 
     @property
@@ -50,6 +52,9 @@ class StageForm:
 
 _KEYS = ("devices", *STAGE_AXES, "work")
 _FORM = "write stages=[{'devices': 1}, {'tensor': 2}], a table for each stage"
+_LISTS = (
+    "write stages=[[{'devices': 1}], [{'devices': 1}, {'devices': 1}]], a list for each replica"
+)
 
 
 def forms_asked(stages: Sequence[Any]) -> tuple[StageForm, ...]:
@@ -58,11 +63,42 @@ def forms_asked(stages: Sequence[Any]) -> tuple[StageForm, ...]:
     Raises:
         ConfigError: With every fault.
     """
+    forms, faults = _forms(stages, "stages")
+    if len(stages) < 2 and not faults:
+        faults.append("a pipeline has at least two stages: leave stages out, or use a mesh")
+    if faults:
+        raise ConfigError(f"stages cannot be read, {_FORM}:{listed(faults)}")
+    return tuple(forms)
+
+
+def replica_forms_asked(replicas: Sequence[Any]) -> tuple[tuple[StageForm, ...], ...]:
+    """The forms of `stages=[[{"devices": 1}], [{"devices": 1}, {"devices": 1}]]`.
+
+    Raises:
+        ConfigError: With every fault.
+    """
+    out, faults = [], []
+    for r, stages in enumerate(replicas):
+        if isinstance(stages, list | tuple) and stages:
+            forms, wrong = _forms(stages, f"stages[{r}]")
+            out.append(tuple(forms))
+            faults += wrong
+        else:
+            faults.append(f"stages[{r}]: {stages!r} is no list of tables, one for each stage")
+    if len(replicas) < 2 and not faults:
+        faults.append("a list of lists has a list for each of several replicas, write the tables")
+    if faults:
+        raise ConfigError(f"stages cannot be read, {_LISTS}:{listed(faults)}")
+    return tuple(out)
+
+
+def _forms(stages: Sequence[Any], key: str) -> tuple[list[StageForm], list[str]]:
+    """The forms of one replica's stages, and what is wrong with them."""
     forms, faults = [], []
     for s, table in enumerate(stages):
         fault = _fault(table)
         if fault:
-            faults.append(f"stages[{s}]: {fault}")
+            faults.append(f"{key}[{s}]: {fault}")
             continue
         asked = {name: as_whole_number(table.get(name, 1)) for name in STAGE_AXES}
         shares = tuple(map(as_whole_number, _ratio(asked[TENSOR_AXIS])))
@@ -72,24 +108,27 @@ def forms_asked(stages: Sequence[Any]) -> tuple[StageForm, ...]:
         if table.get("devices", size) != size:
             needs = f"its axes take {size}" if axes else "nothing says what each computes"
             faults.append(
-                f"stages[{s}]: {table['devices']} devices, but {needs}: write {{'tensor': n}}, "
+                f"{key}[{s}]: {table['devices']} devices, but {needs}: write {{'tensor': n}}, "
                 "{'data': n} or both"
             )
             continue
         is_uneven = len(set(shares)) > 1
         if is_uneven and len(axes) > 1:
             faults.append(
-                f"stages[{s}]: uneven shards need the one axis {TENSOR_AXIS!r}, leave "
+                f"{key}[{s}]: uneven shards need the one axis {TENSOR_AXIS!r}, leave "
                 f"{DATA_AXIS!r} out"
             )
             continue
         work = float(table.get("work", size))
-        forms.append(StageForm(axes=axes, work=work, shares=shares if is_uneven else ()))
-    if len(stages) < 2 and not faults:
-        faults.append("a pipeline has at least two stages: leave stages out, or use a mesh")
-    if faults:
-        raise ConfigError(f"stages cannot be read, {_FORM}:{listed(faults)}")
-    return tuple(forms)
+        forms.append(
+            StageForm(
+                axes=axes,
+                work=work,
+                is_stated="work" in table,
+                shares=shares if is_uneven else (),
+            )
+        )
+    return forms, faults
 
 
 def _fault(table: Any) -> str:

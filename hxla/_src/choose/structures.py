@@ -93,7 +93,7 @@ def structure_of(
     structure = _structure(graph, cluster, settings.cluster, request, axes, grid, rules)
     if settings.numerics.cut == "any":
         structure = _in_granules(graph, structure, rules, settings.numerics.granules)
-    if structure.pipeline is not None and structure.pipeline.forms:
+    if structure.pipeline is not None and structure.pipeline.has_forms:
         check_settings(settings)
     return structure
 
@@ -111,7 +111,7 @@ def _with_tensor(
         ConfigError: If there are other axes, or nothing says what this one cuts.
     """
     axes = ((DATA_AXIS, grid.size),) if axes is None else axes
-    if request.forms or (request.is_asked and STAGE_AXIS not in dict(axes)):
+    if request.has_forms or (request.is_asked and STAGE_AXIS not in dict(axes)):
         raise ConfigError(
             "numerics.cut of 'any' takes stages of one form from a mesh: pass mesh={'data': 1, "
             "'stage': 2, 'tensor': 1}, or set it to 'planned'"
@@ -171,11 +171,14 @@ def _structure(
     rules: RuleSet | None,
 ) -> ReplicaGroups:
     if axes is not None and set(dict(axes)) != {DATA_AXIS}:
-        if request.forms:
+        if request.has_forms:
             raise ConfigError(
                 "stages give the axes of each stage, and a mesh those of all: leave the mesh out"
             )
         return from_mesh(graph, axes, grid, rules, request)
+    if request.replicas:
+        check_unannotated(graph, "stages=[[...], ...]")
+        return unlike_replicas(range(len(cluster.devices)), request, rules)
     if request.forms:
         check_unannotated(graph, "stages=[...]")
         return unlike_stages(range(len(cluster.devices)), request, request.forms, rules)
@@ -315,11 +318,7 @@ def unlike_stages(
         ConfigError: If no stage has an axis for the rules.
         PlanError: If the devices are no multiple of those of the stages.
     """
-    if rules is not None and not any(dict(form.axes).keys() - {DATA_AXIS} for form in forms):
-        raise ConfigError(
-            f"rules {rules.name!r} cut parameters over 'tensor', and no stage has this axis: give "
-            "it to one, or leave the rules out"
-        )
+    _check_rules(rules, forms)
     sizes = [form.num_devices for form in forms]
     num = sum(sizes)
     if not ranks or len(ranks) % num:
@@ -334,6 +333,42 @@ def unlike_stages(
         rules=rules,
         pipeline=dataclasses.replace(request, forms=forms),
     )
+
+
+def unlike_replicas(
+    ranks: Sequence[int], request: PipelineRequest, rules: RuleSet | None
+) -> ReplicaGroups:
+    """Replicas of unlike form on consecutive devices, which share one state.
+
+    Args:
+        rules: Decide which parameters the axes of stages cut; None: the least communication.
+
+    Raises:
+        ConfigError: If no stage has an axis for the rules.
+        PlanError: If the devices are not as many as those of the replicas.
+    """
+    _check_rules(rules, [form for replica in request.replicas for form in replica.forms])
+    sizes = [replica.num_devices for replica in request.replicas]
+    if len(ranks) != sum(sizes):
+        raise PlanError(
+            f"{plural(len(ranks), 'device')} cannot make replicas of "
+            f"{' + '.join(map(str, sizes))} devices: use {sum(sizes)}, write other stages, or "
+            "leave some out with cluster.visible_devices"
+        )
+    return ReplicaGroups(
+        replicas=(tuple(ranks),),
+        axes=((DEVICE_AXIS, len(ranks)),),
+        rules=rules,
+        pipeline=request,
+    )
+
+
+def _check_rules(rules: RuleSet | None, forms: Sequence[StageForm]) -> None:
+    if rules is not None and not any(dict(form.axes).keys() - {DATA_AXIS} for form in forms):
+        raise ConfigError(
+            f"rules {rules.name!r} cut parameters over 'tensor', and no stage has this axis: give "
+            "it to one, or leave the rules out"
+        )
 
 
 def from_mesh(

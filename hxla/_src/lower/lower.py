@@ -148,7 +148,7 @@ class Programs:
                 elements = pack_sizes(self.tensors, self.packs, tensor_specs, plan.axis_sizes)
                 groups = sum_groups(last_packs(chain), elements)
                 sums_of = [packs for _, packs in groups]
-        elif plan.unlike_stages:
+        elif plan.stage_forms:
             self.packs = packs_of(self.tensors, None)
             self.contribution, runner = stage_chains(training, graph, plan, whole, self.trained)
         else:
@@ -397,7 +397,7 @@ class Programs:
         ):
             runner.adopt(replica_programs[: len(runner.names)])
             update.compiled = replica_programs[len(runner.names) :]
-        if check is not None and self.runners[0].text and not self.plan.unlike_stages:
+        if check is not None and self.runners[0].text and not self.plan.stage_forms:
             check(orders_of(programs[0], self.reducer.programs))
 
     @property
@@ -411,8 +411,8 @@ class Programs:
         """The most microbatches whose inputs are on a device at once."""
         return self.runners[0].most_inputs
 
-    def memory_bytes(self, state_bytes: int) -> int:
-        """Bytes that one device needs for its state, its sums and the largest of its programs."""
+    def memory_bytes(self, state_bytes: int, stage_bytes: int | None = None) -> int:
+        """Bytes that one device, of a stage if given, needs for state, sums and any program."""
         runner, releases = self.runners[0], self.reducer.releases
         first, totals = self.over_batch.memory_bytes(), self._bytes_of_params()
         sums = totals * self.contribution.form.num_parts
@@ -428,7 +428,7 @@ class Programs:
                 update += self._updates.each[0].params_at_once(list(each))
             kept = state_bytes + runner.kept_bytes
             return kept + max(first, microbatches, most + update, most + gathers)
-        microbatches = runner.memory_bytes(sums)
+        microbatches = runner.memory_bytes(sums) if stage_bytes is None else sums + stage_bytes
         totals = totals if self.ownership is None else most
         # Freed sums make room for the totals.
         summing = sums + self.reducer.memory_bytes() + (0 if releases else totals)

@@ -177,7 +177,7 @@ class Route:
         shards = {} if x is None else {s.device: s.data for s in x.addressable_shards}
         shape = place.local_shape or (1,)
         parts = [
-            _shaped(shards[d], shape) if d in shards else jnp.zeros(shape, place.dtype, device=d)
+            _shaped(shards[d], shape) if d in shards else _zeros(shape, place.dtype, d)
             for d in self._local
         ]
         sharding = NamedSharding(self._mesh, P(_AXIS))
@@ -259,6 +259,12 @@ class Route:
                     x = _pick(x, copy.picks, me)
                 out[k] = jnp.where(_kept(copy, me), x, out[k])
         return [x.reshape(p.local_shape or (1,)) for x, p in zip(out, self._targets, strict=True)]
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> jax.Array:
+    if jnp.issubdtype(dtype, jax.dtypes.extended):  # random keys, whose zeros ignore `device`
+        return jax.device_put(jnp.zeros(shape, dtype), device)
+    return jnp.zeros(shape, dtype, device=device)
 
 
 def _shaped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -1,7 +1,8 @@
-"""A pipeline whose stages are unlike in devices and axes: the inputs of its programs."""
+"""Pipelines whose stages are unlike in devices and axes: the inputs of their programs."""
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 
 from jax.sharding import PartitionSpec as P
@@ -11,6 +12,7 @@ from ..graph.parts import graph_at
 from ..model.loss import num_columns
 from ..plan.check import schedule_of
 from ..plan.layout import check_layers_whole, to_spec
+from ..plan.parts import PlannedStage
 from ..plan.plan import Plan
 from ..plan.unlike_stages import sharded_stages, stage_parts
 from ..schedule.schedules import Schedule
@@ -20,41 +22,63 @@ from .inputs import Training
 from .padding import NOT_PADDED, Padding
 from .uneven import Uneven
 
+#: PartitionSpec and padding of each parameter.
+Placed = tuple[tuple[P, Padding], ...]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StageChainSpec:
-    """The inputs of the programs of a pipeline.
+class StagesSpec:
+    """The stages of one pipeline.
 
     Attributes:
-        chains: For each stage the whole chain as its devices shard it.
-        axes: For each stage the names and sizes of its axes.
-        tensors: Without padding.
-        inside: For each stage PartitionSpec and padding of each parameter.
-        stored: PartitionSpec and padding of each parameter between steps, over all devices.
+        chains: For each part the whole chain as the devices of its stage shard it.
+        axes: For each part the names and sizes of its stage's axes.
+        inside: For each part the parameters while its stage runs.
+        cut: The number of parts of each stage.
         schedule: From a number of microbatches to their schedule.
-        most: Most microbatches of a pipeline in a step, as planned.
+        most: Most microbatches of the pipeline in a step, as planned.
         recompute: Whether stages keep their inputs only.
     """
 
     chains: tuple[ChainSpec, ...]
     axes: tuple[tuple[tuple[str, int], ...], ...]
-    tensors: Tensors
-    inside: tuple[tuple[tuple[P, Padding], ...], ...]
-    stored: tuple[tuple[P, Padding], ...]
+    inside: tuple[Placed, ...]
+    cut: tuple[int, ...]
     schedule: Callable[[int], Schedule]
     most: int
     recompute: bool
 
-    def stored_tensor(self, t: int) -> tuple[P, Padding]:
-        """PartitionSpec and padding of a float tensor between steps."""
-        return self._of_tensor(self.stored, t)
+    @property
+    def spans(self) -> list[range]:
+        """The parts of each stage."""
+        ends = itertools.pairwise(itertools.accumulate(self.cut, initial=0))
+        return list(itertools.starmap(range, ends))
 
-    def tensor_inside(self, s: int, t: int) -> tuple[P, Padding]:
-        """PartitionSpec and padding of a float tensor in a stage."""
-        return self._of_tensor(self.inside[s], t)
 
-    def _of_tensor(self, each: Sequence[tuple[P, Padding]], t: int) -> tuple[P, Padding]:
-        trained = self.chains[0].trained
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageChainSpec:
+    """The pipelines that share a replica's state.
+
+    Attributes:
+        pipelines: One, or several of unlike form.
+        counts: The microbatches of each, where there are several.
+        tensors: Without padding.
+        stored: The parameters between steps, over all devices.
+    """
+
+    pipelines: tuple[StagesSpec, ...]
+    counts: tuple[int, ...]
+    tensors: Tensors
+    stored: Placed
+
+    @property
+    def chain(self) -> ChainSpec:
+        """The chain of the first part: what all parts have in common."""
+        return self.pipelines[0].chains[0]
+
+    def placed(self, each: Placed, t: int) -> tuple[P, Padding]:
+        """PartitionSpec and padding of a float tensor."""
+        trained = self.chain.trained
         return each[trained[t]] if t < len(trained) else (P(), NOT_PADDED)
 
 
@@ -66,48 +90,71 @@ def stage_chain_spec(
     Args:
         tensors: Without padding.
     """
+    planned = plan.pipeline
+    assert planned is not None
+    ordered, _ = graph_at(graph, planned.cut_by, planned.points)
+    check_layers_whole(ordered, plan.parameters)
+    counts = tuple(replica.num_microbatches for replica in planned.replicas)
+    most = counts or (max(plan.counts),)
+    return StageChainSpec(
+        pipelines=tuple(
+            _stages_spec(training, ordered, plan, stages, num, tensors, trained)
+            for stages, num in zip(plan.stage_forms, most, strict=True)
+        ),
+        counts=counts,
+        tensors=tensors,
+        stored=tuple((to_spec(p.spec), Padding(p.sizes)) for p in plan.parameters),
+    )
+
+
+def _stages_spec(
+    training: Training,
+    ordered: Graph,
+    plan: Plan,
+    stages: Sequence[PlannedStage],
+    most: int,
+    tensors: Tensors,
+    trained: tuple[int, ...],
+) -> StagesSpec:
     planned, num = plan.pipeline, plan.num_microbatches
     assert planned is not None
-    ordered, points = graph_at(graph, planned.cut_by, planned.points)
-    check_layers_whole(ordered, plan.parameters)
-    parts = direct_parts(ordered, points)
+    parts = direct_parts(ordered, planned.points)
+    wholes = direct_parts(ordered, planned.points_of(stages))
     floats = range(len(tensors.floats))
-    solved = sharded_stages(ordered, parts, planned.stages, plan.parameters)
+    solved = sharded_stages(ordered, wholes, stages, plan.parameters)
     chains, inside = [], []
-    for part, stage, sharded in zip(parts, planned.stages, solved, strict=True):
+    for whole, stage, sharded in zip(wholes, stages, solved, strict=True):
         known = {x.name: (to_spec(x.spec), Padding(x.sizes)) for x in stage.parameters}
         each = tuple(known.get(layout.name, (P(), NOT_PADDED)) for layout in plan.parameters)
-        inside.append(each)
-        units = stage_parts(ordered, part, stage, sharded, plan.parameters)
+        inside += [each] * stage.num_parts
+        units = stage_parts(ordered, whole, stage, sharded, plan.parameters)
         pairs = zip([each[p] for p in trained], tensors.params, strict=True)
         padded = tuple(padding.like(x) for (_, padding), x in pairs)
         of_tensors = [each[p][0] for p in trained]
-        chains.append(
-            ChainSpec(
-                graph=ordered,
-                parts=parts,
-                tensors=dataclasses.replace(tensors, params=padded),
-                packs=[[t] for t in floats],
-                trained=trained,
-                contribution=Contribution.of(plan.sums, num_terms(ordered, parts, num)),
-                num_microbatches=num,
-                num_columns=num_columns(ordered.metrics),
-                seed=training.seed,
-                specs=(*of_tensors, *(P() for _ in floats[len(trained) :])),
-                sharded=sharded,
-                uneven=None if units is None else Uneven(sharded, units),
-                mean=training.mean,
-            )
+        chain = ChainSpec(
+            graph=ordered,
+            parts=parts,
+            tensors=dataclasses.replace(tensors, params=padded),
+            packs=[[t] for t in floats],
+            trained=trained,
+            contribution=Contribution.of(plan.sums, num_terms(ordered, parts, num)),
+            num_microbatches=num,
+            num_columns=num_columns(ordered.metrics),
+            seed=training.seed,
+            specs=(*of_tensors, *(P() for _ in floats[len(trained) :])),
+            sharded=sharded,
+            uneven=None if units is None else Uneven(sharded, units),
+            mean=training.mean,
         )
-    return StageChainSpec(
+        chains += [chain] * stage.num_parts
+    return StagesSpec(
         chains=tuple(chains),
-        axes=tuple(tuple(stage.axis_sizes.items()) for stage in planned.stages),
-        tensors=tensors,
+        axes=tuple(tuple(s.axis_sizes.items()) for s in stages for _ in range(s.num_parts)),
         inside=tuple(inside),
-        stored=tuple((to_spec(p.spec), Padding(p.sizes)) for p in plan.parameters),
+        cut=tuple(stage.num_parts for stage in stages),
         schedule=functools.cache(
-            lambda count: schedule_of(planned.schedule, plan.num_stages, count, 1)
+            lambda count: schedule_of(planned.schedule, len(stages), count, 1)
         ),
-        most=max(plan.counts),
+        most=most,
         recompute=planned.recompute,
     )

@@ -22,27 +22,31 @@ from .replica import Replica
 from .route import Route, RouteEnd
 from .segment_part import SegmentPart
 from .segment_programs import SegmentPrograms
-from .stage_chain_spec import StageChainSpec
+from .stage_chain_spec import Placed, StageChainSpec
 
 _BUCKET_BYTES = 64 << 20  # of a device's arrays that take a route together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A stage on its devices.
+    """A part of the model on the devices of its stage.
 
     Attributes:
+        name: Of the routes that begin or end here.
         part: Its part of the chain.
         programs: None where this process has none of its devices.
         params: Places of the parameters that it reads, each once.
+        inside: All parameters while the stage runs.
     """
 
     index: int
+    name: str
     chain: ChainSpec
     replica: Replica
     part: SegmentPart
     programs: SegmentPrograms | None
     params: tuple[int, ...]
+    inside: Placed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +57,6 @@ class StageRoute:
         items: Values of the graph, places of parameters, or packs.
     """
 
-    stage: int
     items: tuple[int, ...]
     route: Route
     name: str
@@ -71,12 +74,11 @@ def fill_routes(spec: StageChainSpec, replica: Replica, stage: Stage) -> Iterato
         for p in params:
             [shape] = shapes_of(graph, [graph.param_values[p]])
             stored, padding = spec.stored[p]
-            inside, own_padding = spec.inside[stage.index][p]
+            inside, own_padding = stage.inside[p]
             sources.append(_end(replica, padding.like(shape), stored, padding))
             targets.append(_end(stage.replica, own_padding.like(shape), inside, own_padding))
         route = Route(replica.devices, sources, targets)
-        name = f"the parameters of stage {stage.index}"
-        yield StageRoute(stage=stage.index, items=params, route=route, name=name)
+        yield StageRoute(items=params, route=route, name=f"the parameters of {stage.name}")
 
 
 def return_routes(spec: StageChainSpec, replica: Replica, stage: Stage) -> Iterator[StageRoute]:
@@ -91,20 +93,19 @@ def return_routes(spec: StageChainSpec, replica: Replica, stage: Stage) -> Itera
         sources, targets = [], []
         for k in some:
             whole = jax.ShapeDtypeStruct(shapes[k], chain.contribution.dtype)
-            stored, padding = spec.stored_tensor(k)
-            inside, own_padding = spec.tensor_inside(stage.index, k)
+            stored, padding = spec.placed(spec.stored, k)
+            inside, own_padding = spec.placed(stage.inside, k)
             sources += [_end(stage.replica, own_padding.like(whole), inside, own_padding)] * num
             targets += [_end(replica, padding.like(whole), stored, padding)] * num
         route = Route(replica.devices, sources, targets)
-        name = f"the sums of stage {stage.index}"
-        yield StageRoute(stage=stage.index, items=some, route=route, name=name)
+        yield StageRoute(items=some, route=route, name=f"the sums of {stage.name}")
 
 
 def hop(stages: Sequence[Stage], crossing: Sequence[int], s: int, kind: str) -> StageRoute:
-    """The route between a stage and the one before: of values, or of their gradients.
+    """The route between a part and the one before: of values, or of their gradients.
 
     Args:
-        crossing: The values that cross into the stage.
+        crossing: The values that cross into the part.
         kind: `FORWARD` or `BACKWARD`.
     """
     early, late = stages[s - 1], stages[s]
@@ -122,8 +123,8 @@ def hop(stages: Sequence[Stage], crossing: Sequence[int], s: int, kind: str) -> 
     source, target = (early, late) if kind == FORWARD else (late, early)
     route = Route((*early.replica.devices, *late.replica.devices), ends(source), ends(target))
     what = "values" if kind == FORWARD else "gradients"
-    name = f"the {what} from stage {source.index} to stage {target.index}"
-    return StageRoute(stage=source.index, items=values, route=route, name=name)
+    name = f"the {what} from {source.name} to {target.name}"
+    return StageRoute(items=values, route=route, name=name)
 
 
 def _end(replica: Replica, x: Any, spec: P, padding: Padding = NOT_PADDED) -> RouteEnd:

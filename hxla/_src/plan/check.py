@@ -68,7 +68,7 @@ def faults(plan: Any) -> Iterator[str]:
     yield from _parameter_faults(plan)
     if plan.pipeline is not None:
         yield from _pipeline_faults(plan, plan.pipeline)
-        if plan.unlike_stages:
+        if plan.stage_forms:
             yield from unlike_stage_faults(plan, plan.pipeline)
     if plan.chain is not None:
         yield from _chain_faults(plan, plan.chain)
@@ -105,7 +105,7 @@ def _island_faults(plan: Any, islands: Islands) -> Iterator[str]:
             f"islands.replicas: {len(islands.replicas)} islands for {plural(num, 'microbatch')} "
             "of a step: each needs one, use a smaller microbatch_size or fewer islands"
         )
-    if plan.unlike_stages:
+    if plan.stage_forms:
         yield "islands: stages are alike in islands, leave the tables of stages out"
     elif plan.is_uneven:
         yield "islands: shards are even in islands, leave the shares of the axes out"
@@ -213,9 +213,9 @@ def _axis_faults(plan: Any) -> Iterator[str]:
         yield f"axes: {DATA_AXIS!r} is the axis of `replicas`, leave it out"
     if STAGE_AXIS in names[1:]:
         yield f"axes: {STAGE_AXIS!r} must be the first"
-    if (STAGE_AXIS in names) != (plan.pipeline is not None and not plan.unlike_stages):
+    if (STAGE_AXIS in names) != (plan.pipeline is not None and not plan.stage_forms):
         yield f"pipeline: needed if and only if {STAGE_AXIS!r} is one of the axes"
-    if DEVICE_AXIS in names and not plan.unlike_stages:
+    if DEVICE_AXIS in names and not plan.stage_forms:
         yield f"axes: {DEVICE_AXIS!r} is for unlike stages, `pipeline.stages`"
     for axis in plan.axes:
         if not axis.shares:
@@ -404,10 +404,11 @@ def _shard_group_faults(plan: Any) -> Iterator[str]:
 
 def _pipeline_faults(plan: Any, pipeline: PlannedPipeline) -> Iterator[str]:
     num_stages = plan.num_stages
-    if num_stages < 2:
+    if num_stages < 2 and not plan.unlike_replicas:
         yield f"axes: {STAGE_AXIS!r} has size {num_stages}, a pipeline has at least two stages"
     parts = [segment.part for segment in pipeline.segments]
-    wanted = list(range(num_stages * pipeline.num_chunks))
+    each = [sum(stage.num_parts for stage in form) for form in plan.stage_forms]
+    wanted = list(range(each[0] if each else num_stages * pipeline.num_chunks))
     if sorted(set(parts)) != wanted or parts != sorted(parts):
         yield (
             f"pipeline.segments: their parts are {_brief(parts)}, they must go from 0 to "
@@ -420,7 +421,7 @@ def _pipeline_faults(plan: Any, pipeline: PlannedPipeline) -> Iterator[str]:
         yield "pipeline.segments: all must `keep` the same"
     inner = math.prod(axis.size for axis in plan.axes) // max(num_stages, 1)
     in_granules = are_cut_free(plan.axes)
-    if (inner > 1 or in_granules) and not pipeline.recompute and not plan.unlike_stages:
+    if (inner > 1 or in_granules) and not pipeline.recompute and not plan.stage_forms:
         yield (
             f"pipeline.segments: stages of {inner} devices{' in granules' * in_granules} keep "
             "`inputs`, residuals are for stages of one"

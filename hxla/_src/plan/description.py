@@ -4,6 +4,7 @@ The picture has the work, time and memory of each device.
 """
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,7 +27,17 @@ from .parts import (
 )
 
 
-def pipeline_in_words(pipeline: PlannedPipeline, num_stages: int) -> Iterator[str]:
+def pipelines_in_words(plan: Any) -> Iterator[str]:
+    """Lines about the stages of a plan; none without a pipeline."""
+    if plan.unlike_replicas:
+        yield from _replicas_in_words(plan.pipeline, plan.stage_names)
+    elif plan.pipeline is not None:
+        yield from _pipeline_in_words(plan.pipeline, plan.num_stages)
+        for stages in plan.stage_forms:
+            yield from _stages_in_words(stages, plan.stage_names)
+
+
+def _pipeline_in_words(pipeline: PlannedPipeline, num_stages: int) -> Iterator[str]:
     """Lines about the schedule and each stage's segments."""
     schedule = pipeline.schedule if isinstance(pipeline.schedule, str) else "a table"
     chunks = f" with {pipeline.num_chunks} chunks each" if pipeline.num_chunks > 1 else ""
@@ -39,7 +50,7 @@ def pipeline_in_words(pipeline: PlannedPipeline, num_stages: int) -> Iterator[st
         yield f"  stage {part % num_stages}: {between}"
 
 
-def stages_in_words(
+def _stages_in_words(
     stages: Sequence[PlannedStage], names: Sequence[Sequence[str]]
 ) -> Iterator[str]:
     """A line for each unlike stage.
@@ -53,6 +64,31 @@ def stages_in_words(
         size = sum(layout.device_bytes(sizes) for layout in stage.parameters)
         where = "; ".join(replica[s] for replica in names[:4]) + "; ..." * (len(names) > 4)
         yield f"  stage {s} on {where}: {axes}, parameters {size:,} bytes on a device in a step"
+
+
+def _replicas_in_words(pipeline: PlannedPipeline, names: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines about replicas of unlike form, and a line for each of their stages.
+
+    Args:
+        names: For each replica the devices of each stage.
+    """
+    kept = "forwards are recomputed" if pipeline.recompute else "residuals are kept"
+    num = len(pipeline.cut)
+    yield f"  unlike replicas of {num} parts of the model, {pipeline.schedule}: {kept}"
+    for i, (replica, devices) in enumerate(zip(pipeline.replicas, names, strict=True)):
+        parts = iter(range(num))
+        yield f"  replica {i}: {plural(replica.num_microbatches, 'microbatch')}"
+        for stage, name in zip(replica.stages, devices, strict=True):
+            numbers = list(itertools.islice(parts, stage.num_parts))
+            segments = [s.name.split(" .. ") for s in pipeline.segments if s.part in numbers]
+            first, last = segments[0][0], segments[-1][-1]
+            axes = ", ".join(map(_axis_in_words, stage.axes))
+            size = sum(layout.device_bytes(stage.axis_sizes) for layout in stage.parameters)
+            yield (
+                f"    {name}{f' ({axes})' if axes else ''}: "
+                f"{first if first == last else f'{first} .. {last}'}, parameters {size:,} bytes on "
+                "a device in a step"
+            )
 
 
 def _axis_in_words(axis: Axis) -> str:
@@ -190,6 +226,25 @@ class DeviceRow:
     stage: int
     num_microbatches: int
     prediction: DevicePrediction | None
+
+
+def device_rows(plan: Any, stage_ranks: Sequence[Sequence[Sequence[int]]]) -> list[DeviceRow]:
+    """A row for each device of a plan, from the devices of each stage of each replica."""
+    known = {d.rank: d for d in plan.prediction.devices} if plan.prediction else {}
+    kinds = {device.rank: device.kind for device in plan.devices}
+    replicas = plan.unlike_replicas or plan.replicas
+    return [
+        DeviceRow(
+            label=f"{rank} {kinds[rank]}",
+            replica=r,
+            stage=s,
+            num_microbatches=replica.num_microbatches,
+            prediction=known.get(rank),
+        )
+        for r, (replica, stages) in enumerate(zip(replicas, stage_ranks, strict=True))
+        for s, ranks in enumerate(stages)
+        for rank in ranks
+    ]
 
 
 def draw_devices(

@@ -182,10 +182,13 @@ class PlannedStage(PlanValue):
     Attributes:
         axes: The mesh axes inside the stage, the last running fastest; none for one device.
         parameters: The layouts inside the stage of the parameters that it reads, while a step runs.
+        num_parts: The parts of the pipeline that it runs, one after another, each as programs of
+            its own.
     """
 
     axes: tuple[Axis, ...] = ()
     parameters: tuple[Layout, ...]
+    num_parts: pydantic.PositiveInt = 1
 
     @property
     def axis_sizes(self) -> dict[str, int]:
@@ -203,6 +206,55 @@ class PlannedStage(PlanValue):
         return math.prod(axis.size for axis in self.axes)
 
 
+class PlannedReplica(PlanValue):
+    """A replica beside replicas of another form.
+
+    Attributes:
+        num_microbatches: Its microbatches of each step.
+        stages: Its stages in order; a single one runs the whole model.
+    """
+
+    num_microbatches: pydantic.NonNegativeInt
+    stages: tuple[PlannedStage, ...] = pydantic.Field(min_length=1)
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices of the replica."""
+        return sum(stage.num_devices for stage in self.stages)
+
+
+def deciding_stage(stage: PlannedStage) -> list[Any]:
+    """The fields of an unlike stage that decide bits."""
+    layouts = [
+        [layout.name, layout.spec, *[layout.sizes] * bool(layout.sizes)]
+        for layout in stage.parameters
+    ]
+    return [[axis.model_dump() for axis in stage.axes], layouts]
+
+
+def decided_by_stages(replicas: Sequence[PlannedReplica]) -> list[Any]:
+    """What decides the bits of replicas of unlike form.
+
+    The programs of a stage of one device are those of its parts. Where all stages are so, bits
+    depend on the parts only, and not on which replica runs a microbatch.
+    """
+    forms = [
+        [
+            each
+            for stage in replica.stages
+            for each in (
+                [[stage.num_parts, *deciding_stage(stage)]]
+                if stage.axes
+                else [()] * stage.num_parts
+            )
+        ]
+        for replica in replicas
+    ]
+    if all(form == forms[0] for form in forms):
+        return [forms[0]]
+    return [[r.num_microbatches, form] for r, form in zip(replicas, forms, strict=True)]
+
+
 class PlannedPipeline(PlanValue):
     """The stages of a pipeline and their schedule.
 
@@ -215,6 +267,9 @@ class PlannedPipeline(PlanValue):
         num_chunks: The parts of the model on each stage.
         stages: The stages in order, where they are unlike. The devices of each follow those of
             the stage before in `ReplicaWork.devices`. Empty: all stages have the axes of the plan.
+        replicas: The replicas, where they are unlike in depth or devices. The one entry of
+            `Plan.replicas` has the devices of all, one replica after another, and the state is
+            sharded over them. Empty: all replicas are alike.
     """
 
     cut_by: Literal["work", "annotations"] = "work"
@@ -222,6 +277,13 @@ class PlannedPipeline(PlanValue):
     schedule: str | tuple[tuple[str, ...], ...] = "1f1b"
     num_chunks: pydantic.PositiveInt = 1
     stages: tuple[PlannedStage, ...] = ()
+    replicas: tuple[PlannedReplica, ...] = ()
+
+    def points_of(self, stages: Sequence[PlannedStage]) -> tuple[int, ...]:
+        """The numbers of the equations at which new stages begin."""
+        ends = list(itertools.accumulate(stage.num_parts for stage in stages))
+        points = self.points
+        return tuple(points[end - 1] for end in ends[:-1])
 
     @property
     def points(self) -> tuple[int, ...]:

@@ -22,16 +22,15 @@ from ..core.format import plural, si, span
 from ..core.types import OUTER_AXES, STAGE_AXIS
 from .check import faults, faults_of, from_json, refusal
 from .description import (
-    DeviceRow,
     chain_in_words,
+    device_rows,
     differences,
     draw_devices,
     held_in_words,
     islands_in_words,
     parts_in_words,
-    pipeline_in_words,
+    pipelines_in_words,
     runners_up_in_words,
-    stages_in_words,
 )
 from .layout import Layout, PlanValue, whole
 from .parts import (
@@ -41,6 +40,7 @@ from .parts import (
     PlannedChain,
     PlannedDevice,
     PlannedPipeline,
+    PlannedReplica,
     PlannedStage,
     Prediction,
     ReplicaWork,
@@ -48,6 +48,8 @@ from .parts import (
     SumsForm,
     Versions,
     are_cut_free,
+    decided_by_stages,
+    deciding_stage,
 )
 from .precision import Precision
 
@@ -70,6 +72,8 @@ def deciding(plan: "Plan") -> dict[str, Any]:
         found["kinds"] = [
             [[arithmetic[rank] for rank in r.devices], r.num_microbatches] for r in plan.replicas
         ]
+        if plan.unlike_replicas:
+            found["counts"] = [r.num_microbatches for r in plan.unlike_replicas]
     if plan.sums.kind == "exact" and kinds != {"cpu"}:
         # Else they are as the loss was traced.
         found["scatters"], found["activations"] = "in order, or selected", "recomputed"
@@ -86,17 +90,10 @@ def deciding(plan: "Plan") -> dict[str, Any]:
     if plan.is_uneven:
         found["shares"] = [axis.shares for axis in plan.axes]
         found["sizes"] = [layout.sizes for layout in plan.parameters]
-    if plan.unlike_stages:
-        found["stages"] = [
-            [
-                [axis.model_dump() for axis in stage.axes],
-                [
-                    [layout.name, layout.spec, *[layout.sizes] * bool(layout.sizes)]
-                    for layout in stage.parameters
-                ],
-            ]
-            for stage in plan.unlike_stages
-        ]
+    if plan.unlike_replicas:
+        found["stages"] = decided_by_stages(plan.unlike_replicas)
+    elif plan.stage_forms:
+        found["stages"] = [deciding_stage(stage) for stage in plan.stage_forms[0]]
     found |= _deciding_cut(plan)
     # Each that devices of a copy put together is compiled apart from what else the copy owns, and
     # copies of several devices update in parts in every stage.
@@ -261,20 +258,19 @@ class Plan(PlanValue):
     @property
     def num_stages(self) -> int:
         """The stages of each replica; 1 without a pipeline."""
-        return len(self.unlike_stages) or self.axis_sizes.get(STAGE_AXIS, 1)
+        return max(map(len, self.stage_forms), default=self.axis_sizes.get(STAGE_AXIS, 1))
 
     @property
-    def unlike_stages(self) -> tuple[PlannedStage, ...]:
-        """The stages where they are unlike in devices or axes; none where all have one form."""
-        return () if self.pipeline is None else self.pipeline.stages
+    def stage_forms(self) -> tuple[tuple[PlannedStage, ...], ...]:
+        """The stages of each form of replica, where they are unlike; none where all are alike."""
+        if self.unlike_replicas:
+            return tuple(replica.stages for replica in self.unlike_replicas)
+        return (self.pipeline.stages,) if self.pipeline and self.pipeline.stages else ()
 
     @property
-    def stage_sizes(self) -> tuple[int, ...]:
-        """The number of devices of each stage of a replica."""
-        if self.unlike_stages:
-            return tuple(stage.num_devices for stage in self.unlike_stages)
-        size = math.prod(axis.size for axis in self.axes) // self.num_stages
-        return (size,) * self.num_stages
+    def unlike_replicas(self) -> tuple[PlannedReplica, ...]:
+        """The replicas where they are unlike in depth or devices; none where all are alike."""
+        return () if self.pipeline is None else self.pipeline.replicas
 
     @property
     def num_segments(self) -> int:
@@ -331,9 +327,8 @@ class Plan(PlanValue):
     def stage_names(self) -> tuple[tuple[str, ...], ...]:
         """Short names of the stages of each replica: their devices' kinds and ranks."""
         kinds = {device.rank: device.kind for device in self.devices}
-        spans = list(itertools.pairwise(itertools.accumulate(self.stage_sizes, initial=0)))
         return tuple(
-            tuple(name_of_devices(r.devices[a:b], kinds) for a, b in spans) for r in self.replicas
+            tuple(name_of_devices(ranks, kinds) for ranks in stages) for stages in stage_ranks(self)
         )
 
     @property
@@ -380,18 +375,20 @@ class Plan(PlanValue):
         Raises:
             PlanError: If they do not add up to `num_microbatches`.
         """
-        if len(counts) != len(self.replicas):
-            raise PlanError(
-                f"{len(counts)} counts for {len(self.replicas)} replicas: give one each"
-            )
+        before = self.unlike_replicas or self.replicas
+        if len(counts) != len(before):
+            raise PlanError(f"{len(counts)} counts for {len(before)} replicas: give one each")
         try:
             replicas = tuple(
-                ReplicaWork(**dict(replica) | {"num_microbatches": whole(count)})
-                for replica, count in zip(self.replicas, counts, strict=True)
+                type(replica)(**dict(replica) | {"num_microbatches": whole(count)})
+                for replica, count in zip(before, counts, strict=True)
             )
         except pydantic.ValidationError as error:
             raise refusal(faults_of(error)) from None
-        return self.replaced(replicas=replicas, prediction=None)
+        if self.pipeline is None or not self.unlike_replicas:
+            return self.replaced(replicas=replicas, prediction=None)
+        pipeline = self.pipeline.model_copy(update={"replicas": replicas})
+        return self.replaced(pipeline=pipeline, prediction=None)
 
     def replaced(self, **fields: Any) -> "Plan":
         """Make a plan with other values of some fields, and check it.
@@ -533,21 +530,25 @@ class Plan(PlanValue):
         Args:
             path: A `.png`, `.svg` or `.pdf` file; its folder is created.
         """
-        known = {d.rank: d for d in self.prediction.devices} if self.prediction else {}
-        kinds = {device.rank: device.kind for device in self.devices}
-        stages = [s for s, size in enumerate(self.stage_sizes) for _ in range(size)]
-        rows = [
-            DeviceRow(
-                label=f"{rank} {kinds[rank]}",
-                replica=r,
-                stage=stages[i],
-                num_microbatches=replica.num_microbatches,
-                prediction=known.get(rank),
-            )
-            for r, replica in enumerate(self.replicas)
-            for i, rank in enumerate(replica.devices)
-        ]
-        draw_devices(rows, path, num_stages=self.num_stages, title=self.explain().split("\n")[0])
+        title = self.explain().split("\n")[0]
+        draw_devices(
+            device_rows(self, stage_ranks(self)), path, num_stages=self.num_stages, title=title
+        )
+
+
+def stage_ranks(plan: Plan) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """The devices of each stage of each replica."""
+    if plan.unlike_replicas:
+        devices = iter(plan.replicas[0].devices)
+        return tuple(
+            tuple(tuple(itertools.islice(devices, stage.num_devices)) for stage in form)
+            for form in plan.stage_forms
+        )
+    size = math.prod(axis.size for axis in plan.axes) // plan.num_stages
+    sizes = [stage.num_devices for form in plan.stage_forms for stage in form]
+    ends = itertools.accumulate(sizes or [size] * plan.num_stages, initial=0)
+    spans = list(itertools.pairwise(ends))
+    return tuple(tuple(r.devices[a:b] for a, b in spans) for r in plan.replicas)
 
 
 _VENDORS = re.compile(r"^(NVIDIA |GeForce |AMD |Instinct )+")
@@ -587,9 +588,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     if plan.is_uneven:
         [axis] = plan.axes
         yield from parts_in_words(plan.parameters, axis.name, axis.size)
-    if plan.pipeline is not None:
-        yield from pipeline_in_words(plan.pipeline, plan.num_stages)
-        yield from stages_in_words(plan.unlike_stages, plan.stage_names)
+    yield from pipelines_in_words(plan)
     if plan.chain is not None:
         yield from chain_in_words(plan.chain)
     if plan.islands is not None:

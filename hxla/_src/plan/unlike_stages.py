@@ -60,6 +60,7 @@ def sharded_stages(
     """The graph sharded as each stage of a plan says.
 
     Args:
+        parts: Of the stages, each with all that its stage runs.
         parameters: The layouts of all parameters, in the order of the model.
     """
     out = []
@@ -102,21 +103,21 @@ def _dims(layout: Layout) -> dict[str, int]:
 
 def unlike_stage_faults(plan: Any, pipeline: PlannedPipeline) -> Iterator[str]:
     """Faults of a plan with unlike stages: `key: fault, remedy`."""
-    stages = plan.unlike_stages
-    total = sum(stage.num_devices for stage in stages)
+    replicas, forms = pipeline.replicas, plan.stage_forms
+    total = sum(stage.num_devices for form in forms for stage in form)
     if [(axis.name, axis.size) for axis in plan.axes] != [(DEVICE_AXIS, total)]:
         yield (
             f"axes: unlike stages have {total} devices, and the state is sharded "
             f"over the one axis {DEVICE_AXIS!r} of this size: give it alone"
         )
     known = {p.name: p for p in plan.parameters}
-    for s, stage in enumerate(stages):
-        yield from _axis_faults(f"pipeline.stages.{s}", stage)
-        for layout in stage.parameters:
-            yield from _layout_faults(f"pipeline.stages.{s}", stage, layout, known)
-        names = Counter(layout.name for layout in stage.parameters)
-        for name in (name for name, times in names.items() if times > 1):
-            yield f"pipeline.stages.{s}.parameters: {name!r} is listed twice"
+    for r, form in enumerate(forms):
+        where = f"pipeline.replicas.{r}.stages" if replicas else "pipeline.stages"
+        yield from _part_faults(where, form, pipeline, have_several=bool(replicas))
+        for s, stage in enumerate(form):
+            yield from _stage_faults(f"{where}.{s}", stage, known)
+    if replicas:
+        yield from _replica_faults(plan, pipeline)
     for key, value, allowed in (
         ("pipeline.num_chunks", pipeline.num_chunks, 1),
         ("placement.zero", plan.placement.zero, 0),
@@ -138,6 +139,43 @@ def unlike_stage_faults(plan: Any, pipeline: PlannedPipeline) -> Iterator[str]:
             "pipeline.schedule: unlike stages have no separate weight gradients "
             "yet: use '1f1b' or 'gpipe', or stages of one form"
         )
+
+
+def _part_faults(
+    key: str, stages: Sequence[PlannedStage], pipeline: PlannedPipeline, *, have_several: bool
+) -> Iterator[str]:
+    num, total = len(pipeline.cut), sum(stage.num_parts for stage in stages)
+    if total != num:
+        yield f"{key}: they run {total} parts, the pipeline has {num}"
+    elif not have_several and len(stages) != num:
+        yield f"{key}: {len(stages)} for {num} parts, each stage of a single form runs one"
+
+
+def _replica_faults(plan: Any, pipeline: PlannedPipeline) -> Iterator[str]:
+    if pipeline.stages:
+        yield "pipeline.stages: the replicas have stages of their own, leave it out"
+    if len(plan.replicas) != 1:
+        yield (
+            f"replicas: {len(plan.replicas)}, but unlike replicas share one state: list all "
+            "devices in one"
+        )
+    counts = [replica.num_microbatches for replica in pipeline.replicas]
+    if sum(counts) != plan.num_microbatches:
+        yield (
+            f"pipeline.replicas: {'+'.join(map(str, counts))} microbatches, a step has "
+            f"{plan.num_microbatches}"
+        )
+    if pipeline.schedule not in ("gpipe", "1f1b"):
+        yield "pipeline.schedule: unlike replicas run '1f1b' or 'gpipe'"
+
+
+def _stage_faults(key: str, stage: PlannedStage, known: Mapping[str, Layout]) -> Iterator[str]:
+    yield from _axis_faults(key, stage)
+    for layout in stage.parameters:
+        yield from _layout_faults(key, stage, layout, known)
+    names = Counter(layout.name for layout in stage.parameters)
+    for name in (name for name, times in names.items() if times > 1):
+        yield f"{key}.parameters: {name!r} is listed twice"
 
 
 def _axis_faults(key: str, stage: PlannedStage) -> Iterator[str]:

@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 
 from ..choose.apportionment import default_sizes, finish_seconds
 from ..choose.make_plan import workloads
-from ..choose.memory_model import tightest
 from ..choose.planning import PlanRequest, plan_for
 from ..choose.workload import TriedSizes
 from ..cluster.cluster import Cluster, Link
@@ -43,6 +42,7 @@ from ..plan.plan import Plan
 from ..profile.profile import MeasuredLink, Profile, Setting, merge_profiles, together_key
 from ..profile.segment_times import layer_sizes, measure, model_name
 from ..report.history import StepRecord
+from .device_memory import largest_lack
 from .session import Session
 from .values import SessionOptions
 from .watch import FIRST_MEASURED, has_clocks
@@ -472,14 +472,9 @@ class SessionMeasure:
             Bytes, equal on every process; at most 0 if the programs fit.
         """
         programs = self.job.programs(plan, self.devices, lambda _: None, keep=True)
-        needed = programs.memory_bytes(programs.state_bytes)
-        needed += programs.most_inputs * self.job.batch_bytes(plan.microbatch_size)
-        lacks = []
-        for replica in programs.reducer.local:
-            rank = tightest(cluster, plan.replicas[replica.index])
-            room = cluster.devices[rank].memory_bytes
-            lacks.append(needed - (math.inf if room is None else room))
-        return max(map(float, self.job.gather("bytes of the programs", str(max(lacks)))))
+        inputs = self.job.batch_bytes(plan.microbatch_size)
+        lack, _ = largest_lack(programs, plan, cluster, programs.state_bytes, inputs)
+        return max(map(float, self.job.gather("bytes of the programs", str(lack))))
 
     def agree(self, plan: Plan) -> None:
         """Stop if processes have made different plans."""

@@ -164,7 +164,10 @@ def _parameter_differences(plan: Plan, graph: Graph) -> Iterator[str]:
             yield f"parameters.{name}: {in_plan} in the plan, {in_model} in the model"
     if planned == traced and list(planned) != list(traced):
         yield f"parameters: in another order than the model's, which is {', '.join(traced)}"
-    axes = (*plan.axes, *(axis for stage in plan.unlike_stages for axis in stage.axes))
+    axes = (
+        *plan.axes,
+        *(axis for form in plan.stage_forms for stage in form for axis in stage.axes),
+    )
     num_tasks = {len(axis.roles) for axis in axes if axis.roles} - {len(graph.task_graphs)}
     if num_tasks:
         yield (
@@ -202,19 +205,16 @@ def _segment_differences(plan: Plan, graph: Graph) -> Iterator[str]:
 
 def _stage_differences(plan: Plan, graph: Graph) -> Iterator[str]:
     """Stages of unlike devices whose layouts are of other parameters than they read."""
-    if not plan.unlike_stages:
-        return
-    assert plan.pipeline is not None
-    ordered, points = graph_at(graph, plan.pipeline.cut_by, plan.pipeline.points)
-    param_of = params_of(ordered)
-    for s, (part, stage) in enumerate(
-        zip(direct_parts(ordered, points), plan.unlike_stages, strict=True)
-    ):
-        read = {graph.param_names[param_of[entry]] for entry in part.segment.params}
-        listed = {layout.name for layout in stage.parameters}
-        for name in sorted(read ^ listed):
-            says = "reads it" if name in read else "does not read it"
-            yield f"pipeline.stages.{s}.parameters: {name!r}: the stage {says}"
+    for r, form in enumerate(plan.stage_forms):
+        assert plan.pipeline is not None
+        ordered, points = graph_at(graph, plan.pipeline.cut_by, plan.pipeline.points_of(form))
+        param_of, where = params_of(ordered), f"replicas.{r}." * bool(plan.unlike_replicas)
+        for s, (part, stage) in enumerate(zip(direct_parts(ordered, points), form, strict=True)):
+            read = {graph.param_names[param_of[entry]] for entry in part.segment.params}
+            listed = {layout.name for layout in stage.parameters}
+            for name in sorted(read ^ listed):
+                says = "reads it" if name in read else "does not read it"
+                yield f"pipeline.{where}stages.{s}.parameters: {name!r}: the stage {says}"
 
 
 def _sum_differences(plan: Plan, graph: Graph, cluster: Cluster) -> Iterator[str]:

@@ -17,6 +17,7 @@ from ..job.context import JobContext
 from ..lower.lower import Programs
 from ..plan.plan import Plan
 from ..report.history import Rebalance, StepRecord
+from .device_memory import check_stages_fit
 from .opening import Opened
 from .recorder import Recorder
 from .step import Outcome
@@ -393,7 +394,11 @@ class RunningPlan:
         local_bytes = [opened.memory_bytes] * len(programs.reducer.local)
         self._replica_bytes = shared_numbers(programs.reducer, local_bytes)
         sizes = self._replica_bytes, opened.inputs, programs.most_inputs
-        limits = count_limits(plan, self._cluster, *sizes)
+        if plan.stage_forms:
+            check_stages_fit(opened, job)
+            limits: Sequence[int | None] = [None] * len(plan.replicas)
+        else:
+            limits = count_limits(plan, self._cluster, *sizes)
         moves = options.balance or job.settings.balance
         before = next(reversed(opened.source.plans.values()), None)
         self.plan, self.balancer = _balanced(plan, moves, limits, opened.seconds, before)

@@ -180,7 +180,7 @@ class PipelineWatch:
 
         Stages on shared cores slow each other down, so nothing is predicted for them.
         """
-        if plan.pipeline is None or plan.unlike_stages:
+        if plan.pipeline is None or plan.stage_forms:
             return ()
         if share_cores(d for r in self._replicas for d in r.devices):
             return ()

@@ -92,4 +92,5 @@ from hxla._src.choose.recompute import (
 from hxla._src.choose.search import search
 from hxla._src.choose.search_plan import least_seconds
 from hxla._src.choose.structures import pipelined, replicated
+from hxla._src.choose.unlike_replicas import least_maximum
 from hxla._src.profile.profile import with_measured
