@@ -136,6 +136,12 @@ def test_it_does_where_a_stage_is_sharded_or_devices_are_unlike():
     for plan in (planned(SHALLOW, [TWO]), planned(SHALLOW, DEEP, kinds=("fast", "slow", "slow"))):
         others = [plan.with_counts((n, 16 - n)) for n in (5, 6)]
         assert len({other.numerics for other in others}) == 2
+    deep = [ONE | {"work": 1}] * 2
+    forms = ((SHALLOW, deep), (deep, SHALLOW))
+    kinds, counts = ("fast", "slow", "slow"), (8, 8)
+    plans = [planned(*form, kinds=kinds, counts=counts) for form in forms]
+    assert len({plan.pipeline.cut for plan in plans}) == 1
+    assert len({plan.numerics for plan in plans}) == 2
 
 
 def test_the_cut_decides_bits():
@@ -149,7 +155,7 @@ def test_a_plan_goes_through_its_file_and_explains_each_replica():
     text = plan.explain()
     for i, num in enumerate(counts_of(plan)):
         assert f"replica {i}: {num} microbatches" in text
-    assert "A #0: layers/0 .. layers/3" in text
+    assert "A #0: the whole model" in text
 
 
 def test_a_picture_has_a_row_for_each_device(tmp_path):

@@ -82,12 +82,12 @@ def _replicas_in_words(pipeline: PlannedPipeline, names: Sequence[Sequence[str]]
             numbers = list(itertools.islice(parts, stage.num_parts))
             segments = [s.name.split(" .. ") for s in pipeline.segments if s.part in numbers]
             first, last = segments[0][0], segments[-1][-1]
+            runs = "the whole model" if stage.num_parts == num else f"{first} .. {last}"
             axes = ", ".join(map(_axis_in_words, stage.axes))
             size = sum(layout.device_bytes(stage.axis_sizes) for layout in stage.parameters)
             yield (
                 f"    {name}{f' ({axes})' if axes else ''}: "
-                f"{first if first == last else f'{first} .. {last}'}, parameters {size:,} bytes on "
-                "a device in a step"
+                f"{runs}, parameters {size:,} bytes on a device in a step"
             )
 
 

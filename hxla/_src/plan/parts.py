@@ -280,7 +280,11 @@ class PlannedPipeline(PlanValue):
     replicas: tuple[PlannedReplica, ...] = ()
 
     def points_of(self, stages: Sequence[PlannedStage]) -> tuple[int, ...]:
-        """The numbers of the equations at which new stages begin."""
+        """The numbers of the equations at which new stages begin.
+
+        Args:
+            stages: The stages of a replica, which run all parts.
+        """
         ends = list(itertools.accumulate(stage.num_parts for stage in stages))
         points = self.points
         return tuple(points[end - 1] for end in ends[:-1])

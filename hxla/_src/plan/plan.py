@@ -73,7 +73,10 @@ def deciding(plan: "Plan") -> dict[str, Any]:
             [[arithmetic[rank] for rank in r.devices], r.num_microbatches] for r in plan.replicas
         ]
         if plan.unlike_replicas:
-            found["counts"] = [r.num_microbatches for r in plan.unlike_replicas]
+            found["forms"] = [
+                [r.num_microbatches, [[s.num_devices, s.num_parts] for s in r.stages]]
+                for r in plan.unlike_replicas
+            ]
     if plan.sums.kind == "exact" and kinds != {"cpu"}:
         # Else they are as the loss was traced.
         found["scatters"], found["activations"] = "in order, or selected", "recomputed"
