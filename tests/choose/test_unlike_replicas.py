@@ -187,7 +187,7 @@ def test_what_does_not_go_with_them_is_refused():
         planned(SHALLOW, DEEP, mesh={"data": 1, "tensor": 3})
     with pytest.raises(hxla.ConfigError, match="no stage has this axis"):
         planned(SHALLOW, DEEP, rules="decoder")
-    with pytest.raises(hxla.ConfigError, match=r"memory\.zero=1"):
+    with pytest.raises(hxla.PlanError, match=r"memory\.zero=1: all devices share one state"):
         planned(SHALLOW, DEEP, config={"memory": {"zero": 1}})
     with pytest.raises(hxla.ConfigError, match=r"numerics\.cut of 'any'"):
         planned(SHALLOW, DEEP, config={"numerics": {"cut": "any"}})

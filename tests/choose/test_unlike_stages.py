@@ -148,11 +148,10 @@ def test_a_table_that_says_nothing_is_refused_by_its_number(stages, message):
 @pytest.mark.parametrize(
     ("config", "setting"),
     [
-        ({"memory": {"zero": 1}}, "memory.zero=1"),
+        ({"memory": {"zero": 2}}, "memory.zero=2"),
         ({"memory": {"recompute": "auto"}}, "memory.recompute='auto'"),
-        ({"memory": {"offload": {"optimizer": "host"}}}, "memory.offload.optimizer='host'"),
+        ({"memory": {"offload": {"stash": "host"}}}, "memory.offload.stash='host'"),
         ({"pipeline": {"schedule": "zb-h1"}}, "pipeline.schedule='zb-h1'"),
-        ({"communication": {"sparse_embeddings": True}}, "communication.sparse_embeddings=True"),
     ],
 )
 def test_what_such_stages_cannot_do_yet_is_refused_by_name(config, setting):
@@ -167,6 +166,9 @@ def test_other_arguments_that_do_not_go_with_them_are_refused():
         planned(ONE, TWO, mesh={"data": 1, "tensor": 3})
     with pytest.raises(hxla.ConfigError, match="no stage has this axis"):
         planned(ONE, DATA, rules="decoder")
+    for memory in ({"zero": 1}, {"offload": {"optimizer": "host"}}):
+        with pytest.raises(hxla.PlanError, match="all devices share one state here"):
+            planned(ONE, TWO, config={"memory": memory})
     with pytest.raises(hxla.PlanError, match=re.escape("stages of 1 + 2 devices: use 3, 6, ")):
         planned(ONE, TWO, num=4)
 
@@ -183,7 +185,7 @@ def test_other_arguments_that_do_not_go_with_them_are_refused():
             lambda p: p["pipeline"]["stages"][1]["parameters"][0].update(name="no such"),
             "pipeline.stages.1.parameters.no such: there is no such parameter",
         ),
-        (lambda p: p["placement"].update(zero=1), "placement.zero: unlike stages"),
+        (lambda p: p["placement"].update(zero=2), "placement.zero: unlike stages"),
         (
             lambda p: p["pipeline"]["stages"][1]["axes"][0].update(shares=[2, 1, 1]),
             "pipeline.stages.1.axes.tensor.shares: 3 for 2 devices",

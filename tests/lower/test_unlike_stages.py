@@ -205,3 +205,25 @@ def test_each_device_needs_memory_for_its_own_stage_only(tmp_path, large):
     assert out.count("ended") == 3, err[-3000:]
     assert out.count("refused") == (0 if large == 0 else 3)
     assert ("device 0 has 44.0 KiB, and its stage needs" in out) == (large != 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one and two", "of unlike shards", "one beside two"])
+@pytest.mark.parametrize("precision", ["fp16", "fp8"])
+def test_low_precision_of_stages_is_that_of_one_device(name, precision):
+    # A scaled loss overflows in the first nine steps, which change nothing.
+    options = {"precision": precision, "steps": 16, "mixes_examples": precision == "fp8"}
+    alone = trained(dataclasses.replace(CASES[name], options={}, num_devices=1), **options)
+    split = trained(CASES[name], **options)
+    losses = [[step.loss for step in r.history.steps] for r in (alone, split)]
+    np.testing.assert_allclose(*losses, rtol=1e-2)
+    assert losses[0][-1] < 0.7 * losses[0][0]
+
+
+@pytest.mark.slow
+def test_pipelines_of_unlike_stages_share_the_state_of_the_optimizer():
+    two = dataclasses.replace(CASES["one and two"], num_devices=6)
+    shared = {"zero": 1}, {"zero": 1, "offload": {"optimizer": "host"}}
+    results = [trained(two), *(trained(two, config={"memory": memory}) for memory in shared)]
+    assert len({result.plan.numerics for result in results}) == 1
+    assert len({result.sha256 for result in results}) == 1

@@ -3,6 +3,8 @@
 `python -m support.feature_pairs` plans and lowers every pair, and prints the table and its counts;
 `python -m support.feature_pairs "zero 3 + fp8" ...` does so for some. Nothing is compiled. Devices
 are fake and have a described memory, so that no pair is refused for want of them.
+
+`python -m support.feature_pairs --page` writes the page of the documentation that lists them.
 """
 
 import functools
@@ -12,7 +14,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import optax
@@ -21,6 +23,7 @@ from flax import nnx
 import hxla
 from support.inside.job import JobContext
 from support.inside.lower import lower
+from support.paths import ROOT
 
 #: Of the same pairs, when they were first counted.
 REFUSED_AT_FIRST = 86
@@ -159,6 +162,104 @@ REFUSED = {
     ),
 }
 
+#: Forms that came after the pairs were first counted.
+LATER_FORMS = {
+    "unlike stages": {"plan": {"stages": [{"tensor": 2}, {"tensor": 2}], "counts": "even"}},
+    "unlike replicas": {
+        "plan": {
+            "stages": [
+                [{"devices": 1}],
+                [{"data": 2}, {"devices": 1}],
+                [{"devices": 1}, {"devices": 1}, {"tensor": 2}],
+            ],
+            "counts": "even",
+        }
+    },
+    "islands": {"plan": {"mesh": {"data": 4}}, **_config(islands={"every": 2, "replicas": [2, 2]})},
+    "any cut": {
+        "plan": {"mesh": {"data": 4, "tensor": 2}, "rules": "decoder"},
+        **_config(numerics={"cut": "any"}),
+    },
+    "any cut of stages": {
+        "plan": {"mesh": {"data": 4, "stage": 2, "tensor": 1}, "rules": "decoder"},
+        **_config(numerics={"cut": "any"}),
+    },
+}
+_UNLIKE, _ANY_CUT = ("unlike stages", "unlike replicas"), ("any cut", "any cut of stages")
+_SHARED = ("zero 1", "zero 2", "zero 3", "parameters on host", "waves 2", "shard groups 2")
+
+#: The same for these forms.
+LATER_REFUSED = {
+    "Not built: the programs of unlike stages gather and sum no part of the state at a time.": (
+        _each(_UNLIKE, "zero 2", "zero 3", "parameters on host", "waves 2", "shard groups 2"),
+        "unlike stages do not run with",
+    ),
+    "Not built: the memory of unlike stages is not estimated before they are compiled.": (
+        _each(_UNLIKE, "recompute auto"),
+        "memory.recompute='auto'",
+    ),
+    "Not built: unlike stages offload nothing inside a microbatch.": (
+        _each(_UNLIKE, "stash on host"),
+        "memory.offload.stash='host'",
+    ),
+    "All devices of unlike replicas share one state already.": (
+        _each(["unlike replicas"], "zero 1", "optimizer on host", "optimizer on disk", "shares"),
+        "",
+    ),
+    "Unlike stages add integers where replicas meet.": (
+        _each(_UNLIKE, "float sums"),
+        "sums.kind: unlike stages",
+    ),
+    "No device of a pipeline has the whole gradient of a microbatch.": (
+        _each([*_UNLIKE, "any cut of stages"], "clip before"),
+        "which no stage of a pipeline has",
+    ),
+    "Not built: over the host each replica has one device.": (
+        _each([*_UNLIKE, *_ANY_CUT], "over the host"),
+        "need collectives inside a replica",
+    ),
+    "Collectives of several microbatches at once would wait for each other.": (
+        _each([*_UNLIKE, *_ANY_CUT], "2 executors"),
+        "executors run microbatches on one device",
+    ),
+    "Each island keeps and updates a whole state, and islands meet in exact sums.": (
+        _each(["islands"], *_SHARED, "shares", "float sums", "over the host"),
+        "islands update all of their own state",
+    ),
+    "An offloaded optimizer updates part after part, as ZeRO does, and islands do not.": (
+        _each(["islands"], "optimizer on host", "optimizer on disk"),
+        "updates part after part",
+    ),
+    "Not built: each island would have a loss scale of its own.": (
+        _each(["islands"], "fp16"),
+        "precision.loss_scale: islands",
+    ),
+    "Sums of floats depend on the cut.": (
+        _each(_ANY_CUT, "float sums"),
+        "float sums depend on the cut",
+    ),
+    "The squares of a microbatch's gradients add up in an order that depends on the cut.": (
+        _each(["any cut"], "clip before"),
+        "in an order that depends on how a replica is cut",
+    ),
+    "Optimizers that read whole parameters do so in an order that depends on the cut.": (
+        _each(_ANY_CUT, "adafactor", "multisteps"),
+        "the bits of that depend on how a replica is cut",
+    ),
+    "The ticks of a pipeline are one program, which offloads nothing.": (
+        _each(["any cut of stages"], "stash on host"),
+        "stages run as one program, which offloads nothing",
+    ),
+    "A schedule bounds the residuals of a pipeline: waves would only add bubbles.": (
+        _each(["any cut of stages"], "waves 2"),
+        "run all microbatches of a step in one wave",
+    ),
+    "Stages whose bits depend on no cut keep their inputs only.": (
+        _each(["any cut of stages"], "recompute none"),
+        "needs stages that keep only their inputs",
+    ),
+}
+
 #: One device has nobody to share with.
 _NEED_REPLICAS = {
     *("zero 1", "zero 2", "zero 3", "parameters on host"),
@@ -207,10 +308,17 @@ def pairs() -> Iterator[tuple[str, str]]:
             yield one, other
 
 
+def later_pairs() -> list[tuple[str, str]]:
+    """All pairs of a form of `LATER_FORMS` and a feature that is no form."""
+    features = [name for group in GROUPS[1:] for name in group]
+    return list(itertools.product(LATER_FORMS, features))
+
+
 def refusal(*names: str) -> str:
     """Why hxla refuses these features together; empty: it trains with them."""
-    settings = functools.reduce(_merged, map(FEATURES.__getitem__, names))
-    if {"shares", "shard groups 2"} <= {*names}:  # one share for each replica of a group
+    settings = functools.reduce(_merged, map((FEATURES | LATER_FORMS).__getitem__, names))
+    # One share for each replica of a group; eight devices are two of these pipelines.
+    if "shares" in names and {"shard groups 2", "unlike stages"} & {*names}:
         settings = _merged(settings, _memory(shares=[3, 1]))
     asked = {"microbatch_size": 2, "counts": "even", "mesh": {"data": 4}}
     asked |= settings.get("plan", {})
@@ -253,8 +361,80 @@ def _merged(a, b):
     return {**a, **b, **both}
 
 
+# -- the page --------------------------------------------------------------------------------------
+
+PAGE = ROOT / "docs/reference/combinations.md"
+_WORDS = {
+    "adafactor": "`optax.adafactor`: its update reads whole parameters",
+    "multisteps": "`optax.MultiSteps`",
+    "fp8": '`config={"precision": "fp8"}`',
+    "data": '`mesh={"data": 4}`, the default',
+}
+_HEAD = """# Which settings go together
+
+All of these forms and settings go together, in any pair, but for those of the last table. A pair
+that does not is refused when the plan is made, with a message that names the setting. Nothing is
+left out silently.
+
+Every pair is planned and lowered by a test (`tests/laws/test_feature_pairs.py`), which also holds
+this page to the code.
+"""
+
+
+def _written(name: str) -> str:
+    """A form or setting as a user writes it."""
+    if name in _WORDS:
+        return _WORDS[name]
+    settings = (FEATURES | LATER_FORMS)[name]
+    parts = [f"{key}={value!r}" for key, value in settings.get("plan", {}).items()]
+    parts += [f"{key}={value!r}" for key, value in settings.get("job", {}).items()]
+    parts += [f"config={settings['config']!r}"] if "config" in settings else []
+    shown = [part for part in parts if part != "counts='even'"]
+    return ", ".join(f"`{part}`" for part in shown).replace("'", '"')
+
+
+def _in_groups(names: Iterable[str]) -> str:
+    """Pairs as `a, b: c, d`, for each group of firsts that have the same seconds."""
+    seconds: dict[str, list[str]] = {}
+    for name in names:
+        first, second = name.split(" + ")
+        seconds.setdefault(first, []).append(second)
+    firsts: dict[tuple[str, ...], list[str]] = {}
+    for first, others in seconds.items():
+        firsts.setdefault(tuple(others), []).append(first)
+    return "<br>".join(f"{', '.join(a)}: {', '.join(b)}" for b, a in firsts.items())
+
+
+def page() -> str:
+    """The page of the documentation that lists all pairs."""
+    lines = [_HEAD]
+    titles = "Forms", "Memory", "Precision", "Sums and update", "Calls"
+    for title, group in zip(titles, ({**FORMS, **LATER_FORMS}, *GROUPS[1:]), strict=True):
+        lines += [f"## {title}\n", "| name | as you write it |", "|---|---|"]
+        lines += [f"| {name} | {_written(name)} |" for name in group]
+        lines.append("")
+    lines += ["## Not together\n", "| pairs | why |", "|---|---|"]
+    for reason, names in _by_reason().items():
+        lines.append(f"| {_in_groups(names)} | {reason} |")
+    lines += ["", '`mesh={"sequence": 2}` goes with all that `tensor` goes with.']
+    lines += ["", "## See also\n", "- [Configuration](configuration.md)"]
+    lines.append("- [Pipelines](../how-to/pipelines.md)")
+    return "\n".join(lines) + "\n"
+
+
+def _by_reason() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for table in (REFUSED, LATER_REFUSED):
+        for reason, (names, _) in table.items():
+            found.setdefault(reason, []).extend(names)
+    return found
+
+
 def main(asked: list[str]) -> None:
-    """Print each pair with its refusal, and the counts."""
+    """Print each pair with its refusal, and the counts; or write the page."""
+    if asked == ["--page"]:
+        PAGE.write_text(page())
+        return
     if unknown := set(asked) - set(map(" + ".join, pairs())):
         raise SystemExit(f"no pairs of the table: {', '.join(sorted(unknown))}")
     tried = [pair for pair in pairs() if not asked or " + ".join(pair) in asked]

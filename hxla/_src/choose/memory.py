@@ -223,6 +223,12 @@ def _in_layout(
     if not candidate.zero and memory.shares not in ("auto", "even"):
         raise PlanError("memory.shares needs memory.zero of 1 to 3: set it, or leave them out")
     is_asked = candidate.optimizer != "device" or memory.offload.optimizer is not None
+    if plan.stage_forms and candidate.zero and len(plan.replicas) == 1:
+        what = f"memory.offload.optimizer={candidate.optimizer!r}"
+        raise PlanError(
+            f"{what if is_asked else f'memory.zero={candidate.zero}'}: all devices share one state "
+            "here, and nobody is left to share it with: leave this out"
+        )
     if candidate.zero and len(plan.replicas) == 1 and not is_asked:
         raise PlanError(
             f"memory.zero={candidate.zero}: one replica has nobody to share with, leave it out"

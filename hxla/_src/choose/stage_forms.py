@@ -176,15 +176,13 @@ def check_settings(settings: Config) -> None:
     """
     memory, offload = settings.memory, settings.memory.offload
     asked = {
-        "memory.zero": memory.zero or None,
+        "memory.zero": memory.zero if (memory.zero or 0) > 1 else None,
         "memory.shard_groups": memory.shard_groups,
         "memory.waves": memory.waves,
         "memory.segments": memory.segments,
         "memory.recompute": "auto" if memory.recompute == "auto" else None,
-        "memory.offload.optimizer": offload.optimizer,
         "memory.offload.parameters": offload.parameters,
         "memory.offload.stash": offload.stash,
-        "communication.sparse_embeddings": settings.communication.sparse_embeddings or None,
     }
     faults = [f"{name}={value!r}" for name, value in asked.items() if value not in (None, "device")]
     schedule = settings.pipeline.schedule

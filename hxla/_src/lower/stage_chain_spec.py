@@ -145,6 +145,7 @@ def _stages_spec(
             sharded=sharded,
             uneven=None if units is None else Uneven(sharded, units),
             mean=training.mean,
+            num_scaled=ordered.num_losses if plan.precision.loss_scale is not None else 0,
         )
         chains += [chain] * stage.num_parts
     return StagesSpec(
