@@ -240,3 +240,50 @@ def test_consecutive_groups_have_the_least_maximum():
         size = costs.shape[1]
         every = [(*inner, size) for inner in itertools.combinations(range(1, size), num - 1)]
         assert most(ends) == pytest.approx(min(map(most, every)))
+
+
+def in_memory(*kib, config=None, **options):
+    devices = tuple(hxla.Device(kind="A", memory_bytes=int(n * 1024)) for n in kib)
+    described = hxla.Cluster(name="of memory", devices=devices, nodes=(hxla.Node(name="n"),))
+    return job(config).plan(
+        described, microbatch_size=MICRO, stages=[SHALLOW, DEEP], counts=(8, 8), **options
+    )
+
+
+def needs(plan):
+    return [device.memory_bytes for device in plan.prediction.devices]
+
+
+def test_each_device_is_predicted_to_need_what_its_own_stage_does():
+    plan = in_memory(1000, 1000, 1000)
+    whole, first, second = needs(plan)
+    assert whole > max(first, second)
+    for device in plan.prediction.devices:
+        assert device.memory_bytes == pytest.approx(device.held.total)
+        # All have an even part of the state, and their own stage's parameters.
+        assert device.held.parameters >= plan.device_parameter_bytes
+    held = [device.held.parameters for device in plan.prediction.devices]
+    inside = [parameters - plan.device_parameter_bytes for parameters in held]
+    assert inside[0] == plan.parameter_bytes == inside[1] + inside[2]
+
+
+def test_a_model_that_fits_the_large_device_only_is_planned_where_the_others_share_it():
+    whole, first, second = (need / 1024 for need in needs(in_memory(1000, 1000, 1000)))
+    in_memory(1.01 * whole, 1.01 * first, 1.01 * second)
+    for small in range(3):
+        sizes = [1.01 * need for need in (whole, first, second)]
+        sizes[small] *= 0.9
+        with pytest.raises(hxla.PlanError, match=f"device {small}"):
+            in_memory(*sizes)
+
+
+def test_forwards_run_again_where_the_residuals_do_not_fit():
+    auto = {"memory": {"recompute": "auto"}}
+    ample = in_memory(1000, 1000, 1000, config=auto)
+    assert not ample.pipeline.recompute
+    always = in_memory(1000, 1000, 1000, config={"memory": {"recompute": "boundaries"}})
+    sizes = [1.001 * need / 1024 for need in needs(always)]
+    tight = in_memory(*sizes, config=auto)
+    assert tight.pipeline.recompute
+    with pytest.raises(hxla.PlanError, match="device 0 .* needs"):
+        in_memory(*(0.9 * size for size in sizes), config=auto)

@@ -149,7 +149,6 @@ def test_a_table_that_says_nothing_is_refused_by_its_number(stages, message):
     ("config", "setting"),
     [
         ({"memory": {"zero": 2}}, "memory.zero=2"),
-        ({"memory": {"recompute": "auto"}}, "memory.recompute='auto'"),
         ({"memory": {"offload": {"stash": "host"}}}, "memory.offload.stash='host'"),
         ({"pipeline": {"schedule": "zb-h1"}}, "pipeline.schedule='zb-h1'"),
     ],

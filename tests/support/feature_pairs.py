@@ -194,10 +194,6 @@ LATER_REFUSED = {
         _each(_UNLIKE, "zero 2", "zero 3", "parameters on host", "waves 2", "shard groups 2"),
         "unlike stages do not run with",
     ),
-    "Not built: the memory of unlike stages is not estimated before they are compiled.": (
-        _each(_UNLIKE, "recompute auto"),
-        "memory.recompute='auto'",
-    ),
     "Not built: unlike stages offload nothing inside a microbatch.": (
         _each(_UNLIKE, "stash on host"),
         "memory.offload.stash='host'",

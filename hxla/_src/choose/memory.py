@@ -6,6 +6,7 @@ that of a program for one, and every device runs the same program. So the number
 batch alone, and no bit depends on the devices.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from ..plan.ownership import SUMMED_STATE, Ownership
 from ..plan.parts import (
     ChainSegment,
     DevicePrediction,
+    HeldBytes,
     Placement,
     PlannedChain,
     Prediction,
@@ -33,6 +35,7 @@ from .complete import placement_for
 from .memory_layout import (
     Candidate,
     MemoryLayout,
+    Recompute,
     asked_candidates,
     candidates_on_hosts,
     is_described,
@@ -41,6 +44,7 @@ from .memory_model import microbatch_seconds, segments_of, step_memory, tightest
 from .memory_price import PART_ON_DEVICE, ReplicaDevice, StepMemory, price, tier_of, upper_bound
 from .microbatch_counts import with_asked_calls
 from .recompute import boundary_texts, keep_texts
+from .stage_memory import bytes_of_stages
 from .workload import Measure, Workload
 
 #: The most inputs of a call. A device with fewer microbatches than a call takes gets padding, which
@@ -104,6 +108,10 @@ def with_memory(
     """
     plan = with_open_calls(work, plan)  # each layout gets its number
     asked, described = asked_candidates(work, plan, cluster), is_described(plan, cluster)
+    if plan.pipeline is not None and plan.stage_forms and measure is None:
+        # Nothing is compiled here to see what the planned stages need.
+        own: Recompute = "boundaries" if plan.pipeline.recompute else "none"
+        asked = [dataclasses.replace(x, recompute=x.recompute or own) for x in asked]
     step = step_memory(work, plan, cluster)
     compiled_lack = None
     if measure is not None and described:
@@ -120,7 +128,8 @@ def with_memory(
         chosen = chosen.replaced(prediction=_with_extra_seconds(chosen.prediction, layout))
     if not described or not layout.held:
         return chosen
-    return _with_bytes(chosen, cluster, layout, ranked[ranked.index(layout) + 1 :])
+    known = _with_bytes(chosen, cluster, layout, ranked[ranked.index(layout) + 1 :])
+    return _with_stage_bytes(work, known, step, layout) if plan.stage_forms else known
 
 
 def _ranked(
@@ -440,7 +449,7 @@ def _with_bytes(
     plan: Plan, cluster: Cluster, best: MemoryLayout, others: Sequence[MemoryLayout]
 ) -> Plan:
     """The plan with the bytes of its layout, and of the runners-up."""
-    ranks = [tightest(cluster, replica) for replica in plan.replicas]
+    ranks = [tightest(cluster, replica.devices) for replica in plan.replicas]
     sizes = [cluster.devices[rank].memory_bytes for rank in ranks]
     notes: list[str] = []
     known = [
@@ -482,6 +491,30 @@ def _with_bytes(
         runners_up=(*plan.runners_up, *runners_up),
         reasons=(*plan.reasons, *notes),
     )
+
+
+def _with_stage_bytes(work: Workload, plan: Plan, step: StepMemory, layout: MemoryLayout) -> Plan:
+    """The plan with the bytes of each device of unlike stages."""
+    known = plan.prediction
+    assert known is not None
+    keeps, model = layout.candidate.recompute != "none", step.model
+    held = {
+        rank: HeldBytes(
+            parameters=model.parameters + one.held.slots,
+            sums=one.held.summed * model.num_sums,
+            optimizer=layout.held[one.place].optimizer,
+            activations=one.held.buffers + one.held.backward + one.held.inputs,
+        )
+        for one in bytes_of_stages(work, plan, keeps_inputs=keeps)
+        for rank in one.ranks
+    }
+    devices = tuple(
+        device.model_copy(
+            update={"held": held[device.rank], "memory_bytes": held[device.rank].total}
+        )
+        for device in known.devices
+    )
+    return plan.replaced(prediction=known.model_copy(update={"devices": devices}))
 
 
 def _no_fit(layout: MemoryLayout, devices: Sequence[ReplicaDevice], plan: Plan) -> str:

@@ -20,7 +20,7 @@ from ..lower.runners import slots_of
 from ..lower.segment_programs import segment_costs
 from ..lower.stage import StagePart
 from ..plan.check import schedule_of
-from ..plan.parts import Prediction, ReplicaWork
+from ..plan.parts import Prediction
 from ..plan.plan import Plan
 from ..plan.sharding import Sharded
 from ..profile.segment_times import ResidualEstimator
@@ -28,6 +28,7 @@ from ..schedule.segment_sequence import SegmentCost
 from .device_times import flops_per_second
 from .memory_layout import Recompute, is_estimated
 from .memory_price import ChainBytes, ModelBytes, ReplicaDevice, StageBytes, StepMemory, Travel
+from .stage_memory import bytes_of_stages, tightest_stages
 from .workload import Workload
 
 
@@ -42,9 +43,9 @@ def segments_of(work: Workload) -> tuple[tuple[int, ...], tuple[Segment, ...]]:
     return points, tuple(segments_at(opened, points))
 
 
-def tightest(cluster: Cluster, replica: ReplicaWork) -> int:
-    """The rank of the device of least memory in a replica."""
-    return min(replica.devices, key=lambda rank: cluster.devices[rank].memory_bytes or math.inf)
+def tightest(cluster: Cluster, ranks: Sequence[int]) -> int:
+    """The rank of the device of least memory."""
+    return min(ranks, key=lambda rank: cluster.devices[rank].memory_bytes or math.inf)
 
 
 def with_open_calls(work: Workload, plan: Plan) -> Plan:
@@ -60,9 +61,10 @@ def step_memory(work: Workload, plan: Plan, cluster: Cluster) -> StepMemory:
         plan: With the state whole on every replica.
     """
     shares, (speeds, are_known) = work.settings.memory.shares, speeds_of(work, plan, cluster)
+    stages = tightest_stages(work, plan, cluster) if plan.stage_forms else []
     devices = []
-    for replica, speed in zip(plan.replicas, speeds, strict=True):
-        rank = tightest(cluster, replica)
+    for i, (replica, speed) in enumerate(zip(plan.replicas, speeds, strict=True)):
+        rank = tightest(cluster, replica.devices if not stages else stages[i].ranks)
         device = cluster.devices[rank]
         devices.append(
             ReplicaDevice(
@@ -77,7 +79,7 @@ def step_memory(work: Workload, plan: Plan, cluster: Cluster) -> StepMemory:
         )
     travel = functools.cache(functools.partial(travel_of, plan, cluster))
     return StepMemory(
-        model=model_bytes(work, plan),
+        model=model_bytes(work, plan, [stage.ranks[0] for stage in stages]),
         devices=tuple(devices),
         shares=shares if isinstance(shares, str) else tuple(shares),
         waves=work.settings.memory.waves,
@@ -87,11 +89,12 @@ def step_memory(work: Workload, plan: Plan, cluster: Cluster) -> StepMemory:
     )
 
 
-def model_bytes(work: Workload, plan: Plan) -> ModelBytes:
+def model_bytes(work: Workload, plan: Plan, ranks: Sequence[int] = ()) -> ModelBytes:
     """Bytes of a replica on one of its devices, with the state whole.
 
     Args:
         plan: With the state whole on every replica.
+        ranks: The devices that have least room, where stages are unlike.
     """
     cut_by = sharded_of(work.graph, plan) if is_estimated(plan) else None
     sharded = cut_by or Sharded(work.graph, {})
@@ -99,6 +102,9 @@ def model_bytes(work: Workload, plan: Plan) -> ModelBytes:
     cut, shapes = sharded.over(opened), plan.device_shapes
 
     def of_stages(word: Recompute) -> StageBytes:
+        if ranks:
+            every = bytes_of_stages(work, plan, keeps_inputs=word != "none")
+            return next(one.held for one in every if ranks[0] in one.ranks)
         return stage_bytes(work, plan, keeps_inputs=word != "none")
 
     trained = 4 * sum(math.prod(shapes[p]) for p in work.model.trained_places)

@@ -180,7 +180,6 @@ def check_settings(settings: Config) -> None:
         "memory.shard_groups": memory.shard_groups,
         "memory.waves": memory.waves,
         "memory.segments": memory.segments,
-        "memory.recompute": "auto" if memory.recompute == "auto" else None,
         "memory.offload.parameters": offload.parameters,
         "memory.offload.stash": offload.stash,
     }

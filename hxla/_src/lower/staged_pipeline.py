@@ -294,14 +294,17 @@ class StagedPipeline:
 
     def stage_bytes(self) -> dict[jax.Device, int]:
         """Bytes of each local device beside state and sums while it runs microbatches."""
-        by_device: dict[jax.Device, int] = {}
+        kept: dict[jax.Device, int] = {}
+        temporary: dict[jax.Device, int] = {}
         for stage in self.local:
-            num_bytes = self._part_bytes(stage)
+            assert stage.programs is not None
+            most = max(stage.programs.temporary_bytes(0))
             for device in filter(is_here, stage.replica.devices):
-                by_device[device] = by_device.get(device, 0) + num_bytes
-        return by_device
+                kept[device] = kept.get(device, 0) + self._kept_bytes(stage)
+                temporary[device] = max(temporary.get(device, 0), most)
+        return {device: num + temporary[device] for device, num in kept.items()}
 
-    def _part_bytes(self, stage: Stage) -> int:
+    def _kept_bytes(self, stage: Stage) -> int:
         programs = stage.programs
         assert programs is not None
         params, limbs = self._params_inside(stage, stage.params), programs.sums_shapes.values
@@ -309,7 +312,7 @@ class StagedPipeline:
         stash = stage.chain.waiting_bytes(self._crossing[stage.index])
         stash += 0 if self._spec.recompute else programs.residual_bytes(0)
         stash *= self.stash[stage.index]
-        return sum(map(device_bytes, arrays)) + stash + max(programs.temporary_bytes(0))
+        return sum(map(device_bytes, arrays)) + stash
 
 
 class _ProgramsOf:
