@@ -285,5 +285,5 @@ def test_forwards_run_again_where_the_residuals_do_not_fit():
     sizes = [1.001 * need / 1024 for need in needs(always)]
     tight = in_memory(*sizes, config=auto)
     assert tight.pipeline.recompute
-    with pytest.raises(hxla.PlanError, match="device 0 .* needs"):
+    with pytest.raises(hxla.PlanError, match=r"device 0 .* needs"):
         in_memory(*(0.9 * size for size in sizes), config=auto)
