@@ -51,7 +51,7 @@ def main(names: list[str]) -> None:
                 check=True,
                 cwd=folder,
             )
-        shown = ran.stdout.replace(str(ROOT) + "/", "").replace("\r", "\n")
+        shown = ran.stdout.replace(f"{ROOT}/", "").replace(f"{folder}/", "").replace("\r", "\n")
         shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
         text = f"$ {start} examples/{name}.py {options}".rstrip() + f"\n{shown.rstrip()}\n"
         (ROOT / f"docs/outputs/{name}.txt").write_text(text)
