@@ -7,28 +7,25 @@ from collections.abc import Collection, Iterable, Sequence
 import jax
 
 from ..cluster.cluster import Cluster, ring_transfers, transfer_seconds
-from ..graph.graph import Graph, bytes_of, entries_of, params_of
-from ..graph.interpreter import AS_THEY_ARE
+from ..graph.graph import Graph, bytes_of, params_of
 from ..graph.parts import graph_at, graph_of, parts_of
 from ..graph.segments import Segment, layer_points, low_params, module_points, segments_at
 from ..jax.jaxpr import is_cheap, is_fused
 from ..lower import actions
-from ..lower.chain_spec import direct_parts, wanted_values
+from ..lower.chain_spec import direct_parts
 from ..lower.inputs import sharded_of
 from ..lower.pipeline_program import assign_buffers
 from ..lower.runners import slots_of
 from ..lower.segment_programs import segment_costs
-from ..lower.stage import StagePart
 from ..plan.check import schedule_of
 from ..plan.parts import Prediction
 from ..plan.plan import Plan
 from ..plan.sharding import Sharded
-from ..profile.segment_times import ResidualEstimator
 from ..schedule.segment_sequence import SegmentCost
 from .device_times import flops_per_second
 from .memory_layout import Recompute, is_estimated
 from .memory_price import ChainBytes, ModelBytes, ReplicaDevice, StageBytes, StepMemory, Travel
-from .stage_memory import bytes_of_stages, tightest_stages
+from .stage_memory import bytes_of_stages, programs_of, tightest_stages
 from .workload import Workload
 
 
@@ -163,20 +160,7 @@ def stage_bytes(work: Workload, plan: Plan, *, keeps_inputs: bool) -> StageBytes
     graph, points = graph_at(work.graph, pipeline.cut_by, pipeline.points)
     parts, trained = parts_of(graph, points), work.model.trained_places
     slots = slots_of(graph, parts, plan, trained)
-    entries, wanted = entries_of(graph, set(trained)), wanted_values(graph, trained)
-    composer = ResidualEstimator(graph)
-    stages = [
-        StagePart(
-            graph,
-            part,
-            AS_THEY_ARE,
-            trained=entries,
-            on_cpu=False,
-            wanted=wanted,
-            composer=composer,
-        )
-        for part in parts
-    ]
+    stages = programs_of(graph, parts, trained)
     count = max(plan.counts)
     table = schedule_of(pipeline.schedule, plan.num_stages, count, pipeline.num_chunks)
     num = actions.lower(table, recompute=keeps_inputs, programs=range(len(parts)))
@@ -294,21 +278,7 @@ def costs_of(
         per_call: The microbatches of a call.
     """
     ordered, segments = graph_at(graph, "work", points)
-    wanted = wanted_values(ordered, trained)
-    entries = entries_of(ordered, set(trained))
-    composer = ResidualEstimator(ordered)
-    stages = [
-        StagePart(
-            ordered,
-            part,
-            AS_THEY_ARE,
-            trained=entries,
-            on_cpu=False,
-            wanted=wanted,
-            composer=composer,
-        )
-        for part in direct_parts(ordered, segments)
-    ]
+    stages = programs_of(ordered, direct_parts(ordered, segments), trained)
     cut = (sharded or Sharded(graph, {})).over(ordered)
     alone = segment_costs(cut, stages, keeps_gradients=keeps_gradients, per_call=per_call)
     fused = segment_costs(cut, stages, fused=True)

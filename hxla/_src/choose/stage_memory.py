@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from ..cluster.cluster import Cluster
 from ..graph.graph import Graph, entries_of
 from ..graph.interpreter import AS_THEY_ARE
-from ..graph.parts import graph_at
+from ..graph.parts import ChainPart, graph_at
 from ..lower.chain_spec import direct_parts, wanted_values
 from ..lower.segment_programs import segment_costs
 from ..lower.stage import StagePart
@@ -47,7 +47,7 @@ def bytes_of_stages(work: Workload, plan: Plan, *, keeps_inputs: bool) -> Iterat
     pipeline = plan.pipeline
     assert pipeline is not None
     ordered, points = graph_at(work.graph, pipeline.cut_by, pipeline.points)
-    parts = _parts(ordered, points, work.model.trained_places)
+    parts = programs_of(ordered, direct_parts(ordered, points), work.model.trained_places)
     names = {plan.parameters[p].name for p in work.model.trained_places}
     shapes = plan.device_shapes
     stored = 4 * sum(math.prod(shapes[p]) for p in work.model.trained_places)
@@ -95,7 +95,15 @@ def tightest_stages(work: Workload, plan: Plan, cluster: Cluster) -> list[OneSta
     return [next(one for one in every if one.place == i) for i in range(len(plan.replicas))]
 
 
-def _parts(graph: Graph, points: Sequence[int], trained: Sequence[int]) -> list[StagePart]:
+def programs_of(
+    graph: Graph, parts: Sequence[ChainPart], trained: Collection[int]
+) -> list[StagePart]:
+    """The forwards and backwards of parts, of which nothing is compiled.
+
+    Args:
+        graph: In the order in which it is cut.
+        trained: Places of the trained parameters.
+    """
     entries, wanted = entries_of(graph, set(trained)), wanted_values(graph, trained)
     composer = ResidualEstimator(graph)
     return [
@@ -108,7 +116,7 @@ def _parts(graph: Graph, points: Sequence[int], trained: Sequence[int]) -> list[
             wanted=wanted,
             composer=composer,
         )
-        for part in direct_parts(graph, points)
+        for part in parts
     ]
 
 
