@@ -36,6 +36,10 @@ COLUMNS = hxla.RuleSet(
 ONE = {"mesh": {"data": 1}}
 TWO = {"mesh": {"data": 2}, "counts": (3, 1)}
 ZERO = {"config": {"memory": {"zero": 2}}}
+BESIDE = {
+    "stages": [[{"devices": 1}], [{"devices": 1}, {"devices": 1}]],
+    "config": {"cluster": {"visible_devices": [0, 1, 2]}},
+}
 FORMS = {
     "one device": ONE,
     "3 + 1": TWO,
@@ -45,9 +49,11 @@ FORMS = {
     "bf16": ONE | {"precision": "bf16"},
     "zero": TWO | ZERO,
     "tensor": {"mesh": {"data": 1, "tensor": 2}, "rules": COLUMNS},
+    "unlike replicas": BESIDE | {"counts": (3, 1)},
 }
 #: Forms, and others of the same bits.
 TWINS = {"3 + 1": ONE, "zero": TWO | ZERO | {"counts": (2, 2)}}
+TWINS["unlike replicas"] = BESIDE | {"counts": (1, 3)}
 
 _FOUR = 4
 _NUM = -(-len(kinds.KINDS) // _FOUR)

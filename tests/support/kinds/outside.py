@@ -42,7 +42,7 @@ def unordered_callback(x):
     return jnp.sin(x)
 
 
-@layer(refused={"tensor": "ordered=True"})
+@layer(refused={"tensor": "ordered=True", "unlike replicas": "ordered=True"})
 def ordered_callback(x):
     io_callback(lambda x: None, None, jax.lax.stop_gradient(x).sum(), ordered=True)
     return jnp.sin(x)
@@ -54,7 +54,7 @@ def debug_callback(x):
     return jnp.sin(x)
 
 
-@layer(refused={"tensor": "ordered=True"})
+@layer(refused={"tensor": "ordered=True", "unlike replicas": "ordered=True"})
 def ordered_debug_callback(x):
     jax.debug.callback(lambda x: None, x.sum(), ordered=True)
     return jnp.sin(x)
