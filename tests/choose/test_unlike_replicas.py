@@ -119,6 +119,19 @@ def test_counts_may_be_given_or_even():
         two().with_counts((16,))
 
 
+@pytest.mark.parametrize("counts", [5, "5,11", ("5", "11"), (True, 15), (5.0, 11.0), (17, -1)])
+def test_what_is_no_count_for_each_replica_is_refused(counts):
+    with pytest.raises(hxla.ConfigError, match="counts"):
+        planned(SHALLOW, DEEP, counts=counts)
+    with pytest.raises(hxla.PlanError):
+        two().with_counts(counts)
+
+
+def test_a_comparison_shows_the_counts_of_each_replica():
+    lines = two().with_counts((1, 15)).compare(two().with_counts((15, 1)))
+    assert re.search(r"microbatches +1, 15 +15, 1", lines)
+
+
 def test_work_in_the_table_says_where_a_replica_is_cut():
     first, other = (
         planned(SHALLOW, [ONE | {"work": a}, ONE | {"work": b}]) for a, b in ((1, 9), (9, 1))
@@ -218,6 +231,12 @@ def test_what_does_not_go_with_them_is_refused():
         ),
         (lambda p: p["pipeline"].update(schedule="zb-h1"), "pipeline.schedule: unlike replicas"),
         (lambda p: p["axes"][0].update(size=4), "axes: unlike stages have 3 devices"),
+        (
+            lambda p: p["pipeline"]["replicas"][1]["stages"][0].update(
+                axes=[{"name": "tensor", "size": 1, "roles": ["split"], "granules": 4}]
+            ),
+            "pipeline.replicas.1.stages.0.axes.tensor.granules: unlike stages",
+        ),
     ],
 )
 def test_a_plan_edited_wrongly_is_refused_by_key(edit, fault):

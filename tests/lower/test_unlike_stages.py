@@ -1,17 +1,19 @@
 """Unlike stages and replicas: a card alone beside two that share a stage, or a replica."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
+import hxla
 from support import models
 from support.launched import end_of, start
-from support.tensor_gpt import BATCH, STEPS
+from support.tensor_gpt import BATCH, MICRO, STEPS
 from support.tiers import examples, rows
-from support.unlike_stages import CASES, ONE, TWO, params_of, reference, trained
+from support.unlike_stages import CASES, ONE, OPTIMIZER, TWO, params_of, reference, trained
 
 
 @pytest.mark.parametrize("name", rows(CASES, "one and two", "one beside two", "annotated"))
@@ -116,6 +118,17 @@ def test_gradients_are_clipped_by_the_norm_of_all_stages():
     split = trained(case, **clipped)
     for a, b in zip(params_of(alone.model), params_of(split.model), strict=True):
         np.testing.assert_allclose(b, a, rtol=0, atol=2e-5 * np.abs(a).max())
+
+
+def test_a_stage_whose_axis_has_no_role_is_refused():
+    case = CASES["one and two"]
+    own = hxla.Job(case.make(), case.data(), case.loss, OPTIMIZER, batch_size=BATCH)
+    devices = (hxla.Device(kind="cpu"),) * case.num_devices
+    made = own.plan(hxla.Cluster(name="", devices=devices), microbatch_size=MICRO, **case.options)
+    table = json.loads(made.to_json())
+    table["pipeline"]["stages"][1]["axes"][0]["roles"] = []
+    with pytest.raises(hxla.PlanError, match="0 TaskGraphs have roles in the plan"):
+        own.open(hxla.Plan.from_json(json.dumps(table)), steps=1)
 
 
 COUNTS = ((5, 3), (1, 7), (8, 0), (0, 8), (4, 4))

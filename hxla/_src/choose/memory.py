@@ -532,8 +532,14 @@ def _no_fit(layout: MemoryLayout, devices: Sequence[ReplicaDevice], plan: Plan) 
     is_stash = needed.activations > needed.optimizer
     if layout.candidate.stash == "device" and is_stash and not plan.axes:
         remedy += ", or memory.offload.stash = 'host'"
+    kept = (
+        "that keep their inputs only"
+        if layout.candidate.recompute == "boundaries"
+        else "as planned"
+    )
+    best = f"stages {kept}" if plan.stage_forms else layout
     return (
-        f"a microbatch does not fit beside the state: of all layouts, {layout} lacks "
+        f"a microbatch does not fit beside the state: of all layouts, {best} lacks "
         f"least, and {device.name} has {num_bytes(device.memory_bytes or 0)} and needs "
         f"{num_bytes(needed.total)}: {owners} (estimated before compilation). Use {remedy}"
     )

@@ -12,6 +12,7 @@ from ..cluster.job_devices import Devices
 from ..core.config import ClusterConfig
 from ..core.errors import ConfigError, PlanError
 from ..core.format import num_bytes
+from ..core.keywords import as_whole_number
 from ..core.types import PyTree
 from ..jax.devices import is_here
 from ..lower.sum import Reducer
@@ -137,11 +138,14 @@ def asked_counts(counts: Counts, num_microbatches: int, num_replicas: int) -> tu
         if counts not in ("measured", "even"):
             raise ConfigError(f"counts={counts!r}: use 'measured', 'even' or one count per device")
         return even_counts(num_microbatches, num_replicas)
-    numbers = tuple(int(c) for c in counts)
-    if len(numbers) != num_replicas or sum(numbers) != num_microbatches or min(numbers) < 0:
+    numbers = tuple(map(as_whole_number, counts))
+    is_whole = all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
+    fits = is_whole and len(numbers) == num_replicas and sum(numbers) == num_microbatches
+    if not fits or min(numbers) < 0:
         raise ConfigError(
             f"counts={numbers} does not hand out {num_microbatches} microbatches to "
-            f"{num_replicas} devices: give {num_replicas} counts that sum to {num_microbatches}"
+            f"{num_replicas} replicas: give {num_replicas} whole numbers that sum to "
+            f"{num_microbatches}"
         )
     return numbers
 

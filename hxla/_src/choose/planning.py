@@ -1,7 +1,7 @@
 """Plans of a job by arguments, annotations and measurements, without a search."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -68,6 +68,8 @@ class PlanRequest:
         for name in ("microbatch_size", "stages"):
             object.__setattr__(self, name, as_whole_number(getattr(self, name)))
         if not isinstance(self.counts, str):
+            if not isinstance(self.counts, Iterable):
+                raise ConfigError(f"counts={self.counts!r}: give a list with one for each replica")
             counts = tuple(map(as_whole_number, self.counts))
             object.__setattr__(self, "counts", counts)
         if self.mesh is not None and not isinstance(self.mesh, Mesh | Mapping):

@@ -379,6 +379,8 @@ class Plan(PlanValue):
             PlanError: If they do not add up to `num_microbatches`.
         """
         before = self.unlike_replicas or self.replicas
+        if not isinstance(counts, Sequence) or isinstance(counts, str):
+            raise PlanError(f"counts={counts!r}: give one for each of {len(before)} replicas")
         if len(counts) != len(before):
             raise PlanError(f"{len(counts)} counts for {len(before)} replicas: give one each")
         try:
@@ -651,10 +653,12 @@ def _prediction_in_words(plan: Plan, known: Prediction) -> Iterator[str]:
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     """The rows of `Plan.compare`."""
-    counts, known = plan.counts, plan.prediction
+    known, replicas = plan.prediction, plan.unlike_replicas or plan.replicas
+    counts = [replica.num_microbatches for replica in replicas]
     yield "cluster", plan.cluster or "here"
     yield "devices in use", str(len(plan.devices))
-    yield "data x inner axes", " x ".join(map(str, (len(counts), *plan.axis_sizes.values())))
+    sizes = ["unlike"] if plan.unlike_replicas else plan.axis_sizes.values()
+    yield "data x inner axes", " x ".join(map(str, (len(counts), *sizes)))
     yield "microbatch size", str(plan.microbatch_size)
     many = len(counts) > 16
     yield "microbatches", f"{len(counts)} replicas" if many else ", ".join(map(str, counts))

@@ -179,6 +179,11 @@ def _axis_faults(key: str, stage: PlannedStage) -> Iterator[str]:
         if name not in STAGE_AXES:
             yield f"{key}.axes: a stage has no axis {name!r}, use {' or '.join(STAGE_AXES)}"
     for axis in stage.axes:
+        if axis.granules is not None:
+            yield (
+                f"{key}.axes.{axis.name}.granules: unlike stages do not run with 'any' cut yet: "
+                "leave it out"
+            )
         if axis.shares and (len(stage.axes) > 1 or axis.name != TENSOR_AXIS):
             yield (
                 f"{key}.axes.{axis.name}.shares: uneven shards need a stage with the one axis "

@@ -164,11 +164,9 @@ def _parameter_differences(plan: Plan, graph: Graph) -> Iterator[str]:
             yield f"parameters.{name}: {in_plan} in the plan, {in_model} in the model"
     if planned == traced and list(planned) != list(traced):
         yield f"parameters: in another order than the model's, which is {', '.join(traced)}"
-    axes = (
-        *plan.axes,
-        *(axis for form in plan.stage_forms for stage in form for axis in stage.axes),
-    )
-    num_tasks = {len(axis.roles) for axis in axes if axis.roles} - {len(graph.task_graphs)}
+    unlike = [axis for form in plan.stage_forms for stage in form for axis in stage.axes]
+    stated = [*unlike, *(axis for axis in plan.axes if axis.roles)]
+    num_tasks = {len(axis.roles) for axis in stated} - {len(graph.task_graphs)}
     if num_tasks:
         yield (
             f"axes: {num_tasks.pop()} TaskGraphs have roles in the plan, the model has "
