@@ -134,7 +134,7 @@ def test_a_stage_whose_axis_has_no_role_is_refused():
 COUNTS = ((5, 3), (1, 7), (8, 0), (0, 8), (4, 4))
 
 
-@pytest.mark.parametrize("make", ["net", "gpt"])
+@pytest.mark.parametrize("make", rows(["net", "gpt"], "net"))
 def test_which_replica_runs_a_microbatch_moves_no_bit(make):
     case = CASES["one beside two"]
     if make == "gpt":
