@@ -265,6 +265,15 @@ def test_processes_save_what_the_same_error_left_to_all_of_them(tmp_path, ranks,
     assert saved(tmp_path / "c") == steps
 
 
+def test_all_processes_stop_when_one_asks(tmp_path):
+    code = SCRIPT.format(step=2, ranks=(1,), steps=8, folder=str(tmp_path / "c"))
+    code = code.replace('raise ValueError("mine")', "session.stop()")
+    out, err = end_of(start(tmp_path, code, "-n", "2"))
+    done = [[line for line in out.splitlines() if f"[{rank}] done" in line] for rank in (0, 1)]
+    assert len(done[0]) == len(done[1]) < 8, err
+    assert max(saved(tmp_path / "c")) == len(done[0])
+
+
 @pytest.mark.slow
 def test_ctrl_c_ends_processes_as_sigterm_does(tmp_path):
     running = job(tmp_path, step=-1, steps=10_000)
