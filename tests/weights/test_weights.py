@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -588,6 +589,19 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path):
         hxla.save_weights(tmp_path / "weights", tree, names="torch")
     with pytest.raises(WeightsError, match=r"result\.state and not"):
         hxla.save_weights(tmp_path / "x.safetensors", nn.Dense(3))
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "folder"])
+def test_what_the_disk_does_not_take_is_an_error(tmp_path, name):
+    values = np.random.default_rng(0).normal(size=10_000).astype(np.float32)
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, most))
+    try:
+        with pytest.raises(WeightsError, match=f"{name}.* cannot be written"):
+            hxla.save_weights(tmp_path / name, {"a": values})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+    assert not (tmp_path / name).exists()
 
 
 SCRIPT = """
