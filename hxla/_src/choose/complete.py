@@ -1,6 +1,5 @@
 """From how devices share a model to a complete plan: layouts of parameters, counts, stages."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec as P
@@ -37,6 +36,7 @@ from ..plan.parts import (
 )
 from ..plan.plan import Plan
 from ..plan.precision import Precision
+from ..plan.unlike_stages import stage_cuts
 from ..profile.profile import Profile
 from .apportionment import even_counts
 from .device_times import microbatch_seconds
@@ -227,8 +227,7 @@ def _unlike_pipeline(
         return pipeline.model_copy(update={"stages": stages}), lines, sent
     replicas, most = [], 0.0
     for i, replica in enumerate(request.replicas):
-        ends = list(itertools.accumulate(replica.cut))
-        parts = direct_parts(ordered, [points[end - 1] for end in ends[:-1]])
+        parts = direct_parts(ordered, stage_cuts(points, replica.cut))
         stages, notes, sent = planned_stages(graph, ordered, parts, replica.forms, structure.rules)
         lines += [f"replica {i}: {note}" for note in notes]
         lines.append(f"replica {i}: {_shares_of_work(parts, len(parts))}")

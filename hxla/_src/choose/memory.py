@@ -41,10 +41,17 @@ from .memory_layout import (
     is_described,
 )
 from .memory_model import microbatch_seconds, segments_of, step_memory, tightest, with_open_calls
-from .memory_price import PART_ON_DEVICE, ReplicaDevice, StepMemory, price, tier_of, upper_bound
+from .memory_price import (
+    PART_ON_DEVICE,
+    ModelBytes,
+    ReplicaDevice,
+    StepMemory,
+    price,
+    tier_of,
+    upper_bound,
+)
 from .microbatch_counts import with_asked_calls
 from .recompute import boundary_texts, keep_texts
-from .stage_memory import bytes_of_stages
 from .workload import Measure, Workload
 
 #: The most inputs of a call. A device with fewer microbatches than a call takes gets padding, which
@@ -129,7 +136,7 @@ def with_memory(
     if not described or not layout.held:
         return chosen
     known = _with_bytes(chosen, cluster, layout, ranked[ranked.index(layout) + 1 :])
-    return _with_stage_bytes(work, known, step, layout) if plan.stage_forms else known
+    return known if step.model.unlike is None else _with_stage_bytes(known, step.model, layout)
 
 
 def _ranked(
@@ -493,19 +500,19 @@ def _with_bytes(
     )
 
 
-def _with_stage_bytes(work: Workload, plan: Plan, step: StepMemory, layout: MemoryLayout) -> Plan:
+def _with_stage_bytes(plan: Plan, model: ModelBytes, layout: MemoryLayout) -> Plan:
     """The plan with the bytes of each device of unlike stages."""
     known = plan.prediction
     assert known is not None
-    keeps, model = layout.candidate.recompute != "none", step.model
+    assert model.unlike is not None
     held = {
         rank: HeldBytes(
             parameters=model.parameters + one.held.slots,
             sums=one.held.summed * model.num_sums,
             optimizer=layout.held[one.place].optimizer,
-            activations=one.held.buffers + one.held.backward + one.held.inputs,
+            activations=one.held.activations,
         )
-        for one in bytes_of_stages(work, plan, keeps_inputs=keeps)
+        for one in model.unlike(layout.candidate.recompute != "none")
         for rank in one.ranks
     }
     devices = tuple(
@@ -532,12 +539,8 @@ def _no_fit(layout: MemoryLayout, devices: Sequence[ReplicaDevice], plan: Plan) 
     is_stash = needed.activations > needed.optimizer
     if layout.candidate.stash == "device" and is_stash and not plan.axes:
         remedy += ", or memory.offload.stash = 'host'"
-    kept = (
-        "that keep their inputs only"
-        if layout.candidate.recompute == "boundaries"
-        else "as planned"
-    )
-    best = f"stages {kept}" if plan.stage_forms else layout
+    kept = "inputs" if layout.candidate.recompute == "boundaries" else "residuals"
+    best = f"that whose stages keep their {kept}" if plan.stage_forms else layout
     return (
         f"a microbatch does not fit beside the state: of all layouts, {best} lacks "
         f"least, and {device.name} has {num_bytes(device.memory_bytes or 0)} and needs "

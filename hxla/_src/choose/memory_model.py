@@ -25,7 +25,7 @@ from ..schedule.segment_sequence import SegmentCost
 from .device_times import flops_per_second
 from .memory_layout import Recompute, is_estimated
 from .memory_price import ChainBytes, ModelBytes, ReplicaDevice, StageBytes, StepMemory, Travel
-from .stage_memory import bytes_of_stages, programs_of, tightest_stages
+from .stage_memory import UnlikeStages, programs_of
 from .workload import Workload
 
 
@@ -58,10 +58,13 @@ def step_memory(work: Workload, plan: Plan, cluster: Cluster) -> StepMemory:
         plan: With the state whole on every replica.
     """
     shares, (speeds, are_known) = work.settings.memory.shares, speeds_of(work, plan, cluster)
-    stages = tightest_stages(work, plan, cluster) if plan.stage_forms else []
+    unlike = UnlikeStages(work, plan) if plan.stage_forms else None
+    groups = [replica.devices for replica in plan.replicas]
+    if unlike is not None:
+        groups = [stage.ranks for stage in unlike.tightest(cluster)]
     devices = []
-    for i, (replica, speed) in enumerate(zip(plan.replicas, speeds, strict=True)):
-        rank = tightest(cluster, replica.devices if not stages else stages[i].ranks)
+    for replica, ranks, speed in zip(plan.replicas, groups, speeds, strict=True):
+        rank = tightest(cluster, ranks)
         device = cluster.devices[rank]
         devices.append(
             ReplicaDevice(
@@ -76,7 +79,7 @@ def step_memory(work: Workload, plan: Plan, cluster: Cluster) -> StepMemory:
         )
     travel = functools.cache(functools.partial(travel_of, plan, cluster))
     return StepMemory(
-        model=model_bytes(work, plan, [stage.ranks[0] for stage in stages]),
+        model=model_bytes(work, plan, unlike, groups[0][0]),
         devices=tuple(devices),
         shares=shares if isinstance(shares, str) else tuple(shares),
         waves=work.settings.memory.waves,
@@ -86,12 +89,13 @@ def step_memory(work: Workload, plan: Plan, cluster: Cluster) -> StepMemory:
     )
 
 
-def model_bytes(work: Workload, plan: Plan, ranks: Sequence[int] = ()) -> ModelBytes:
+def model_bytes(work: Workload, plan: Plan, unlike: UnlikeStages | None, rank: int) -> ModelBytes:
     """Bytes of a replica on one of its devices, with the state whole.
 
     Args:
         plan: With the state whole on every replica.
-        ranks: The devices that have least room, where stages are unlike.
+        unlike: None: stages are alike, or there are none.
+        rank: The device that stands for all where stages are unlike.
     """
     cut_by = sharded_of(work.graph, plan) if is_estimated(plan) else None
     sharded = cut_by or Sharded(work.graph, {})
@@ -99,9 +103,9 @@ def model_bytes(work: Workload, plan: Plan, ranks: Sequence[int] = ()) -> ModelB
     cut, shapes = sharded.over(opened), plan.device_shapes
 
     def of_stages(word: Recompute) -> StageBytes:
-        if ranks:
-            every = bytes_of_stages(work, plan, keeps_inputs=word != "none")
-            return next(one.held for one in every if ranks[0] in one.ranks)
+        if unlike is not None:
+            every = unlike.each(word != "none")
+            return next(one.held for one in every if rank in one.ranks)
         return stage_bytes(work, plan, keeps_inputs=word != "none")
 
     trained = 4 * sum(math.prod(shapes[p]) for p in work.model.trained_places)
@@ -119,6 +123,7 @@ def model_bytes(work: Workload, plan: Plan, ranks: Sequence[int] = ()) -> ModelB
         values=sum(map(cut.device_bytes, range(len(opened.values)))),
         chain=functools.cache(lambda: chain_bytes(work, plan, sharded)),
         stages=None if plan.pipeline is None else functools.cache(of_stages),
+        unlike=None if unlike is None else unlike.each,
     )
 
 

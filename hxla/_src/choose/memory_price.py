@@ -102,6 +102,24 @@ class StageBytes:
     inputs: int
     again_flops: float
 
+    @property
+    def activations(self) -> int:
+        """What waits, what a backward has, and the batch."""
+        return self.buffers + self.backward + self.inputs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneStage:
+    """The devices of a stage, and the bytes of each beside the stored state.
+
+    Attributes:
+        place: The entry of `Plan.replicas` that has the devices.
+    """
+
+    place: int
+    ranks: tuple[int, ...]
+    held: StageBytes
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelBytes:
@@ -118,6 +136,7 @@ class ModelBytes:
         values: The bytes of all arrays of a microbatch's forward.
         chain: Makes the segments, which takes time for a large model.
         stages: The bytes of a pipeline whose stages keep what a word says; None: no pipeline.
+        unlike: The bytes of each stage, by whether it keeps its inputs only; None: all are alike.
     """
 
     parameters: int
@@ -130,6 +149,7 @@ class ModelBytes:
     values: int
     chain: Callable[[], ChainBytes]
     stages: Callable[[Recompute], StageBytes] | None = None
+    unlike: Callable[[bool], Sequence[OneStage]] | None = None
 
     def kept_sums(self, waves: int, shard_groups: int) -> float:
         """Words per parameter of a replica's sums, in stages 2 and 3.
@@ -299,7 +319,7 @@ def _in_stages(layout: MemoryLayout, step: StepMemory) -> MemoryLayout:
             parameters=model.parameters + stage.slots - model.trained * (1 - part) * is_sharded,
             sums=stage.summed * model.num_sums,
             optimizer=model.optimizer_on_device(candidate.optimizer) * part,
-            activations=stage.buffers + stage.backward + stage.inputs,
+            activations=stage.activations,
         )
         for part in parts
     )

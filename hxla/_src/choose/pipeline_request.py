@@ -6,7 +6,7 @@ Cuts between stages follow times that are measured on their devices.
 import dataclasses
 import itertools
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, SupportsIndex
 
 import numpy as np
@@ -93,7 +93,8 @@ class PipelineRequest:
     @property
     def most_segments(self) -> int:
         """Segments of the chain, before they are joined to parts."""
-        some = max(self.num_parts, min(_FINE * self.num_parts, _MOST_SEGMENTS))
+        num = sum(len(replica.forms) for replica in self.replicas) or self.num_parts
+        some = max(self.num_parts, min(_FINE * num, _MOST_SEGMENTS))
         if self.shares is not None:  # nothing is measured, so a fine chain costs nothing
             some = max(some, _MOST_SEGMENTS)
         return self.num_segments or some
@@ -300,25 +301,36 @@ def check_even(
 def _even(work: Sequence[float], shares: Sequence[float]) -> tuple[int, ...]:
     """Sizes of consecutive groups with the least maximum of work over share."""
     total = list(itertools.accumulate(work, initial=0.0))
-    size = len(work)
+    ends = least_maximum(
+        len(shares), len(work), lambda group, a, b: (total[b] - total[a]) / shares[group]
+    )
+    return tuple(b - a for a, b in itertools.pairwise((0, *ends)))
+
+
+def least_maximum(num: int, size: int, cost: Callable[[int, int, int], float]) -> tuple[int, ...]:
+    """Ends of so many consecutive groups with the least maximum of their costs.
+
+    Args:
+        size: The number of members.
+        cost: From the number of a group, its first member, and that behind its last.
+    """
     infinite = float("inf")
-    best: list[tuple[float, list[int]]] = [
-        (0.0, []) if e == 0 else (infinite, []) for e in range(size + 1)
+    best: list[tuple[float, tuple[int, ...]]] = [
+        (0.0, ()) if end == 0 else (infinite, ()) for end in range(size + 1)
     ]
-    for share in shares:
+    for group in range(num):
         best = [
             min(
                 (
-                    (max(best[s][0], (total[e] - total[s]) / share), [*best[s][1], e])
-                    for s in range(e)
-                    if best[s][0] < infinite
+                    (max(best[first][0], cost(group, first, end)), (*best[first][1], end))
+                    for first in range(end)
+                    if best[first][0] < infinite
                 ),
-                default=(infinite, []),
+                default=(infinite, ()),
             )
-            for e in range(size + 1)
+            for end in range(size + 1)
         ]
-    ends = best[size][1]
-    return tuple(b - a for a, b in itertools.pairwise((0, *ends)))
+    return best[size][1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

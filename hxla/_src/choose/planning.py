@@ -38,7 +38,7 @@ from .pipeline_request import (
     microbatch_size,
 )
 from .structures import ReplicaGroups, grid_of, pipelined, shares_of, structure_of
-from .unlike_replicas import counts_are_free, most_segments, with_cuts_and_counts
+from .unlike_replicas import counts_are_free, with_cuts_and_counts
 from .workload import Measure, Workload, Workloads
 
 
@@ -477,17 +477,17 @@ def _unlike_replicas(
     pipeline, graph, size = structure.pipeline, work.graph, work.microbatch_size
     assert pipeline is not None
     num, kept = work.batch_size // size, request.pinned.cut
-    _check_clip(work.settings)
-    most = most_segments(pipeline)
     # What another run would not measure again may not decide bits, unless a checkpoint keeps it.
     is_timed = request.counts == "measured" and counts_are_free(pipeline)
-    chain = segments(graph_of(graph), most)
-    times: Mapping[int, np.ndarray] = _estimated(chain, graph_of(graph), size, cluster)
+    times: Mapping[int, np.ndarray]
     if profile is not None and is_timed:
         pipeline = dataclasses.replace(pipeline, num_segments=profile.most_segments)
         times = _profiled(profile, graph, size, cluster)
     elif measure is not None and is_timed and not share_cores(measure.devices):
-        times = measure.segment_seconds(cluster, size, most, sums)
+        times = measure.segment_seconds(cluster, size, pipeline.most_segments, sums)
+    else:
+        chain = segments(graph_of(graph), pipeline.most_segments)
+        times = _estimated(chain, graph_of(graph), size, cluster)
     asked, slowest, seconds = with_cuts_and_counts(
         graph, pipeline, num, request.counts, times, kept
     )

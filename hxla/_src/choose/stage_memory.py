@@ -4,6 +4,7 @@ It was 0.8 to 1.4 of what the compiled programs of small models need.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -18,81 +19,82 @@ from ..lower.stage import StagePart
 from ..plan.check import schedule_of
 from ..plan.parts import PlannedStage
 from ..plan.plan import Plan, stage_ranks
-from ..plan.unlike_stages import sharded_stages
+from ..plan.sharding import Sharded
+from ..plan.unlike_stages import sharded_stages, stage_cuts
 from ..profile.segment_times import ResidualEstimator
 from ..schedule.segment_sequence import SegmentCost
-from .memory_price import StageBytes
+from .memory_price import OneStage, StageBytes
 from .workload import Workload
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OneStage:
-    """The devices of a stage, and the bytes of each beside the stored state.
-
-    Attributes:
-        place: The entry of `Plan.replicas` that has the devices.
-    """
-
-    place: int
-    ranks: tuple[int, ...]
-    held: StageBytes
-
-
-def bytes_of_stages(work: Workload, plan: Plan, *, keeps_inputs: bool) -> Iterator[OneStage]:
-    """The bytes of each stage of a plan of unlike stages.
+class UnlikeStages:
+    """The stages of a plan of unlike stages.
 
     Args:
-        keeps_inputs: Whether stages keep their inputs only.
+        plan: With the state whole on every replica.
     """
-    pipeline = plan.pipeline
-    assert pipeline is not None
-    ordered, points = graph_at(work.graph, pipeline.cut_by, pipeline.points)
-    parts = programs_of(ordered, direct_parts(ordered, points), work.model.trained_places)
-    names = {plan.parameters[p].name for p in work.model.trained_places}
-    shapes = plan.device_shapes
-    stored = 4 * sum(math.prod(shapes[p]) for p in work.model.trained_places)
-    counts = [replica.num_microbatches for replica in plan.unlike_replicas] or [max(plan.counts)]
-    forms: list[list[StageBytes]] = []
-    for stages, count in zip(plan.stage_forms, counts, strict=True):
-        wholes = direct_parts(ordered, pipeline.points_of(stages))
-        solved = sharded_stages(ordered, wholes, stages, plan.parameters)
-        kept = (0,) * len(stages)
-        if count:
-            kept = schedule_of(pipeline.schedule, len(stages), count, 1).peak_stash
-        rest = iter(range(len(parts)))
-        form = []
-        for stage, sharded, num in zip(stages, solved, kept, strict=True):
-            costs = segment_costs(sharded, parts)
-            own = [costs[i] for i in itertools.islice(rest, stage.num_parts)]
-            held = _of_stage(stage, own, num, names, keeps_inputs=keeps_inputs)
-            form.append(
-                dataclasses.replace(
+
+    def __init__(self, work: Workload, plan: Plan):
+        self._work, self._plan = work, plan
+        #: The bytes of each stage, by whether stages keep their inputs only.
+        self.each = functools.cache(lambda keeps_inputs: tuple(self._bytes(keeps_inputs)))
+
+    @functools.cached_property
+    def _costs(self) -> list[list[list[SegmentCost]]]:
+        """The costs of the parts of each stage, for each form of replica: to trace them is slow."""
+        plan, pipeline = self._plan, self._plan.pipeline
+        assert pipeline is not None
+        ordered, cuts = graph_at(self._work.graph, pipeline.cut_by, pipeline.points)
+        trained = self._work.model.trained_places
+        parts = programs_of(ordered, direct_parts(ordered, cuts), trained)
+        on_one = functools.cache(lambda: segment_costs(Sharded(ordered, {}), parts))
+        out = []
+        for stages in plan.stage_forms:
+            wholes = direct_parts(ordered, stage_cuts(cuts, [s.num_parts for s in stages]))
+            solved = sharded_stages(ordered, wholes, stages, plan.parameters)
+            each = [segment_costs(x, parts) if x.axes else on_one() for x in solved]
+            ends = itertools.accumulate((s.num_parts for s in stages), initial=0)
+            spans = itertools.pairwise(ends)
+            out.append([costs[i:j] for costs, (i, j) in zip(each, spans, strict=True)])
+        return out
+
+    def _bytes(self, keeps_inputs: bool) -> Iterator[OneStage]:
+        work, plan, pipeline = self._work, self._plan, self._plan.pipeline
+        assert pipeline is not None
+        trained, shapes = work.model.trained_places, plan.device_shapes
+        names = {plan.parameters[p].name for p in trained}
+        stored = 4 * sum(math.prod(shapes[p]) for p in trained)
+        unlike = plan.unlike_replicas
+        for i, ranks_of in enumerate(stage_ranks(plan)):
+            form = i if unlike else 0
+            stages = plan.stage_forms[form]
+            count = unlike[i].num_microbatches if unlike else max(plan.counts)
+            kept = (0,) * len(stages)
+            if count:
+                kept = schedule_of(pipeline.schedule, len(stages), count, 1).peak_stash
+            of_stages = zip(stages, self._costs[form], kept, ranks_of, strict=True)
+            for stage, costs, num, ranks in of_stages:
+                held = _of_stage(stage, costs, num, names, keeps_inputs=keeps_inputs)
+                held = dataclasses.replace(
                     held,
                     summed=held.summed + stored,
                     inputs=num * work.input_bytes,
                     again_flops=work.graph.flops if keeps_inputs else 0.0,
                 )
-            )
-        forms.append(form)
-    for i, stages_ranks in enumerate(stage_ranks(plan)):
-        form = forms[i] if plan.unlike_replicas else forms[0]
-        place = 0 if plan.unlike_replicas else i
-        for ranks, held in zip(stages_ranks, form, strict=True):
-            yield OneStage(place=place, ranks=ranks, held=held)
+                yield OneStage(place=0 if unlike else i, ranks=ranks, held=held)
 
+    def tightest(self, cluster: Cluster) -> list[OneStage]:
+        """For each entry of `Plan.replicas` the stage whose devices have least room left."""
+        pipeline, num_sums = self._plan.pipeline, self._plan.sums.num_parts
 
-def tightest_stages(work: Workload, plan: Plan, cluster: Cluster) -> list[OneStage]:
-    """For each entry of `Plan.replicas` the stage whose devices have least room left."""
+        def left(one: OneStage) -> float:
+            room = min(cluster.devices[rank].memory_bytes or math.inf for rank in one.ranks)
+            return room - (one.held.slots + one.held.summed * num_sums + one.held.activations)
 
-    def left(one: OneStage) -> float:
-        room = min(cluster.devices[rank].memory_bytes or math.inf for rank in one.ranks)
-        held = one.held
-        sums = held.summed * plan.sums.num_parts
-        return room - (held.slots + sums + held.buffers + held.backward + held.inputs)
-
-    keeps = plan.pipeline is not None and plan.pipeline.recompute
-    every = sorted(bytes_of_stages(work, plan, keeps_inputs=keeps), key=left)
-    return [next(one for one in every if one.place == i) for i in range(len(plan.replicas))]
+        keeps_inputs = pipeline is not None and pipeline.recompute
+        every = sorted(self.each(keeps_inputs), key=left)
+        places = range(len(self._plan.replicas))
+        return [next(one for one in every if one.place == i) for i in places]
 
 
 def programs_of(

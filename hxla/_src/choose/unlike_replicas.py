@@ -16,16 +16,8 @@ from ..graph.parts import graph_of
 from ..graph.segments import segments
 from .apportionment import best_counts, even_counts, finish_seconds
 from .microbatch_counts import Counts, asked_counts
-from .pipeline_request import PipelineRequest, UnlikeReplica
+from .pipeline_request import PipelineRequest, UnlikeReplica, least_maximum
 from .stage_forms import StageForm
-
-_MOST_SEGMENTS = 32
-
-
-def most_segments(request: PipelineRequest) -> int:
-    """The segments that unlike replicas are cut from: four for each stage, up to a limit."""
-    num = sum(len(replica.forms) for replica in request.replicas)
-    return max(request.num, min(4 * num, _MOST_SEGMENTS))
 
 
 def with_cuts_and_counts(
@@ -52,9 +44,7 @@ def with_cuts_and_counts(
         PlanError: If the model has too few segments.
         ConfigError: If the counts are no counts.
     """
-    request = dataclasses.replace(
-        request, num_segments=request.num_segments or most_segments(request)
-    )
+    request = dataclasses.replace(request, num_segments=request.most_segments)
     chain = segments(graph_of(graph), request.num_segments)
     if len(chain) < request.num:
         request.planned(graph)  # says why
@@ -66,10 +56,14 @@ def with_cuts_and_counts(
     ends, times = [], []
     for replica in request.replicas:
         costs = _costs(replica.forms, rest, flops, seconds)
-        each = [np.add.reduceat(row, firsts) for row in costs]
-        ends.append(least_maximum(each))
+        totals = [[0.0, *np.cumsum(np.add.reduceat(row, firsts)).tolist()] for row in costs]
+
+        def cost(s: int, a: int, b: int, totals: list[list[float]] = totals) -> float:
+            return totals[s][b] - totals[s][a]
+
+        ends.append(least_maximum(len(totals), len(units), cost))
         bounds = itertools.pairwise((0, *ends[-1]))
-        times.append([float(row[a:b].sum()) for row, (a, b) in zip(each, bounds, strict=True)])
+        times.append([row[b] - row[a] for row, (a, b) in zip(totals, bounds, strict=True)])
     points = sorted(set().union(*ends))
     parts = tuple(sum(units[a:b]) for a, b in itertools.pairwise((0, *points)))
     slowest = [max(each) for each in times]
@@ -117,25 +111,3 @@ def _costs(
         else:
             out.append(flops / form.num_devices)
     return out
-
-
-def least_maximum(costs: Sequence[np.ndarray]) -> tuple[int, ...]:
-    """Ends of consecutive groups, one for each row, with the least maximum of a row's sum."""
-    size, infinite = len(costs[0]), float("inf")
-    best: list[tuple[float, tuple[int, ...]]] = [
-        (0.0, ()) if end == 0 else (infinite, ()) for end in range(size + 1)
-    ]
-    for row in costs:
-        total = np.concatenate([[0.0], np.cumsum(row)])
-        best = [
-            min(
-                (
-                    (max(best[begin][0], total[end] - total[begin]), (*best[begin][1], end))
-                    for begin in range(end)
-                    if best[begin][0] < infinite
-                ),
-                default=(infinite, ()),
-            )
-            for end in range(size + 1)
-        ]
-    return best[size][1]

@@ -251,8 +251,8 @@ class StageChain:
 
     def _joined(self, running: Sequence[dict[int, Running]]) -> tuple[jax.Array, jax.Array, Any]:
         """The small sums of all stages on all devices."""
-        small, peaks, words = self._small_shapes()
-        shards: list[dict[jax.Device, jax.Array]] = [{} for _ in (small, peaks, *words)]
+        num = 2 + len(self._spec.chain.tensors.words)
+        shards: list[dict[jax.Device, jax.Array]] = [{} for _ in range(num)]
         for pipeline, each in zip(self._pipelines, running, strict=True):
             for _, parts in itertools.groupby(pipeline.local, lambda stage: stage.replica.devices):
                 arrays = _of_stage(list(parts), each)

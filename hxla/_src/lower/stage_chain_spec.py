@@ -14,7 +14,7 @@ from ..plan.check import schedule_of
 from ..plan.layout import check_layers_whole, to_spec
 from ..plan.parts import PlannedStage
 from ..plan.plan import Plan
-from ..plan.unlike_stages import sharded_stages, stage_parts
+from ..plan.unlike_stages import sharded_stages, stage_cuts, stage_parts
 from ..schedule.schedules import Schedule
 from .chain_spec import ChainSpec, direct_parts
 from .contribution import Contribution, Tensors, num_terms
@@ -92,13 +92,13 @@ def stage_chain_spec(
     """
     planned = plan.pipeline
     assert planned is not None
-    ordered, _ = graph_at(graph, planned.cut_by, planned.points)
+    ordered, cuts = graph_at(graph, planned.cut_by, planned.points)
     check_layers_whole(ordered, plan.parameters)
     counts = tuple(replica.num_microbatches for replica in planned.replicas)
     most = counts or (max(plan.counts),)
     return StageChainSpec(
         pipelines=tuple(
-            _stages_spec(training, ordered, plan, stages, num, tensors, trained)
+            _stages_spec(training, ordered, cuts, plan, stages, num, tensors, trained)
             for stages, num in zip(plan.stage_forms, most, strict=True)
         ),
         counts=counts,
@@ -110,6 +110,7 @@ def stage_chain_spec(
 def _stages_spec(
     training: Training,
     ordered: Graph,
+    cuts: Sequence[int],
     plan: Plan,
     stages: Sequence[PlannedStage],
     most: int,
@@ -118,8 +119,8 @@ def _stages_spec(
 ) -> StagesSpec:
     planned, num = plan.pipeline, plan.num_microbatches
     assert planned is not None
-    parts = direct_parts(ordered, planned.points)
-    wholes = direct_parts(ordered, planned.points_of(stages))
+    cut = tuple(stage.num_parts for stage in stages)
+    parts, wholes = direct_parts(ordered, cuts), direct_parts(ordered, stage_cuts(cuts, cut))
     floats = range(len(tensors.floats))
     solved = sharded_stages(ordered, wholes, stages, plan.parameters)
     chains, inside = [], []
@@ -152,7 +153,7 @@ def _stages_spec(
         chains=tuple(chains),
         axes=tuple(tuple(s.axis_sizes.items()) for s in stages for _ in range(s.num_parts)),
         inside=tuple(inside),
-        cut=tuple(stage.num_parts for stage in stages),
+        cut=cut,
         schedule=functools.cache(
             lambda count: schedule_of(planned.schedule, len(stages), count, 1)
         ),

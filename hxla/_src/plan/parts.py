@@ -238,18 +238,13 @@ def decided_by_stages(replicas: Sequence[PlannedReplica]) -> list[Any]:
     The programs of a stage of one device are those of its parts. Where all stages are so, bits
     depend on the parts only, and not on which replica runs a microbatch.
     """
-    forms = [
-        [
-            each
-            for stage in replica.stages
-            for each in (
-                [[stage.num_parts, *deciding_stage(stage)]]
-                if stage.axes
-                else [()] * stage.num_parts
-            )
-        ]
-        for replica in replicas
-    ]
+
+    def parts_of(stage: PlannedStage) -> list[Any]:
+        if not stage.axes:
+            return [()] * stage.num_parts
+        return [[stage.num_parts, *deciding_stage(stage)]]
+
+    forms = [[*itertools.chain.from_iterable(map(parts_of, r.stages))] for r in replicas]
     if all(form == forms[0] for form in forms):
         return [forms[0]]
     return [[r.num_microbatches, form] for r, form in zip(replicas, forms, strict=True)]
@@ -278,16 +273,6 @@ class PlannedPipeline(PlanValue):
     num_chunks: pydantic.PositiveInt = 1
     stages: tuple[PlannedStage, ...] = ()
     replicas: tuple[PlannedReplica, ...] = ()
-
-    def points_of(self, stages: Sequence[PlannedStage]) -> tuple[int, ...]:
-        """The numbers of the equations at which new stages begin.
-
-        Args:
-            stages: The stages of a replica, which run all parts.
-        """
-        ends = list(itertools.accumulate(stage.num_parts for stage in stages))
-        points = self.points
-        return tuple(points[end - 1] for end in ends[:-1])
 
     @property
     def points(self) -> tuple[int, ...]:

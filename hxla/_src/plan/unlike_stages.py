@@ -5,9 +5,10 @@ Between steps the state of such a replica is sharded over all of its devices, al
 """
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..core.types import DATA_AXIS, DEVICE_AXIS, STAGE_AXIS, TENSOR_AXIS
@@ -49,6 +50,17 @@ def stage_graph(graph: Graph, part: ChainPart) -> Graph:
     return dataclasses.replace(
         graph, ops=part.segment.ops, batch_values=(*graph.batch_values, *part.inputs)
     )
+
+
+def stage_cuts(cuts: Sequence[int], num_parts: Iterable[int]) -> tuple[int, ...]:
+    """The cuts at which stages begin.
+
+    Args:
+        cuts: Those between all parts, in the graph that is cut.
+        num_parts: Of each stage.
+    """
+    ends = list(itertools.accumulate(num_parts))
+    return tuple(cuts[end - 1] for end in ends[:-1])
 
 
 def sharded_stages(

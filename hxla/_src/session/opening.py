@@ -40,6 +40,7 @@ from ..plan.layout import dtype_name
 from ..plan.parts import ChainSegment
 from ..plan.plan import Plan
 from ..plan.precision import Precision
+from ..plan.unlike_stages import stage_cuts
 from .ending import Termination
 from .island_steps import IslandSteps
 from .saved_state import RestoreSource
@@ -205,7 +206,8 @@ def _stage_differences(plan: Plan, graph: Graph) -> Iterator[str]:
     """Stages of unlike devices whose layouts are of other parameters than they read."""
     for r, form in enumerate(plan.stage_forms):
         assert plan.pipeline is not None
-        ordered, points = graph_at(graph, plan.pipeline.cut_by, plan.pipeline.points_of(form))
+        ordered, cuts = graph_at(graph, plan.pipeline.cut_by, plan.pipeline.points)
+        points = stage_cuts(cuts, [stage.num_parts for stage in form])
         param_of, where = params_of(ordered), f"replicas.{r}." * bool(plan.unlike_replicas)
         for s, (part, stage) in enumerate(zip(direct_parts(ordered, points), form, strict=True)):
             read = {graph.param_names[param_of[entry]] for entry in part.segment.params}

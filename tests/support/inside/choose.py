@@ -69,7 +69,7 @@ from hxla._src.choose.memory_price import (
 )
 from hxla._src.choose.mesh_axes import Request, assign_devices, roles_of_mesh, split_over
 from hxla._src.choose.microbatch_counts import pooled, with_executors
-from hxla._src.choose.pipeline_request import PipelineRequest
+from hxla._src.choose.pipeline_request import PipelineRequest, least_maximum
 from hxla._src.choose.placement import (
     NEXT,
     DevicePlacement,
@@ -92,5 +92,4 @@ from hxla._src.choose.recompute import (
 from hxla._src.choose.search import search
 from hxla._src.choose.search_plan import least_seconds
 from hxla._src.choose.structures import pipelined, replicated
-from hxla._src.choose.unlike_replicas import least_maximum
 from hxla._src.profile.profile import with_measured
