@@ -37,7 +37,17 @@ FORMS = {
     "2, fsdp and tensor": {"fsdp": 2, "sequence": 2, "tensor": 2},
 }
 BESIDE = list(FORMS)[3:]
+#: Parts of unlike sizes; 16 tokens over three devices are 6, 5 and 5.
+UNEVEN = {
+    "3:1": {"data": 1, "sequence": (3, 1)},
+    "1:3:2 x 2": {"data": 2, "sequence": (1, 3, 2)},
+    "16 over 3": {"data": 1, "sequence": 3},
+}
 FLOAT = 4
+
+
+def num_devices(size):
+    return len(size) if isinstance(size, tuple) else size
 
 
 def devices(num):
@@ -46,7 +56,7 @@ def devices(num):
 
 def planned(mesh, model=None, loss=weighted, data=TEXT, **options):
     """The plan of a job, and the job."""
-    num = math.prod(len(n) if isinstance(n, tuple) else n for n in mesh.values())
+    num = math.prod(map(num_devices, mesh.values()))
     make = model or (lambda: GPT(nnx.Rngs(0)))
     own = hxla.Job(make, data, loss, ROWS["gpt"].optimizer, batch_size=BATCH)
     options = {"rules": rules_of(mesh)} | options
@@ -60,7 +70,7 @@ def rules_of(mesh):
 
 
 def train(row, mesh, memory=None):
-    visible = list(range(math.prod(mesh.values())))
+    visible = list(range(math.prod(map(num_devices, mesh.values()))))
     return train_with(
         row.make(),
         row.data,
@@ -104,6 +114,22 @@ def test_a_model_is_trained_as_plain_jax_does(name):
     model, _, form = name.partition(" on ")
     result = train(ROWS[model], FORMS[form])
     assert result.plan.axis_sizes["sequence"] > 1
+    as_plain(model, result)
+
+
+UNEVEN_CASES = [
+    *(f"gpt on {form}" for form in UNEVEN),
+    *(f"{model} on {list(UNEVEN)[i % 3]}" for i, model in enumerate(ROWS) if model != "gpt"),
+]
+
+
+@pytest.mark.parametrize("name", rows(UNEVEN_CASES, "gpt on 1:3:2 x 2", "gpt on 16 over 3"))
+def test_parts_of_unlike_sizes_are_trained_as_plain_jax_does(name):
+    model, _, form = name.partition(" on ")
+    result = train(ROWS[model], UNEVEN[form])
+    [axis] = result.plan.axes
+    assert result.plan.is_uneven
+    assert axis.shares == (UNEVEN[form]["sequence"] if "over" not in form else (1, 1, 1))
     as_plain(model, result)
 
 
@@ -323,8 +349,8 @@ def test_what_cannot_be_cut_along_tokens_is_refused(name):
 @pytest.mark.parametrize(
     ("mesh", "options", "said"),
     [
-        ({"sequence": 3}, {}, r"16 tokens do not divide: pad them to 18"),
-        ({"sequence": (2, 1)}, {}, r"cuts tokens evenly: .* \{'sequence': 2\}"),
+        ({"sequence": 3, "tensor": 2}, {}, r"16 tokens do not divide: pad them to 18"),
+        ({"sequence": 17}, {}, r"over 17 devices, and there are 16: ask for 16"),
         ({"sequence": 2, "tensor": (2, 1)}, {}, "one axis"),
         ({"stage": 2, "sequence": 2}, {}, "axes sequence would cut the batch inside a stage"),
     ],

@@ -153,7 +153,7 @@ def complete(
     parameters = layouts(graph, specs, sizes)
     if profile is not None and structure.pipeline is None and len(structure.inner) == 1:
         seconds = microbatch_seconds(
-            graph, sharded, parameters, structure.replicas, cluster, profile
+            graph, sharded, parameters, structure.replicas, cluster, profile, shares
         )
         if seconds:
             num_replicas = len(structure.replicas)

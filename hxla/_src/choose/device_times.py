@@ -14,6 +14,7 @@ import numpy as np
 
 from ..cluster.cluster import Cluster, Device, Link, Rate
 from ..core.errors import PlanError
+from ..core.types import TOKEN_AXIS
 from ..graph.graph import Graph, Op, leaves
 from ..plan.layout import Layout
 from ..plan.plan import Plan
@@ -376,8 +377,15 @@ def _seconds(work: tuple[float, float], place: Place) -> float:
 NUM_GRANULES = 120  #: Of the whole work of a split.
 
 
-def granules_of(parameters: Sequence[Layout], axis: str, size: int) -> list[float]:
-    """Each device's share of the sharded parameters, in granules; empty: one has nothing."""
+def granules_of(parameters: Sequence[Layout], axis: str, shares: Sequence[int]) -> list[float]:
+    """Each device's share of the sharded parameters, in granules; empty: one has nothing.
+
+    Args:
+        shares: The ratio of the axis: that of tokens, of which no parameter is sharded.
+    """
+    if axis == TOKEN_AXIS:
+        return [NUM_GRANULES * share / sum(shares) for share in shares]
+    size = len(shares)
     cut = [0.0] * size
     for layout in parameters:
         dim = layout.dim_of(axis)
@@ -394,6 +402,7 @@ def microbatch_seconds(
     replicas: Sequence[Sequence[int]],
     cluster: Cluster,
     profile: Profile,
+    shares: Sequence[int] = (),
 ) -> float:
     """Seconds of a microbatch on a replica that one axis shards: those of its slowest device.
 
@@ -405,11 +414,12 @@ def microbatch_seconds(
     Args:
         replicas: The ranks of each replica.
         profile: Times of the model on each kind of device alone.
+        shares: The ratio of the axis; empty: even.
     """
     [(axis, _)] = sharded.axes.items()
     size = graph.values[graph.batch_values[0]].shape[0] if graph.batch_values else 1
     kinds = {cluster.devices[rank].label for ranks in replicas for rank in ranks}
-    granules = granules_of(parameters, axis, len(replicas[0]))
+    granules = granules_of(parameters, axis, shares or (1,) * len(replicas[0]))
     places = places_of(graph, replicas, cluster, profile)
     if not granules or not places or not {Setting(k, size) for k in kinds} <= profile.times.keys():
         return 0.0
@@ -435,7 +445,7 @@ def split_time(plan: Plan, cluster: Cluster, seconds: float) -> SplitTime | None
         plan: One axis shards its replicas.
     """
     [axis] = plan.axes
-    granules = granules_of(plan.parameters, axis.name, axis.size)
+    granules = granules_of(plan.parameters, axis.name, axis.shares or (1,) * axis.size)
     if not granules or plan.prediction is None:
         return None
     return SplitTime(

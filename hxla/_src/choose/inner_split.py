@@ -123,8 +123,6 @@ def _why_even(structure: ReplicaGroups) -> str:
             "parts of unlike sizes are for replicas with one axis, these have "
             f"{', '.join(axes) or 'none'}{instead}"
         )
-    if structure.inner[0][0] == TOKEN_AXIS:
-        return f"{TOKEN_AXIS!r} cuts tokens evenly"
     if structure.granules is not None:
         return "numerics.cut of 'any' cuts a dimension into granules of one size"
     return "a single device has all of it" if structure.inner[0][1] < 2 else ""
@@ -267,7 +265,8 @@ def _waiting_line(graph: Graph, made: InnerSplit, devices: Sequence[SplitDevice]
                 even = (shape[dim] / len(devices),) * len(devices)
                 for d, size in enumerate((sizes[dim] if sizes else ()) or even):
                     cut[d] += graph.values[v].num_bytes * size / shape[dim]
-    parts = [num_bytes / (sum(cut) or 1) * NUM_GRANULES for num_bytes in cut]
+    cut = cut if any(cut) else [*map(float, made.shares)]  # tokens are no part of parameters
+    parts = [share / (sum(cut) or 1) * NUM_GRANULES for share in cut]
     seconds = [d.fixed_seconds + d.unit_seconds * n for d, n in zip(devices, parts, strict=True)]
     last = max(range(len(devices)), key=seconds.__getitem__)
     waits = "; ".join(
@@ -344,12 +343,12 @@ def better_shares(
         state_factor: The bytes of a device per byte of its parameters.
     """
     [axis] = plan.axes
-    if axis.name in BATCH_AXES:
+    if axis.name in BATCH_AXES and axis.name != TOKEN_AXIS:
         return None  # it shards examples, in no ratio
     places = places_of(graph, [r.devices for r in plan.replicas], cluster)
     if not places:
         return None
-    granules = granules_of(plan.parameters, axis.name, axis.size)
+    granules = granules_of(plan.parameters, axis.name, axis.shares or (1,) * axis.size)
     if not granules:
         return None
     devices = []

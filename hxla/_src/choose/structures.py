@@ -212,12 +212,7 @@ def shares_of(mesh: Mapping[str, Any] | None) -> tuple[int, ...]:
     if len(stated) > 1:
         raise ConfigError(f"the mesh states shares for {', '.join(stated)}: one axis may have them")
     for name, shares in stated.items():
-        if name == TOKEN_AXIS:
-            raise ConfigError(
-                f"the mesh states shares {tuple(shares)} for {name!r}, which cuts tokens evenly: "
-                f"give the number of its devices, {{{name!r}: {len(shares)}}}"
-            )
-        if name in (DATA_AXIS, STAGE_AXIS, *BATCH_AXES):
+        if name in {DATA_AXIS, STAGE_AXIS, *BATCH_AXES} - {TOKEN_AXIS}:
             raise ConfigError(
                 f"the mesh states shares {tuple(shares)} for {name!r}, which cuts no parameters: "
                 "counts= are for replicas, stages= for stages"

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core.errors import PlanError
+from ..core.types import TOKEN_AXIS
 from ..graph.graph import Graph, Op
 from ..graph.local_ops import EXTREMES, SUMS, Between, run_custom, run_part, take
 from ..graph.precision import is_float8_product
@@ -147,6 +148,9 @@ def sizes_of(
         if group.num_units < num:
             raise PlanError(_too_few(graph, group.num_units, group.params, num))
         units = _units(group.num_units, shares, stated=stated)
+        if axis == TOKEN_AXIS:
+            parts = in_shares(group.num_units, shares)
+            lines.append(f"tokens over {axis}: {' + '.join(map(str, parts))} of {group.num_units}")
         for p, dim in group.params:
             size = graph.param_shapes[p][dim]
             parts = tuple(n * (size // group.num_units) for n in units)
@@ -158,6 +162,7 @@ def sizes_of(
                     f"{' + '.join(map(str, parts))} of {size}, {group.num_units} units, "
                     f"padded by {padding:.0%}"
                 )
+    lines = list(dict.fromkeys(lines))
     if len(lines) > _MOST_SIZE_LINES:
         more = len(lines) - _MOST_SIZE_LINES
         lines = [*lines[:_MOST_SIZE_LINES], f"and sizes of {more} parameters more"]

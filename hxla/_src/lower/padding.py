@@ -16,6 +16,7 @@ References:
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -149,6 +150,24 @@ def _gathered_back(cut: Cut, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
 
 
 gathered.defvjp(_gather_forward, _gathered_back)
+
+
+def gather(x: jax.Array, cut: Cut) -> jax.Array:
+    """All-gather the shards without their padding; it has no gradient."""
+    return _gather(x, cut)
+
+
+def added_shards(x: jax.Array, cut: Cut) -> jax.Array:
+    """This device's shard, padded, of the sum of all devices' whole arrays.
+
+    Sharded work reads what `gather` makes, so devices have unlike cotangents of it.
+    """
+    ends = itertools.accumulate(cut.sizes)
+    parts = [
+        jax.lax.slice_in_dim(x, end - size, end, axis=cut.dim)
+        for size, end in zip(cut.sizes, ends, strict=True)
+    ]
+    return jax.lax.psum_scatter(jnp.stack([*map(cut.widened, parts)]), cut.axis)  # type: ignore[no-any-return]
 
 
 def local_shard(x: jax.Array, cut: Cut) -> jax.Array:

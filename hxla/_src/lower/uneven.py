@@ -338,6 +338,7 @@ class _Level:
         block = Block(
             run=run,
             inputs=tuple(width(v) if as_cut else None for v, as_cut in read),
+            gathers=tuple(self._gathered_cut(v, as_cut=as_cut) for v, as_cut in read),
             is_differentiable=tuple(self._values[v].differentiable for v, _ in read),
             results=tuple(map(width, results)),
             num_classes=len(classes),
@@ -351,7 +352,10 @@ class _Level:
                 for g in groups
             ]
         )
-        inputs = [self._env[v] if as_cut else self._enter(v) for v, as_cut in read]
+        inputs = [
+            self._env[v] if as_cut or self._gathered_cut(v, as_cut=as_cut) else self._enter(v)
+            for v, as_cut in read
+        ]
         size_class = of_device.local_value([classes.index(each) for each in units])
         outputs = block(size_class, starts, inputs)
         maker = {v: op for op in ops for v in op.outputs}
@@ -372,6 +376,11 @@ class _Level:
             factors = (self._linked.of_operand(op, k) for k in range(len(op.inputs)))
             groups |= {pair[0] for pair in factors if pair is not None}
         return {g for g in groups if g is not None}
+
+    def _gathered_cut(self, v: int, *, as_cut: bool) -> Cut | None:
+        """How a value with a gradient is cut that a block reads whole; None: it is no such."""
+        is_gathered = not as_cut and self._values[v].differentiable
+        return self._uneven.cut_of(v) if is_gathered else None
 
     def _enter(self, v: int) -> Any:
         """A whole value for a block."""

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from ..jax.jaxpr import ClosedJaxpr
 from ..jax.min_cut import Halves, halve
-from .padding import narrow, widen
+from .padding import Cut, added_shards, gather, narrow, widen
 
 #: A dimension and for each size class the size of its shard; None for a whole array.
 Width = tuple[int, tuple[int, ...]] | None
@@ -31,6 +31,8 @@ class Block:
     Attributes:
         run: `(size class, offsets, inputs) -> results` on arrays of true sizes.
         inputs: How the inputs are cut.
+        gathers: How an input is cut that enters whole; None: it enters as it is. Its shard is the
+            residual, and the backward gathers it again.
         is_differentiable: For each input whether a gradient flows back through it.
         results: How the results are cut.
         num_classes: The distinct sizes of devices.
@@ -40,6 +42,7 @@ class Block:
 
     run: Callable[[int, Any, Sequence[Any]], list[Any]]
     inputs: tuple[Width, ...]
+    gathers: tuple[Cut | None, ...]
     is_differentiable: tuple[bool, ...]
     results: tuple[Width, ...]
     num_classes: int
@@ -52,11 +55,13 @@ class Block:
         Args:
             size_class: Class of this device, int32.
         """
-        is_float = self._float_results(offsets, inputs)
-        halves = self._halves(offsets, inputs, is_float)
+        entering = [*map(_entering, inputs, self.gathers)]
+        is_float = self._float_results(offsets, entering)
+        halves = self._halves(offsets, entering, is_float)
         kept = [tuple(half.kept[k].shape for half in halves) for k in range(len(halves[0].kept))]
         widths = list(itertools.compress(self.results, is_float))
         of_grads = list(itertools.compress(self.inputs, self.is_differentiable))
+        cuts_of_grads = list(itertools.compress(self.gathers, self.is_differentiable))
 
         def forward(size_class: Any, offsets: Any, inputs: Sequence[Any]) -> tuple[Any, Any]:
             def branch(c: int) -> Callable[..., Any]:
@@ -68,7 +73,7 @@ class Block:
 
                 return run
 
-            return self._switch(branch, size_class, offsets, inputs)
+            return self._switch(branch, size_class, offsets, self._whole(inputs))
 
         def backward(saved: Any, cotangents: Sequence[Any]) -> tuple[None, None, list[Any]]:
             size_class, offsets, inputs, residuals = saved
@@ -84,7 +89,12 @@ class Block:
 
                 return run
 
-            gradients = iter(self._switch(branch, size_class, offsets, inputs, residuals, floats))
+            whole = self._whole(inputs)
+            made = self._switch(branch, size_class, offsets, whole, residuals, floats)
+            gradients = (
+                x if cut is None else added_shards(x, cut)
+                for x, cut in zip(made, cuts_of_grads, strict=True)
+            )
             return None, None, [next(gradients) if d else None for d in self.is_differentiable]
 
         call = jax.custom_vjp(lambda *arguments: forward(*arguments)[0])
@@ -95,6 +105,12 @@ class Block:
 
         call.defvjp(call_forward, backward)
         return call(size_class, offsets, list(inputs))  # type: ignore[no-any-return]
+
+    def _whole(self, inputs: Sequence[Any]) -> list[Any]:
+        return [
+            x if cut is None else gather(x, cut)
+            for x, cut in zip(inputs, self.gathers, strict=True)
+        ]
 
     def _switch(self, branch: Callable[[int], Any], size_class: Any, *operands: Any) -> Any:
         if self.only_class is not None or self.num_classes == 1:
@@ -163,6 +179,11 @@ class Block:
         results = self._results(c, offsets, inputs)
         back = itertools.compress(results, is_float)
         return jax.make_jaxpr(run)(offsets, *self._shapes(c, inputs), *back)
+
+
+def _entering(x: Any, cut: Cut | None) -> Any:
+    """The shape and dtype of an input where it enters."""
+    return x if cut is None else _with_size(x, cut.dim, sum(cut.sizes))
 
 
 def _narrowed(c: int, arrays: Sequence[Any], widths: Sequence[Width]) -> list[Any]:

@@ -49,7 +49,7 @@ def shard_graph(
     known = like.axes if like is not None and is_alike(like.graph, graph) else {}
     cuts: dict[int, dict[int, int]] = {}
     solved: dict[str, AxisAssignment] = {}
-    tokens = _tokens(graph, axes, roles)
+    tokens = _tokens(graph, axes, roles, unlike=unlike)
     sizes = dict(axes)
     for name, found in tokens.items():
         _cut(cuts, found.made, sizes[name])
@@ -81,7 +81,7 @@ def shard_graph(
 
 
 def _tokens(
-    graph: Graph, axes: Sequence[tuple[str, int]], roles: Roles
+    graph: Graph, axes: Sequence[tuple[str, int]], roles: Roles, *, unlike: bool
 ) -> dict[str, "TokenAssignment"]:
     """The assignments of the axes that cut tokens; few plans have one."""
     named = [(name, size) for name, size in axes if "tokens" in roles[name]]
@@ -89,7 +89,7 @@ def _tokens(
         return {}
     from .token_assignment import assign_tokens
 
-    return {name: assign_tokens(graph, size) for name, size in named}
+    return {name: assign_tokens(graph, size, unlike=unlike) for name, size in named}
 
 
 def _cut(cuts: dict[int, dict[int, int]], made: Mapping[int, State], size: int) -> None:

@@ -276,8 +276,6 @@ def _token_faults(plan: Any) -> Iterator[str]:
             continue
         if set(axis.roles) != {"tokens"}:
             yield f"axes.{axis.name}.roles: it cuts the 'tokens' of all TaskGraphs"
-        if axis.shares:
-            yield f"axes.{axis.name}.shares: tokens are cut evenly, leave the shares out"
         if outer:
             yield f"axes.{axis.name}: tokens are not cut inside stages, leave {outer[0]!r} out"
 

@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..core.errors import PlanError
+from ..core.errors import AnnotationError, PlanError
 from ..core.files import listed
 from ..graph.factors import UNITS, Factor, fits
 from ..graph.graph import Graph, Op, Value, leaves, origins
@@ -46,14 +46,18 @@ _REMEDIES = {
 Place = tuple[int, int]  # a value and one of its dimensions
 
 
-def assign_tokens(graph: Graph, num_devices: int) -> "TokenAssignment":
-    """Cut the tokens of a graph evenly over the devices of one mesh axis.
+def assign_tokens(graph: Graph, num_devices: int, *, unlike: bool = False) -> "TokenAssignment":
+    """Cut the tokens of a graph over the devices of one mesh axis.
+
+    Args:
+        unlike: Whether parts may be uneven.
 
     Raises:
-        PlanError: If no dimension is one of tokens, their number does not divide, or an operation
-            reads tokens in a way that cannot be cut.
+        PlanError: If no dimension is one of tokens, or an operation reads tokens in a way that
+            cannot be cut.
+        AnnotationError: If parts are to be even, and the number of tokens does not divide.
     """
-    found = TokenAssignment(graph, num_devices)
+    found = TokenAssignment(graph, num_devices, unlike=unlike)
     found.solve()
     return found
 
@@ -63,10 +67,11 @@ class TokenAssignment:
 
     Args:
         num_devices: The size of the axis.
+        unlike: Whether parts may be uneven.
     """
 
-    def __init__(self, graph: Graph, num_devices: int):
-        self._graph, self._n = graph, num_devices
+    def __init__(self, graph: Graph, num_devices: int, *, unlike: bool = False):
+        self._graph, self._n, self._unlike = graph, num_devices, unlike
         self._values: Sequence[Value] = graph.values
         self._tokens = TokenDims(graph)
         self._origin = origins(graph.ops)
@@ -96,8 +101,9 @@ class TokenAssignment:
                 f"the mesh axis 'sequence' cuts {self._tokens}, and these operations cannot be "
                 f"cut along tokens:{listed([*self._faults])}\nor {_WITHOUT}"
             )
-        self._tokens.check_sizes(self._n)
-        self._cut_data()
+        self._tokens.check_sizes(self._n, unlike=self._unlike)
+        if not self._unlike:  # else devices get the data whole, and take their tokens
+            self._cut_data()
 
     @property
     def made(self) -> Mapping[int, State]:
@@ -170,8 +176,9 @@ class TokenAssignment:
         return sorted(dims, key=functools.partial(self._tokens.order, v))
 
     def _is_cut(self, v: int, d: int) -> bool:
-        is_cut = self._n > 1 and self._values[v].shape[d] % self._n == 0
-        return is_cut and self._tokens.is_token(v, d)
+        size = self._values[v].shape[d]
+        divides = size >= self._n if self._unlike else size % self._n == 0
+        return self._n > 1 and divides and self._tokens.is_token(v, d)
 
     def _equation(self, op: Op) -> None:
         if not op.outputs:
@@ -191,7 +198,7 @@ class TokenAssignment:
             self._values[v].shape if isinstance(v, int) else tuple(v.aval.shape) for v in op.inputs
         ]
         results = [self._values[v].shape for v in op.outputs]
-        fitting = [f for f in op.factors if fits(f, shapes, results, self._n)]
+        fitting = [f for f in op.factors if fits(f, shapes, results, self._n, unlike=self._unlike)]
         for d in self._cut_dims(op.outputs[0]):
             for factor in fitting:
                 if factor.results[0] == d:
@@ -397,16 +404,25 @@ class TokenDims:
                 f"Lay out the data so, or {_WITHOUT}"
             )
 
-    def check_sizes(self, num_devices: int) -> None:
-        """Refuse numbers of tokens that do not divide.
+    def check_sizes(self, num_devices: int, *, unlike: bool) -> None:
+        """Refuse too few tokens, and numbers that do not divide where parts are to be even.
 
         Raises:
-            PlanError: With every number.
+            PlanError: If there are fewer tokens than devices.
+            AnnotationError: If they do not divide, with every number.
         """
+        least = min((size for _, size in self._sizes.values()), default=num_devices)
+        if least < num_devices:
+            raise PlanError(
+                f"the mesh axis 'sequence' cuts tokens over {num_devices} devices, and there are "
+                f"{least}: ask for {least} devices at most, or {_WITHOUT}"
+            )
+        if unlike:
+            return
         uneven = sorted({size for _, size in self._sizes.values() if size % num_devices})
         if uneven:
             fitting = ", ".join(str(-(-size // num_devices) * num_devices) for size in uneven)
-            raise PlanError(
+            raise AnnotationError(
                 f"the mesh axis 'sequence' cuts tokens evenly over {num_devices} devices, and "
                 f"{' and '.join(map(str, uneven))} tokens do not divide: pad them to {fitting}, or "
                 f"{_WITHOUT}"
