@@ -311,6 +311,15 @@ def test_an_annotation_splits_tokens_as_a_mesh_does():
         hxla.split(dim="length")
 
 
+def test_tokens_of_a_single_example_are_known_behind_a_cast():
+    def loss(model, batch):
+        return next_token(model, {"tokens": batch["tokens"].astype(jnp.int32)})
+
+    model, batch = GPT(nnx.Rngs(0)), {"tokens": TEXT["tokens"][:1].astype(np.uint8)}
+    [axis] = hxla.make_plan(hxla.trace(model, loss, batch), mesh={"sequence": 2}).axes
+    assert axis.roles == ("tokens",)
+
+
 class Scores(nnx.Module):
     """Attention in which products have the keys before the queries."""
 

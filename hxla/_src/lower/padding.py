@@ -4,19 +4,9 @@ SPMD gives every device an array of the largest shard's shape. Element-wise work
 take a device with half the units as long as one with all. So it runs on slices of one static size,
 and each device loops over the slices that cover its shard. The last slice may reach into the
 padding, which stays zero.
-
-Collectives of an uneven split have their gradients, inside a `shard_map`. A whole value is the same
-on all devices, and so is its cotangent. It becomes different where the sharded work of a device
-reads it (`entered`). It is the same again where partial results are completed or shards are
-gathered. Each of these has one collective, forward or backward.
-
-References:
-    Shoeybi et al., "Megatron-LM", 2019, section 3 (the conjugate operators f and g).
 """
 
 import dataclasses
-import functools
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -27,66 +17,6 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ..plan.layout import from_spec, padded_shape, to_spec
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def entered(x: jax.Array, _axis: str) -> jax.Array:
-    """A whole value that sharded work reads: its cotangents are added over devices."""
-    return x
-
-
-def _enter(x: jax.Array, _axis: str) -> tuple[jax.Array, None]:
-    return x, None
-
-
-def _entered_back(axis: str, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    return (jax.lax.psum(cotangent, axis),)
-
-
-entered.defvjp(_enter, _entered_back)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def added(x: jax.Array, axis: str) -> jax.Array:
-    """The sum of all devices' partial sums."""
-    return jax.lax.psum(x, axis)
-
-
-def _add(x: jax.Array, axis: str) -> tuple[jax.Array, None]:
-    return jax.lax.psum(x, axis), None
-
-
-def _added_back(_axis: str, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    return (cotangent,)
-
-
-added.defvjp(_add, _added_back)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def extreme(x: jax.Array, axis: str, largest: bool) -> jax.Array:
-    """The largest or smallest of partial extremes; equal ones share the gradient."""
-    return _extreme(x, axis, largest)
-
-
-def _extreme(x: jax.Array, axis: str, largest: bool) -> jax.Array:
-    reduce = jax.lax.pmax if largest else jax.lax.pmin
-    return reduce(x, axis)  # type: ignore[no-any-return]
-
-
-def _take_extreme(x: jax.Array, axis: str, largest: bool) -> tuple[jax.Array, jax.Array]:
-    out = _extreme(x, axis, largest)
-    return out, x == out
-
-
-def _extreme_back(
-    axis: str, _largest: bool, is_extreme: jax.Array, cotangent: jax.Array
-) -> tuple[jax.Array]:
-    share = is_extreme.astype(cotangent.dtype)
-    return (cotangent * share / jax.lax.psum(share, axis),)
-
-
-extreme.defvjp(_take_extreme, _extreme_back)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,47 +57,6 @@ class Cut:
     def offsets(self) -> tuple[int, ...]:
         """Where each shard begins."""
         return tuple(sum(self.sizes[:d]) for d in range(len(self.sizes)))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def gathered(x: jax.Array, cut: Cut) -> jax.Array:
-    """All-gather the shards without their padding."""
-    return _gather(x, cut)
-
-
-def _gather(x: jax.Array, cut: Cut) -> jax.Array:
-    every = jax.lax.all_gather(x, cut.axis)
-    parts = [narrow(every[d], cut.dim, size) for d, size in enumerate(cut.sizes)]
-    return jnp.concatenate(parts, axis=cut.dim)
-
-
-def _gather_forward(x: jax.Array, cut: Cut) -> tuple[jax.Array, None]:
-    return _gather(x, cut), None
-
-
-def _gathered_back(cut: Cut, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    return (local_shard(cotangent, cut),)
-
-
-gathered.defvjp(_gather_forward, _gathered_back)
-
-
-def gather(x: jax.Array, cut: Cut) -> jax.Array:
-    """All-gather the shards without their padding; it has no gradient."""
-    return _gather(x, cut)
-
-
-def added_shards(x: jax.Array, cut: Cut) -> jax.Array:
-    """This device's shard, padded, of the sum of all devices' whole arrays.
-
-    Sharded work reads what `gather` makes, so devices have unlike cotangents of it.
-    """
-    ends = itertools.accumulate(cut.sizes)
-    parts = [
-        jax.lax.slice_in_dim(x, end - size, end, axis=cut.dim)
-        for size, end in zip(cut.sizes, ends, strict=True)
-    ]
-    return jax.lax.psum_scatter(jnp.stack([*map(cut.widened, parts)]), cut.axis)  # type: ignore[no-any-return]
 
 
 def local_shard(x: jax.Array, cut: Cut) -> jax.Array:

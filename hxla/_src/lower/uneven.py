@@ -33,9 +33,10 @@ from ..jax.jaxpr import checkpoint_like, scan_counts
 from ..plan.linked_dims import Parts
 from ..plan.sharding import Sharded
 from .contribution import gradient_of
-from .padding import Cut, Padding, added, entered, extreme, gathered, local_shard
+from .padding import Cut, Padding, local_shard
 from .replica import Replica
 from .uneven_block import Block, Width
+from .uneven_collectives import Token, added, entered, extreme, first_token, gathered
 
 
 class Uneven:
@@ -161,40 +162,46 @@ class Uneven:
             (graph.batch_values, batch),
         ):
             env.update(zip(numbers, arrays, strict=True))
+        token = first_token()
         for segment, again in self._segments[:-1]:
-            self._run_segment(segment, env, again=again, on_cpu=on_cpu)
+            token = self._run_segment(segment, env, token, again=again, on_cpu=on_cpu)
         ops = self._segments[-1][0].ops if self._segments else graph.ops
-        level = _Level(self, ops, env, graph.result_values, on_cpu=on_cpu)
+        level = _Level(self, ops, env, token, graph.result_values, on_cpu=on_cpu)
         level.run()
         num = len(graph.result_values) - len(graph.aux_values)
         wanted = [*[None] * num, *map(self.cut_of, graph.aux_values)]
         return [level.as_cut(v, cut) for v, cut in zip(graph.result_values, wanted, strict=True)]
 
     def whole_results(
-        self, ops: Sequence[Op], env: Env, ends: Sequence[Any], *, on_cpu: bool
+        self, ops: Sequence[Op], env: Env, token: Token, ends: Sequence[Any], *, on_cpu: bool
     ) -> list[Any]:
         """Results of some operations, whole on this device.
 
         Args:
             env: Arrays that they read; cut ones are padded.
+            token: Of the collective before.
         """
-        level = _Level(self, ops, env, ends, on_cpu=on_cpu)
+        level = _Level(self, ops, env, token, ends, on_cpu=on_cpu)
         level.run()
         return [jnp.asarray(level.whole(v)) for v in ends]
 
-    def _run_segment(self, segment: Segment, env: Env, *, again: bool, on_cpu: bool) -> None:
+    def _run_segment(
+        self, segment: Segment, env: Env, token: Token, *, again: bool, on_cpu: bool
+    ) -> Token:
         """Add the results of a segment to the arrays."""
         params = (self.graph.param_values[p] for p in segment.params)
         read = [*params, *segment.inputs, *segment.given]
 
-        def run(*arrays: Any) -> list[Any]:
+        def run(token: Token, *arrays: Any) -> tuple[Token, list[Any]]:
             inner: Env = dict(self.graph.consts) | dict(zip(read, arrays, strict=True))
-            level = _Level(self, segment.ops, inner, segment.outputs, on_cpu=on_cpu)
+            level = _Level(self, segment.ops, inner, token, segment.outputs, on_cpu=on_cpu)
             level.run()
-            return [inner[v] for v in segment.outputs]
+            return level.token, [inner[v] for v in segment.outputs]
 
-        made = (jax.checkpoint(run) if again else run)(*(env[v] for v in read))
+        again_or_not = jax.checkpoint(run) if again else run
+        token, made = again_or_not(token, *(env[v] for v in read))
         env.update(zip(segment.outputs, made, strict=True))
+        return token
 
 
 class _Level:
@@ -202,7 +209,11 @@ class _Level:
 
     Args:
         env: Arrays that the operations read; cut ones are padded.
+        token: Of the collective before.
         ends: Values that must be there after the operations.
+
+    Attributes:
+        token: Of the last collective.
     """
 
     def __init__(
@@ -210,6 +221,7 @@ class _Level:
         uneven: Uneven,
         ops: Sequence[Op],
         env: Env,
+        token: Token,
         ends: Sequence[Any],
         prefix: str = "",
         *,
@@ -224,7 +236,8 @@ class _Level:
         self._last = {v: i for i, op in enumerate(ops) for v in op.inputs if isinstance(v, int)}
         self._last |= {v: len(ops) for v in ends if isinstance(v, int)}
         self._whole: dict[int, Any] = {}
-        self._entered: dict[int, Any] = {}
+        self.token = token
+        self._entered: dict[int, Any] = self._enter_together()
 
     def run(self) -> None:
         """Run all operations and add their results to the arrays."""
@@ -264,7 +277,7 @@ class _Level:
         if cut is None:
             return self._env[v]
         if v not in self._whole:
-            self._whole[v] = gathered(self._env[v], cut)
+            self._whole[v], self.token = gathered(self._env[v], self.token, cut)
         return self._whole[v]
 
     def as_cut(self, v: Any, cut: Cut | None) -> Any:
@@ -357,12 +370,17 @@ class _Level:
             for v, as_cut in read
         ]
         size_class = of_device.local_value([classes.index(each) for each in units])
-        outputs = block(size_class, starts, inputs)
+        outputs, self.token = block(size_class, starts, inputs, self.token)
         maker = {v: op for op in ops for v in op.outputs}
-        return [
-            (v, x if self._made_dim(v) is not None else self._completed(maker[v], x))
-            for v, x in zip(results, outputs, strict=True)
-        ]
+        made_arrays = dict(zip(results, outputs, strict=True))
+        partial = [v for v in results if self._made_dim(v) is None]
+        sums = [v for v in partial if maker[v].name in SUMS]
+        summed, self.token = added([made_arrays[v] for v in sums], self.token, uneven.axis)
+        made_arrays |= zip(sums, summed, strict=True)
+        for v in partial:
+            if maker[v].name not in SUMS:
+                made_arrays[v] = self._extreme(maker[v].name, made_arrays[v])
+        return [*made_arrays.items()]
 
     @property
     def _num(self) -> int:
@@ -382,12 +400,28 @@ class _Level:
         is_gathered = not as_cut and self._values[v].differentiable
         return self._uneven.cut_of(v) if is_gathered else None
 
+    def _enter_together(self) -> dict[int, Any]:
+        """For blocks the whole values that are there before all operations, as parameters are."""
+        read = {
+            v: self._env[v]
+            for op in self._ops
+            if self._uneven.cuts(op) and (not op.body or op.kind == "custom")
+            for v in op.inputs
+            if isinstance(v, int)
+            and v in self._env
+            and self._values[v].differentiable
+            and self._uneven.cut_of(v) is None
+        }
+        arrays, self.token = entered([*read.values()], self.token, self._uneven.axis)
+        return dict(zip(read, arrays, strict=True))
+
     def _enter(self, v: int) -> Any:
         """A whole value for a block."""
         if v not in self._entered:
             x = self.whole(v)
-            is_differentiable = self._values[v].differentiable
-            self._entered[v] = entered(x, self._uneven.axis) if is_differentiable else x
+            if self._values[v].differentiable:
+                [x], self.token = entered([x], self.token, self._uneven.axis)
+            self._entered[v] = x
         return self._entered[v]
 
     def _run_local(
@@ -456,23 +490,22 @@ class _Level:
                 cut = cut_of(dim, self._values[v].shape[dim])
                 results[k] = results[k] if place is None else cut.widened(results[k])
                 if made_dims[k] is None:
-                    results[k], dims[k] = gathered(results[k], cut), None
+                    results[k], self.token = gathered(results[k], self.token, cut)
+                    dims[k] = None
         made = _as_made(op, results, dims, made_dims, padded)
         self._env.update(zip(op.outputs, made, strict=True))
 
-    def _completed(self, op: Op, x: Any) -> Any:
+    def _extreme(self, name: str, x: Any) -> Any:
         """Complete a partial result over all devices."""
-        axis, name = self._uneven.axis, op.name
-        if name in SUMS:
-            return added(x, axis)
+        axis = self._uneven.axis
         if name not in EXTREMES:
             raise PlanError(
                 f"hxla does not know how to complete partial results of {name} over parts of "
                 "unlike sizes: leave it out of the split, or let the parts be alike"
             )
-        if x.dtype == bool:
-            return extreme(x.astype(jnp.int32), axis, EXTREMES[name]).astype(bool)
-        return extreme(x, axis, EXTREMES[name])
+        as_number = x.astype(jnp.int32) if x.dtype == bool else x
+        out, self.token = extreme(as_number, self.token, axis, EXTREMES[name])
+        return out.astype(x.dtype)
 
     def _name_scope(self, op: Op) -> Any:
         stack = op.stack.removeprefix(self._prefix)
@@ -485,11 +518,11 @@ class _Level:
         """Run a `remat` or a `scan` with cut values in its body."""
         inner = self._uneven.cut_of
 
-        def body(*arrays: Any) -> "_Level":
+        def body(token: Token, *arrays: Any) -> "_Level":
             env: Env = dict(op.body_consts)
             env.update(zip(op.body_inputs, arrays, strict=True))
             level = _Level(
-                self._uneven, op.body, env, op.body_outputs, op.stack, on_cpu=self._on_cpu
+                self._uneven, op.body, env, token, op.body_outputs, op.stack, on_cpu=self._on_cpu
             )
             level.run()
             return level
@@ -500,11 +533,12 @@ class _Level:
             ]
             cuts = [inner(v) for v in op.outputs]
 
-            def run(*arrays: Any) -> list[Any]:
-                level = body(*arrays)
-                return [level.as_cut(v, c) for v, c in zip(op.body_outputs, cuts, strict=True)]
+            def run(token: Token, *arrays: Any) -> list[Any]:
+                level = body(token, *arrays)
+                made = [level.as_cut(v, c) for v, c in zip(op.body_outputs, cuts, strict=True)]
+                return [level.token, *made]
 
-            results = checkpoint_like(op.eqn, run)(*operands)
+            self.token, *results = checkpoint_like(op.eqn, run)(self.token, *operands)
             self._env.update(zip(op.outputs, results, strict=True))
             return
         self._scan(op, body)
@@ -522,13 +556,14 @@ class _Level:
         ]
 
         def step(carry: Any, xs: Any) -> Any:
-            level = body(*operands[:num_consts], *carry, *xs)
+            token, *carried = carry
+            level = body(token, *operands[:num_consts], *carried, *xs)
             results = [level.as_cut(v, c) for v, c in zip(op.body_outputs, outs, strict=True)]
-            return results[:num_carry], results[num_carry:]
+            return [level.token, *results[:num_carry]], results[num_carry:]
 
-        carry, ys = jax.lax.scan(
+        (self.token, *carry), ys = jax.lax.scan(
             step,
-            operands[num_consts:first],
+            [self.token, *operands[num_consts:first]],
             operands[first:],
             length=params["length"],
             reverse=params["reverse"],

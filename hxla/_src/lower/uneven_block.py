@@ -18,7 +18,8 @@ import jax.numpy as jnp
 
 from ..jax.jaxpr import ClosedJaxpr
 from ..jax.min_cut import Halves, halve
-from .padding import Cut, added_shards, gather, narrow, widen
+from .padding import Cut, narrow, widen
+from .uneven_collectives import Token, all_gather, reduce_scatter
 
 #: A dimension and for each size class the size of its shard; None for a whole array.
 Width = tuple[int, tuple[int, ...]] | None
@@ -49,8 +50,10 @@ class Block:
     only_class: int | None
     lay_out: Callable[[Any], Any]
 
-    def __call__(self, size_class: Any, offsets: Any, inputs: Sequence[Any]) -> list[Any]:
-        """The results on this device, padded.
+    def __call__(
+        self, size_class: Any, offsets: Any, inputs: Sequence[Any], token: Token
+    ) -> tuple[list[Any], Token]:
+        """The results on this device, padded, and the token of its last collective.
 
         Args:
             size_class: Class of this device, int32.
@@ -60,10 +63,14 @@ class Block:
         halves = self._halves(offsets, entering, is_float)
         kept = [tuple(half.kept[k].shape for half in halves) for k in range(len(halves[0].kept))]
         widths = list(itertools.compress(self.results, is_float))
+        places, cuts = self._cuts
         of_grads = list(itertools.compress(self.inputs, self.is_differentiable))
-        cuts_of_grads = list(itertools.compress(self.gathers, self.is_differentiable))
 
-        def forward(size_class: Any, offsets: Any, inputs: Sequence[Any]) -> tuple[Any, Any]:
+        def forward(
+            size_class: Any, offsets: Any, inputs: Sequence[Any], token: Token
+        ) -> tuple[Any, Any, Token]:
+            whole, token = self._whole(inputs, token)
+
             def branch(c: int) -> Callable[..., Any]:
                 def run(offsets: Any, inputs: Sequence[Any]) -> tuple[Any, Any]:
                     narrowed = _narrowed(c, inputs, self.inputs)
@@ -73,10 +80,11 @@ class Block:
 
                 return run
 
-            return self._switch(branch, size_class, offsets, self._whole(inputs))
+            return *self._switch(branch, size_class, offsets, whole), token
 
-        def backward(saved: Any, cotangents: Sequence[Any]) -> tuple[None, None, list[Any]]:
-            size_class, offsets, inputs, residuals = saved
+        def backward(saved: Any, back: Any) -> tuple[None, None, list[Any], Token]:
+            (size_class, offsets, inputs, residuals, token), (cotangents, of_token) = saved, back
+            whole, token = self._whole(inputs, token + of_token)
             floats = list(itertools.compress(cotangents, is_float))
 
             def branch(c: int) -> Callable[..., Any]:
@@ -89,28 +97,33 @@ class Block:
 
                 return run
 
-            whole = self._whole(inputs)
-            made = self._switch(branch, size_class, offsets, whole, residuals, floats)
-            gradients = (
-                x if cut is None else added_shards(x, cut)
-                for x, cut in zip(made, cuts_of_grads, strict=True)
-            )
-            return None, None, [next(gradients) if d else None for d in self.is_differentiable]
+            made = iter(self._switch(branch, size_class, offsets, whole, residuals, floats))
+            grads = [next(made) if d else None for d in self.is_differentiable]
+            shards, token = reduce_scatter([grads[k] for k in places], cuts, token)
+            of_shard = dict(zip(places, shards, strict=True))
+            return None, None, [of_shard.get(k, x) for k, x in enumerate(grads)], token
 
-        call = jax.custom_vjp(lambda *arguments: forward(*arguments)[0])
+        call = jax.custom_vjp(lambda *arguments: forward(*arguments)[::2])
 
         def call_forward(*arguments: Any) -> tuple[Any, Any]:
-            results, residuals = forward(*arguments)
-            return results, (*arguments, residuals)
+            results, residuals, token = forward(*arguments)
+            return (results, token), (*arguments[:-1], residuals, token)
 
         call.defvjp(call_forward, backward)
-        return call(size_class, offsets, list(inputs))  # type: ignore[no-any-return]
+        return call(size_class, offsets, list(inputs), token)  # type: ignore[no-any-return]
 
-    def _whole(self, inputs: Sequence[Any]) -> list[Any]:
-        return [
-            x if cut is None else gather(x, cut)
-            for x, cut in zip(inputs, self.gathers, strict=True)
-        ]
+    @property
+    def _cuts(self) -> tuple[list[int], list[Cut]]:
+        """The inputs that are gathered, and how each is cut."""
+        known = [(k, cut) for k, cut in enumerate(self.gathers) if cut is not None]
+        return [k for k, _ in known], [cut for _, cut in known]
+
+    def _whole(self, inputs: Sequence[Any], token: Token) -> tuple[list[Any], Token]:
+        """The inputs as they enter."""
+        places, cuts = self._cuts
+        wholes, token = all_gather([inputs[k] for k in places], cuts, token)
+        of_whole = dict(zip(places, wholes, strict=True))
+        return [of_whole.get(k, x) for k, x in enumerate(inputs)], token
 
     def _switch(self, branch: Callable[[int], Any], size_class: Any, *operands: Any) -> Any:
         if self.only_class is not None or self.num_classes == 1:

@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 from ..graph.interpreter import Env
 from ..graph.parts import ChainPart
 from ..jax.cpu_dots import uncrossed
-from .padding import entered, local_shard
+from .padding import local_shard
 from .uneven import Uneven
+from .uneven_collectives import entered, first_token
 
 #: `(params, inputs, given) -> results`, see `graph.parts.run_part`.
 Run = Callable[[Sequence[Any], Sequence[Any], Env], list[Any]]
@@ -29,13 +30,16 @@ def run_uneven_part(uneven: Uneven, mesh: Mesh, part: ChainPart, *, on_cpu: bool
     spec_of = {v: uneven.sharded.spec_of(v) for v in params}
 
     def local(values: Sequence[int], arrays: Sequence[Any], impls: Sequence[Any]) -> list[Any]:
-        env: Env = dict(graph.consts)
+        env, token = dict(graph.consts), first_token()
         for v, x, impl in zip(values, arrays, impls, strict=True):
             if impl is not None:
                 x = jax.random.wrap_key_data(x, impl=impl)
             cut = None if v in spec_of else uneven.cut_of(v)
-            env[v] = x if cut is None else local_shard(entered(x, uneven.axis), cut)
-        return uneven.whole_results(part.segment.ops, env, ends, on_cpu=on_cpu)
+            if cut is not None:
+                [x], token = entered([x], token, uneven.axis)
+                x = local_shard(x, cut)
+            env[v] = x
+        return uneven.whole_results(part.segment.ops, env, token, ends, on_cpu=on_cpu)
 
     def run(arrays_of: Sequence[Any], inputs: Sequence[Any], given: Env) -> list[Any]:
         values = [*params, *part.inputs, *given]

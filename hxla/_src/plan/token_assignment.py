@@ -368,7 +368,9 @@ class TokenDims:
         self._sizes: dict[Place, tuple[int, int]] = {}
         for v in sorted(data):
             shape = known[v].shape
-            is_second = len(shape) > 1 and shape[1] > 1 and known[v].batch_dim == 0
+            # Of a single example no equation says which dimension is that of examples.
+            has_examples = known[v].batch_dim == 0 or shape[:1] == (1,)
+            is_second = has_examples and len(shape) > 1 and shape[1] > 1
             if is_second and root((v, 1)) in reached - excluded:
                 self._sizes.setdefault(root((v, 1)), (v, shape[1]))
         self._sides = _Classes()
