@@ -4,8 +4,8 @@
 
 A decoder of one layer (4 heads, 128 wide) trains on windows of 4,096 bytes of Python's library, one
 in a microbatch. `tokens by speed` is `mesh={"sequence": 2}`, `tokens even` states 1:1; `heads by
-speed` and `heads even` are the same of a `tensor` axis with the rules `decoder`. All jobs take turns
-of a step. Writes benchmarks/results/long_sequence.json.
+speed` and `heads even` are the same of a `tensor` axis with the rules `decoder`. All jobs take
+turns of a step. Writes benchmarks/results/long_sequence.json.
 """
 
 import statistics

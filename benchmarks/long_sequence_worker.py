@@ -1,4 +1,4 @@
-"""Trains a decoder of long texts in turns of a step, over devices that share its tokens or heads."""
+"""Trains a decoder of long texts in turns of a step, over devices that share tokens or heads."""
 
 import argparse
 import json

@@ -237,7 +237,8 @@ class _Level:
         self._last |= {v: len(ops) for v in ends if isinstance(v, int)}
         self._whole: dict[int, Any] = {}
         self.token = token
-        self._entered: dict[int, Any] = self._enter_together()
+        self._entered: dict[int, Any] = {}
+        self._enter_first()
 
     def run(self) -> None:
         """Run all operations and add their results to the arrays."""
@@ -348,10 +349,11 @@ class _Level:
                 env.update(((v, self._made_dim(v) is not None), x) for v, x in made_here)
             return [env[v, self._made_dim(v) is not None] for v in results]
 
+        gathers = [self._gathered_cut(v, as_cut=as_cut) for v, as_cut in read]
         block = Block(
             run=run,
             inputs=tuple(width(v) if as_cut else None for v, as_cut in read),
-            gathers=tuple(self._gathered_cut(v, as_cut=as_cut) for v, as_cut in read),
+            gathers=tuple(gathers),
             is_differentiable=tuple(self._values[v].differentiable for v, _ in read),
             results=tuple(map(width, results)),
             num_classes=len(classes),
@@ -365,9 +367,13 @@ class _Level:
                 for g in groups
             ]
         )
+        is_local = [
+            as_cut or cut is not None for (_, as_cut), cut in zip(read, gathers, strict=True)
+        ]
+        self._enter([v for (v, _), here in zip(read, is_local, strict=True) if not here])
         inputs = [
-            self._env[v] if as_cut or self._gathered_cut(v, as_cut=as_cut) else self._enter(v)
-            for v, as_cut in read
+            self._env[v] if here else self._entered[v]
+            for (v, _), here in zip(read, is_local, strict=True)
         ]
         size_class = of_device.local_value([classes.index(each) for each in units])
         outputs, self.token = block(size_class, starts, inputs, self.token)
@@ -396,33 +402,31 @@ class _Level:
         return {g for g in groups if g is not None}
 
     def _gathered_cut(self, v: int, *, as_cut: bool) -> Cut | None:
-        """How a value with a gradient is cut that a block reads whole; None: it is no such."""
-        is_gathered = not as_cut and self._values[v].differentiable
+        """How tokens with a gradient are cut that a block reads whole; None: it is no such value.
+
+        Only an axis of tokens gathers again in the backward.
+        """
+        is_gathered = not as_cut and self._values[v].differentiable and self._assigned.regathers
         return self._uneven.cut_of(v) if is_gathered else None
 
-    def _enter_together(self) -> dict[int, Any]:
-        """For blocks the whole values that are there before all operations, as parameters are."""
-        read = {
-            v: self._env[v]
+    def _enter_first(self) -> None:
+        """The whole values that are there before all operations, as parameters are."""
+        read = dict.fromkeys(
+            v
             for op in self._ops
             if self._uneven.cuts(op) and (not op.body or op.kind == "custom")
             for v in op.inputs
-            if isinstance(v, int)
-            and v in self._env
-            and self._values[v].differentiable
-            and self._uneven.cut_of(v) is None
-        }
-        arrays, self.token = entered([*read.values()], self.token, self._uneven.axis)
-        return dict(zip(read, arrays, strict=True))
+            if isinstance(v, int) and v in self._env and self._uneven.cut_of(v) is None
+        )
+        self._enter([*read])
 
-    def _enter(self, v: int) -> Any:
-        """A whole value for a block."""
-        if v not in self._entered:
-            x = self.whole(v)
-            if self._values[v].differentiable:
-                [x], self.token = entered([x], self.token, self._uneven.axis)
-            self._entered[v] = x
-        return self._entered[v]
+    def _enter(self, values: Sequence[int]) -> None:
+        """Whole values for a block, together."""
+        new = {v: self.whole(v) for v in values if v not in self._entered}
+        self._entered |= new
+        floats = [v for v in new if self._values[v].differentiable]
+        arrays, self.token = entered([new[v] for v in floats], self.token, self._uneven.axis)
+        self._entered |= zip(floats, arrays, strict=True)
 
     def _run_local(
         self, op: Op, env: dict[tuple[int, bool], Any], part: Any
