@@ -63,6 +63,10 @@ _show_frames_of_hxla()
 _share_entries_of_all_devices()
 
 
+# Tracing makes many objects that stay: by default Python looks through all of them again and again,
+# for a twelfth of the tests' time.
+gc.set_threshold(20_000, 20, 20)
+
 # However slow or busy a machine is, no example takes too long.
 hypothesis.settings.register_profile(
     "any pace",

@@ -90,6 +90,7 @@ if jax.process_count() > 1:
 """
 
 
+@pytest.mark.slow
 def test_a_job_may_start_again_more_than_once(tmp_path, mesh):
     """Ranks are those of the job that asks, and dumps those of the last start."""
     dump = tmp_path / "dump"

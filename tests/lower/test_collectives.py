@@ -17,6 +17,7 @@ from support import models
 from support.inside.graph import trace_sums
 from support.inside.inspect import _shapes
 from support.inside.plan import shard_graph
+from support.tiers import rows
 
 WIDTH, HEADS, LENGTH, BATCH = 32, 8, 16, 8
 #: Collectives are those of HLO, whatever LLVM makes of the rest.
@@ -250,9 +251,10 @@ def test_a_strategy_prints_as_it_is_written(kind):
     assert repr(Strategy(kind, None)) == f"hxla.{kind}()"
 
 
-@pytest.mark.parametrize(
-    "memory", [{}, {"zero": 1, "shard_groups": 2}, {"zero": 2, "shares": [3, 1, 1, 1]}], ids=str
-)
+MEMORY = [{}, {"zero": 1, "shard_groups": 2}, {"zero": 2, "shares": [3, 1, 1, 1]}]
+
+
+@pytest.mark.parametrize("memory", rows(MEMORY, *MEMORY[:2]))
 def test_no_loop_of_a_sum_has_a_collective(memory):
     """Their order would be lost in XLA's compilation cache, see `chunks.ring_sum`."""
     job = hxla.Job(

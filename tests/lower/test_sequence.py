@@ -123,7 +123,7 @@ UNEVEN_CASES = [
 ]
 
 
-@pytest.mark.parametrize("name", rows(UNEVEN_CASES, "gpt on 1:3:2 x 2", "gpt on 16 over 3"))
+@pytest.mark.parametrize("name", rows(UNEVEN_CASES, "gpt on 1:3:2 x 2"))
 def test_parts_of_unlike_sizes_are_trained_as_plain_jax_does(name):
     model, _, form = name.partition(" on ")
     result = train(ROWS[model], UNEVEN[form])
@@ -175,26 +175,30 @@ def test_memory_settings_go_with_it(memory):
 
 OTHERS = [
     f"{form}: {name}"
-    for form in ("alone", "beside tensor")
+    for form in ("alone", "in unlike parts", "beside tensor")
     for name in feature_pairs.FEATURES
     if name not in feature_pairs.FORMS
     # Both are for four replicas.
-    and (form == "alone" or name not in ("shares", "shard groups 2"))
+    and (form != "beside tensor" or name not in ("shares", "shard groups 2"))
 ]
 FEATURE_FORMS = {
     "alone": {"plan": {"mesh": {"data": 4, "sequence": 2}}},
+    "in unlike parts": {"plan": {"mesh": {"data": 4, "sequence": (2, 1)}}},
     "beside tensor": {
         "plan": {"mesh": {"data": 2, "sequence": 2, "tensor": 2}, "rules": "decoder"}
     },
 }
 
 
-@pytest.mark.parametrize("named", rows(OTHERS, "alone: 2 executors", "beside tensor: zero 3"))
+@pytest.mark.parametrize(
+    "named", rows(OTHERS, "alone: 2 executors", "beside tensor: zero 3", "in unlike parts: fp8")
+)
 def test_a_feature_goes_with_it_where_it_goes_with_tensor(named, monkeypatch):
     form, name = named.split(": ")
     monkeypatch.setitem(feature_pairs.FEATURES, "sequence", FEATURE_FORMS[form])
     said = feature_pairs.refusal("sequence", name)
-    assert bool(said) == (f"tensor + {name}" in REFUSED_BESIDE_TENSOR), said
+    like = "uneven tensor" if form == "in unlike parts" else "tensor"
+    assert bool(said) == (f"{like} + {name}" in REFUSED_BESIDE_TENSOR), said
 
 
 # -- the compiled program --------------------------------------------------------------------------
@@ -272,6 +276,23 @@ def test_the_plan_says_how_much_is_not_cut():
     plan, _ = planned({"sequence": 2}, lambda: Described(nnx.Rngs(0)), loss, data)
     assert any("of a forward's operations belong to no token" in line for line in plan.reasons)
     assert "belong to no token" not in planned({"sequence": 2})[0].explain()
+
+
+def test_parts_follow_speeds_and_are_unlike_where_tokens_do_not_divide():
+    def tokens_of(plan):
+        return next(line for line in plan.reasons if line.startswith("tokens over sequence"))
+
+    assert tokens_of(planned({"sequence": 3})[0]) == "tokens over sequence: 6 + 5 + 5 of 16"
+    assert tokens_of(planned({"sequence": (3, 1)})[0]) == "tokens over sequence: 12 + 4 of 16"
+    _, own = planned({"sequence": 2})
+    cores = [hxla.Device(kind="cpu", core_share=share) for share in (0.5, 1.0)]
+    unlike = hxla.Cluster(name="", devices=tuple(cores))
+    plan = own.plan(unlike, microbatch_size=MICROBATCH, mesh={"sequence": 2})
+    [axis] = plan.axes
+    assert axis.shares[0] < axis.shares[1]
+    assert "by the speeds of the devices (estimated" in plan.explain()
+    other = plan.replaced(axes=(axis.model_copy(update={"shares": axis.shares[::-1]}),))
+    assert other.numerics != plan.numerics
 
 
 def test_how_tokens_are_cut_decides_bits():

@@ -132,7 +132,9 @@ def test_a_stage_whose_axis_has_no_role_is_refused():
         own.open(hxla.Plan.from_json(json.dumps(table)), steps=1)
 
 
-@pytest.mark.parametrize("stages", [[ONE, ONE, ONE], [[ONE], [ONE, ONE, ONE]]])
+@pytest.mark.parametrize(
+    "stages", rows([[ONE, ONE, ONE], [[ONE], [ONE, ONE, ONE]]], [[ONE], [ONE, ONE, ONE]])
+)
 def test_stages_inside_a_scan_over_layers_run_what_the_plan_says(stages):
     model = scanned_models.NnxNet()
     own = hxla.Job(model, scanned_models.data(), scanned_models.loss, OPTIMIZER, batch_size=8)

@@ -128,7 +128,7 @@ SPREADS = {
 }
 
 
-@pytest.mark.parametrize("name", rows(SPREADS, "unlike shares", "all on host"))
+@pytest.mark.parametrize("name", rows(SPREADS, "unlike shares"))
 def test_no_bit_depends_on_who_has_what(name):
     memory, copies, counts = SPREADS[name]
     own = job(**memory)

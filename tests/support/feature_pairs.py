@@ -412,7 +412,8 @@ def page() -> str:
     lines += ["## Not together\n", "| pairs | why |", "|---|---|"]
     for reason, names in _by_reason().items():
         lines.append(f"| {_in_groups(names)} | {reason} |")
-    lines += ["", '`mesh={"sequence": 2}` goes with all that `tensor` goes with.']
+    lines += ["", '`mesh={"sequence": 2}` goes with all that `tensor` goes with, and']
+    lines += ['`mesh={"sequence": (2, 1)}` with all that uneven `tensor` goes with.']
     lines += ["", "## See also\n", "- [Configuration](configuration.md)"]
     lines.append("- [Pipelines](../how-to/pipelines.md)")
     return "\n".join(lines) + "\n"

@@ -89,7 +89,7 @@ def _trace_unit(op: Op, states: States, results: States, num_units: int) -> None
         if op.kind == "custom":
             between = None
             if is_float8_product(op):
-                between = Between(lambda _, x: x, lambda x, dim: take(x, dim, part))
+                between = Between(lambda _, x, token: (x, token), lambda x, dim: take(x, dim, part))
             outputs, dims = run_custom(op.eqn, operands, states, part, between)
             pairs = [(d, wanted) for d, wanted in zip(dims, results, strict=True) if d is not None]
             if between is not None:  # it is gathered where it is whole outside

@@ -9,6 +9,7 @@ what is row by row, then run on them alone. What is summed over rows gives a par
 total over devices is the result.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -309,16 +310,30 @@ _BY_NAME: dict[str, Callable[[_Call], list[Any]]] = {
 # -- programs inside equations -------------------------------------------------------------------
 
 
-class Between(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Between:
     """What devices do between two equations of a program, where they may communicate there.
 
     Attributes:
-        complete: From the name of an equation and its partial result to the whole result.
+        complete: From the name of an equation, its partial result and the token of the collective
+            before to the whole result and a token, see `lower.uneven_collectives`.
         take: From a whole array and a dimension to this device's shard.
     """
 
-    complete: Callable[[str, Any], Any]
+    complete: Callable[[str, Any, Any], tuple[Any, Any]]
     take: Callable[[Any, int], Any]
+    _token: list[Any] = dataclasses.field(default_factory=list)
+
+    def completed(self, name: str, x: Any) -> Any:
+        """The whole result of an equation, after those before."""
+        token = self._token.pop() if self._token else jnp.zeros(1, jnp.float32)
+        out, token = self.complete(name, x, token)
+        self._token.append(token)
+        return out
+
+    def again(self) -> "Between":
+        """The same for another trace."""
+        return Between(self.complete, self.take)
 
 
 def run_program(
@@ -367,7 +382,7 @@ def run_program(
             results = list(factor.results)
             outputs = run_part(eqn, local, factor.operands, results, part)
             if factor.partial and between is not None:
-                outputs = [between.complete(eqn.primitive.name, x) for x in outputs]
+                outputs = [between.completed(eqn.primitive.name, x) for x in outputs]
         env.update(zip(eqn.outvars, zip(outputs, results, strict=True), strict=True))
     ends = [read(v) for v in closed.jaxpr.outvars]
     return [x for x, _ in ends], [dim for _, dim in ends]
@@ -420,8 +435,11 @@ def run_custom(
     float_places = [i for i, f in enumerate(is_float) if f]
     results: list[int | None] = []
 
+    def here() -> Between | None:
+        return None if between is None else between.again()
+
     def primal(*arrays: Any) -> list[Any]:
-        outputs, dims = run_program(closed, arrays, cut, part, between)
+        outputs, dims = run_program(closed, arrays, cut, part, here())
         results[:] = dims
         return outputs
 
@@ -443,7 +461,7 @@ def run_custom(
             traced = jax.make_jaxpr(whole)(*shapes, *[shapes[i] for i in float_places])
             dims = [*cut, *[cut[i] for i in float_places]]
             moved = [*merged(arrays, rest), *tangents]
-            both, dims = run_program(traced, moved, dims, part, between)
+            both, dims = run_program(traced, moved, dims, part, here())
             both = _resharded(both, dims, results * 2, eqn, part, between)
             return both[: len(results)], both[len(results) :]
 
@@ -460,7 +478,7 @@ def run_custom(
         outs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
         traced = jax.make_jaxpr(whole)(*shapes, *outs)
         arrays = [*saved, *cotangents]
-        grads, dims = run_program(traced, arrays, [*cut, *results], part, between)
+        grads, dims = run_program(traced, arrays, [*cut, *results], part, here())
         return tuple(_resharded(grads, dims, [cut[i] for i in float_places], eqn, part, between))
 
     with_vjp = jax.custom_vjp(lambda *xs: primal(*merged(xs, rest)))

@@ -36,7 +36,15 @@ from .contribution import gradient_of
 from .padding import Cut, Padding, local_shard
 from .replica import Replica
 from .uneven_block import Block, Width
-from .uneven_collectives import Token, added, entered, extreme, first_token, gathered
+from .uneven_collectives import (
+    Token,
+    added,
+    completed,
+    entered,
+    extreme,
+    first_token,
+    gathered,
+)
 
 
 class Uneven:
@@ -485,7 +493,7 @@ class _Level:
             if dim is not None and place is not None:
                 x = cut_of(dim, self._values[v].shape[dim]).narrowed(x)
             operands.append(x)
-        between = Between(lambda name, x: _over_devices(name, x, uneven.axis), shard)
+        between = Between(functools.partial(completed, axis=uneven.axis), shard)
         with self._name_scope(op):
             results, dims = run_custom(op.eqn, operands, states, part, between)
         made_dims = [self._made_dim(v) for v in op.outputs]
@@ -597,13 +605,6 @@ def _as_made(
             )
         out.append(take_part(x, other) if dim is None and other is not None else x)
     return out
-
-
-def _over_devices(name: str, x: Any, axis: str) -> Any:
-    """Complete a partial result that has no gradient here."""
-    if name in EXTREMES:
-        return (jax.lax.pmax if EXTREMES[name] else jax.lax.pmin)(x, axis)
-    return jax.lax.psum(x, axis)
 
 
 def _cut_of_stack(cut: Cut | None) -> Cut | None:

@@ -98,7 +98,7 @@ class Block:
                 return run
 
             made = iter(self._switch(branch, size_class, offsets, whole, residuals, floats))
-            grads = [next(made) if d else None for d in self.is_differentiable]
+            grads: list[Any] = [next(made) if d else None for d in self.is_differentiable]
             shards, token = reduce_scatter([grads[k] for k in places], cuts, token)
             of_shard = dict(zip(places, shards, strict=True))
             return None, None, [of_shard.get(k, x) for k, x in enumerate(grads)], token

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from ..graph.local_ops import EXTREMES
 from .padding import Cut, local_shard, narrow
 
 #: float32[1], a zero that only a device knows to be one.
@@ -120,6 +121,19 @@ gathered.defvjp(_gather, _gathered_back)
 
 
 # -- without gradients ---------------------------------------------------------------------------
+
+
+def completed(name: str, x: jax.Array, token: Token, axis: str) -> tuple[jax.Array, Token]:
+    """Complete a partial result.
+
+    Args:
+        name: Of the equation that made it.
+    """
+    reduce = jax.lax.psum
+    if name in EXTREMES:
+        reduce = jax.lax.pmax if EXTREMES[name] else jax.lax.pmin
+    [out], token = _by_dtype(lambda flat: reduce(flat, axis), [x], token)
+    return out, token
 
 
 def all_gather(arrays: Arrays, cuts: Sequence[Cut], token: Token) -> tuple[Arrays, Token]:

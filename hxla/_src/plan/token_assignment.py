@@ -5,6 +5,8 @@ contracts over the keys, so it reads keys and values of all tokens: they are gat
 gathered again in the backward, so that no device holds them between the two. XLA for CPUs makes one
 gather of both.
 
+Parts may be unlike: `lower.uneven` runs them.
+
 Arrays without a gradient (positions, masks) are computed whole where an operation reads them whole:
 that is cheaper than to send them.
 
