@@ -23,6 +23,7 @@ parser.add_argument("--microbatch-size", type=int, default=2, help="0: as hxla c
 parser.add_argument("--counts", default="measured", help="measured, or even")
 parser.add_argument("--reduction", default="exact")
 parser.add_argument("--tensor", type=int, help="cut the model over so many devices, by rules")
+parser.add_argument("--shares", help="cut the model over as many devices in this ratio: 2,1")
 parser.add_argument("--scanned", action="store_true", help="with its layers as one scan")
 parser.add_argument("--stages", help="of a pipeline: their number, or shares such as 1,1")
 parser.add_argument("--core", type=int, help="to run on, where a job of its own runs on another")
@@ -61,6 +62,9 @@ options = {"counts" if "counts" in known else "split": args.counts}
 if args.tensor:
     axes = (jax.sharding.AxisType.Auto,) * 2
     options["mesh"] = jax.make_mesh((1, args.tensor), ("data", "tensor"), axis_types=axes)
+    options["rules"] = "decoder"
+if args.shares:
+    options["mesh"] = {"data": 1, "tensor": tuple(map(int, args.shares.split(",")))}
     options["rules"] = "decoder"
 if args.stages:
     shares = [float(x) for x in args.stages.split(",")]
