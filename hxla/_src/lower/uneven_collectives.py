@@ -17,6 +17,7 @@ References:
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,8 +75,7 @@ added.defvjp(_add, _added_back)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def extreme(x: jax.Array, token: Token, axis: str, largest: bool) -> tuple[jax.Array, Token]:
     """The largest or smallest of partial extremes; equal ones share the gradient."""
-    reduce = jax.lax.pmax if largest else jax.lax.pmin
-    [out], token = _by_dtype(lambda flat: reduce(flat, axis), [x], token)
+    [out], token = _reduced(jax.lax.pmax if largest else jax.lax.pmin, [x], token, axis)
     return out, token
 
 
@@ -132,76 +132,96 @@ def completed(name: str, x: jax.Array, token: Token, axis: str) -> tuple[jax.Arr
     reduce = jax.lax.psum
     if name in EXTREMES:
         reduce = jax.lax.pmax if EXTREMES[name] else jax.lax.pmin
-    [out], token = _by_dtype(lambda flat: reduce(flat, axis), [x], token)
+    [out], token = _reduced(reduce, [x], token, axis)
     return out, token
 
 
 def all_gather(arrays: Arrays, cuts: Sequence[Cut], token: Token) -> tuple[Arrays, Token]:
     """All-gather the shards of some arrays without their padding."""
-    if not arrays:
-        return [], token
-    axis, num = cuts[0].axis, len(cuts[0].sizes)
-    stacks, token = _by_dtype(
-        lambda flat: jax.lax.all_gather(flat, axis, tiled=True).reshape(num, -1), arrays, token
+    rows, token = _collective(
+        lambda flat: jax.lax.all_gather(flat, cuts[0].axis, tiled=True), arrays, token
     )
-    wholes = [
-        jnp.concatenate([narrow(x[d], cut.dim, size) for d, size in enumerate(cut.sizes)], cut.dim)
-        for x, cut in zip(stacks, cuts, strict=True)
-    ]
+    wholes = []
+    for x, like, cut in zip(rows, arrays, cuts, strict=True):
+        shards = x.reshape(-1, *like.shape)
+        parts = [narrow(shards[d], cut.dim, size) for d, size in enumerate(cut.sizes)]
+        wholes.append(jnp.concatenate(parts, axis=cut.dim))
     return wholes, token
 
 
 def reduce_scatter(arrays: Arrays, cuts: Sequence[Cut], token: Token) -> tuple[Arrays, Token]:
     """This device's shards, padded, of the sums of all devices' whole arrays."""
-    if not arrays:
-        return [], token
-    axis, num = cuts[0].axis, len(cuts[0].sizes)
-    shards: list[jax.Array] = []
-    for places in _places_by_dtype(arrays):
-        rows = [_padded_rows(arrays[k], cuts[k]) for k in places]
-        flags = jnp.broadcast_to(token.astype(rows[0].dtype), (num, 1))
-        flat = jnp.concatenate([*(row.reshape(num, -1) for row in rows), flags], axis=1)
-        own = jax.lax.psum_scatter(flat.reshape(-1), axis, tiled=True)
-        shards += _parts_of(own, [row[0] for row in rows])
-        token = own[-1:].astype(token.dtype)
-    order = [k for places in _places_by_dtype(arrays) for k in places]
-    return [x for _, x in sorted(zip(order, shards, strict=True), key=lambda pair: pair[0])], token
-
-
-def _padded_rows(x: jax.Array, cut: Cut) -> jax.Array:
-    """The shards of an array, padded, in a stack."""
-    return jnp.stack([cut.widened(p) for p in jnp.split(x, cut.offsets[1:], axis=cut.dim)])
+    stacks = [
+        jnp.stack([cut.widened(p) for p in jnp.split(x, cut.offsets[1:], axis=cut.dim)])
+        for x, cut in zip(arrays, cuts, strict=True)
+    ]
+    rows, token = _collective(
+        lambda flat: jax.lax.psum_scatter(flat, cuts[0].axis, tiled=True),
+        stacks,
+        token,
+        num_rows=len(cuts[0].sizes) if cuts else 1,
+    )
+    return [x.reshape(s.shape[1:]) for x, s in zip(rows, stacks, strict=True)], token
 
 
 def _sums(arrays: Arrays, token: Token, axis: str) -> tuple[Arrays, Token]:
-    return _by_dtype(lambda flat: jax.lax.psum(flat, axis), arrays, token)
+    return _reduced(jax.lax.psum, arrays, token, axis)
 
 
-def _by_dtype(
-    run: Callable[[jax.Array], jax.Array], arrays: Arrays, token: Token
+def _reduced(
+    reduce: Callable[[jax.Array, str], jax.Array], arrays: Arrays, token: Token, axis: str
 ) -> tuple[Arrays, Token]:
-    """A collective of flat arrays and a token, for each dtype among the arrays.
+    rows, token = _collective(lambda flat: reduce(flat, axis), arrays, token)
+    return [x.reshape(like.shape) for x, like in zip(rows, arrays, strict=True)], token
+
+
+_LARGE = 1 << 16  # elements: a copy beside others costs more than a collective
+
+
+def _collective(
+    run: Callable[[jax.Array], jax.Array], arrays: Arrays, token: Token, num_rows: int = 1
+) -> tuple[Arrays, Token]:
+    """Collectives of flat arrays, each after the one before.
+
+    Small arrays of one dtype travel as one. A large one travels alone, and the token is added to
+    its first element.
 
     Args:
-        run: Its results have the same last dimension, or begin with one over devices.
+        run: Of flat rows, to flat rows of the same length.
+        num_rows: The rows of each array.
+
+    Returns:
+        For each array its rows.
     """
     out: dict[int, jax.Array] = {}
-    for places in _places_by_dtype(arrays):
-        each = [arrays[k] for k in places]
-        flat = jnp.concatenate([*(x.reshape(-1) for x in each), token.astype(each[0].dtype)])
-        made = run(flat)
-        out |= zip(places, _parts_of(made, each), strict=True)
-        token = made.reshape(-1)[-1:].astype(token.dtype)
+    for places in _bundles(arrays):
+        rows = [arrays[k].reshape(num_rows, -1) for k in places]
+        is_large = _is_large(arrays[places[0]])
+        if is_large:
+            sent = rows[0].at[0, 0].add(token[0].astype(rows[0].dtype))
+        else:
+            flags = jnp.broadcast_to(token.astype(rows[0].dtype), (num_rows, 1))
+            sent = jnp.concatenate([*rows, flags], axis=1)
+        made = run(sent.reshape(-1)).reshape(-1, sent.shape[1])
+        ends = list(itertools.accumulate(x.shape[1] for x in rows))
+        out |= zip(places, jnp.split(made, ends, axis=1)[: len(rows)], strict=True)
+        token = _zero_after(made[0, 0]) if is_large else made[0, -1:].astype(token.dtype)
     return [out[k] for k in range(len(arrays))], token
 
 
-def _places_by_dtype(arrays: Arrays) -> list[list[int]]:
-    dtypes = dict.fromkeys(x.dtype for x in arrays)
-    return [[k for k, x in enumerate(arrays) if x.dtype == dtype] for dtype in dtypes]
+def _bundles(arrays: Arrays) -> list[list[int]]:
+    """The places of arrays that travel together."""
+    bundles: dict[Any, list[int]] = {}
+    for k, x in enumerate(arrays):
+        bundles.setdefault(k if _is_large(x) else x.dtype, []).append(k)
+    return [*bundles.values()]
 
 
-def _parts_of(flat: jax.Array, like: Arrays) -> Arrays:
-    """Arrays from the last dimension of a flat one, one after another."""
-    ends = list(itertools.accumulate(x.size for x in like))
-    pieces = jnp.split(flat, ends, axis=-1)[: len(like)]
-    return [p.reshape(*flat.shape[:-1], *x.shape) for p, x in zip(pieces, like, strict=True)]
+def _is_large(x: jax.Array) -> bool:
+    return x.size > _LARGE and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _zero_after(x: jax.Array) -> Token:
+    """A zero that the compiler does not know before `x`, which may be no number."""
+    x = x.astype(jnp.float32)
+    return jnp.where(jnp.isfinite(x), x - x, jnp.zeros_like(x))[None]

@@ -9,6 +9,7 @@ from hxla._src.lower import lower as _lower
 from hxla._src.lower import pipeline as _pipeline
 from hxla._src.lower import state_sums as _state_sums
 from hxla._src.lower import step_program as _step_program
+from hxla._src.lower import uneven_collectives as _uneven_collectives
 from hxla._src.lower import units as _units
 from hxla._src.lower import updates as _updates
 from hxla._src.lower.actions import FIELDS, KINDS, crossed, exchanges
