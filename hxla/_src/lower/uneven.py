@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from ..core.errors import PlanError
-from ..graph.graph import Graph, Op
+from ..graph.graph import Graph, Op, Value
 from ..graph.interpreter import Env, run_ops
 from ..graph.local_ops import EXTREMES, SUMS, Between, run_custom, run_part, take
 from ..graph.precision import is_float8_product
@@ -244,6 +244,8 @@ class _Level:
         self._last = {v: i for i, op in enumerate(ops) for v in op.inputs if isinstance(v, int)}
         self._last |= {v: len(ops) for v in ends if isinstance(v, int)}
         self._whole: dict[int, Any] = {}
+        self._partial: dict[int, Any] = {}  # sums that are not yet added up over devices
+        self._followed = _followed(ops, ends, self._values)
         self.token = token
         self._entered: dict[int, Any] = {}
         self._enter_first()
@@ -252,6 +254,7 @@ class _Level:
         """Run all operations and add their results to the arrays."""
         for i, op in enumerate(self._ops):
             inputs = [v for v in op.inputs if isinstance(v, int)]
+            self._complete(inputs)
             if not self._uneven.cuts(op):
                 self._before(i, inputs)
                 arrays = {v: self.whole(v) for v in inputs}
@@ -277,6 +280,7 @@ class _Level:
                 self._pending.append(op)
                 self._made.update(op.outputs)
         self._flush(len(self._ops))
+        self._complete([*self._partial])
 
     def whole(self, v: Any) -> Any:
         """A value, whole on this device."""
@@ -310,6 +314,7 @@ class _Level:
         """Run the pending operations, if they make one of these values."""
         if not self._made.isdisjoint(values):
             self._flush(i)
+            self._complete(values)
 
     def _flush(self, i: int) -> None:
         if self._pending:
@@ -387,14 +392,19 @@ class _Level:
         outputs, self.token = block(size_class, starts, inputs, self.token)
         maker = {v: op for op in ops for v in op.outputs}
         made_arrays = dict(zip(results, outputs, strict=True))
-        partial = [v for v in results if self._made_dim(v) is None]
-        sums = [v for v in partial if maker[v].name in SUMS]
-        summed, self.token = added([made_arrays[v] for v in sums], self.token, uneven.axis)
-        made_arrays |= zip(sums, summed, strict=True)
-        for v in partial:
-            if maker[v].name not in SUMS:
-                made_arrays[v] = self._extreme(maker[v].name, made_arrays[v])
+        for v in [v for v in results if self._made_dim(v) is None]:
+            if maker[v].name in SUMS:
+                self._partial[v] = made_arrays.pop(v)
+            else:
+                made_arrays[v] = self._extreme(maker[v].name, v, made_arrays[v])
         return [*made_arrays.items()]
+
+    def _complete(self, values: Sequence[int]) -> None:
+        """Add up all partial sums of devices, if one of these values is such a sum."""
+        if not self._partial.keys().isdisjoint(values):
+            sums, self.token = added([*self._partial.values()], self.token, self._uneven.axis)
+            self._env.update(zip(self._partial, sums, strict=True))
+            self._partial = {}
 
     @property
     def _num(self) -> int:
@@ -507,7 +517,7 @@ class _Level:
         made = _as_made(op, results, dims, made_dims, padded)
         self._env.update(zip(op.outputs, made, strict=True))
 
-    def _extreme(self, name: str, x: Any) -> Any:
+    def _extreme(self, name: str, v: int, x: Any) -> Any:
         """Complete a partial result over all devices."""
         axis = self._uneven.axis
         if name not in EXTREMES:
@@ -516,7 +526,8 @@ class _Level:
                 "unlike sizes: leave it out of the split, or let the parts be alike"
             )
         as_number = x.astype(jnp.int32) if x.dtype == bool else x
-        out, self.token = extreme(as_number, self.token, axis, EXTREMES[name])
+        has_gradient = v in self._followed
+        out, self.token = extreme(as_number, self.token, axis, EXTREMES[name], has_gradient)
         return out.astype(x.dtype)
 
     def _name_scope(self, op: Op) -> Any:
@@ -582,6 +593,16 @@ class _Level:
             unroll=params["unroll"],
         )
         self._env.update(zip(op.outputs, [*carry, *ys], strict=True))
+
+
+def _followed(ops: Sequence[Op], ends: Sequence[Any], values: Sequence[Value]) -> set[int]:
+    """The values through which gradients flow back to what the operations read."""
+    found = {v for v in ends if isinstance(v, int)}
+    for op in reversed(ops):
+        through = any(v in found and values[v].differentiable for v in op.outputs)
+        if through and op.name != "stop_gradient":
+            found.update(v for v in op.inputs if isinstance(v, int))
+    return found
 
 
 def _as_made(

@@ -72,24 +72,32 @@ def _added_back(_axis: str, token: Token, back: tuple[Arrays, Token]) -> tuple[A
 added.defvjp(_add, _added_back)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def extreme(x: jax.Array, token: Token, axis: str, largest: bool) -> tuple[jax.Array, Token]:
-    """The largest or smallest of partial extremes; equal ones share the gradient."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def extreme(
+    x: jax.Array, token: Token, axis: str, largest: bool, _has_gradient: bool = True
+) -> tuple[jax.Array, Token]:
+    """The largest or smallest of partial extremes; equal ones share the gradient, if any."""
     [out], token = _reduced(jax.lax.pmax if largest else jax.lax.pmin, [x], token, axis)
     return out, token
 
 
 def _take_extreme(
-    x: jax.Array, token: Token, axis: str, largest: bool
+    x: jax.Array, token: Token, axis: str, largest: bool, _has_gradient: bool
 ) -> tuple[tuple[jax.Array, Token], tuple[jax.Array, Token]]:
     out, token = extreme(x, token, axis, largest)
     return (out, token), (x == out, token)
 
 
 def _extreme_back(
-    axis: str, _largest: bool, saved: tuple[jax.Array, Token], back: tuple[jax.Array, Token]
+    axis: str,
+    _largest: bool,
+    has_gradient: bool,
+    saved: tuple[jax.Array, Token],
+    back: tuple[jax.Array, Token],
 ) -> tuple[jax.Array, Token]:
     (is_extreme, token), (cotangent, of_token) = saved, back
+    if not has_gradient:
+        return jnp.zeros_like(cotangent), token + of_token
     share = is_extreme.astype(cotangent.dtype)
     [num], token = _sums([share], token + of_token, axis)
     return cotangent * share / num, token
