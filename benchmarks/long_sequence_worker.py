@@ -24,9 +24,6 @@ parser.add_argument("--turns", type=int, required=True, help="steps after the fi
 parser.add_argument("--axis", choices=["sequence", "tensor"], required=True)
 parser.add_argument("--shares", help="of the devices, 1,1; none: by their speeds")
 parser.add_argument("--length", type=int, required=True)
-parser.add_argument("--width", type=int, default=128)
-parser.add_argument("--heads", type=int, default=4)
-parser.add_argument("--layers", type=int, default=1)
 args = parser.parse_args()
 
 
@@ -37,9 +34,8 @@ def next_byte(model, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:])
 
 
-shape = {"width": args.width, "heads": args.heads, "layers": args.layers}
 job = hxla.Job(
-    GPT(nnx.Rngs(0), length=args.length, **shape),
+    GPT(nnx.Rngs(0), length=args.length, width=128, heads=4, layers=1),
     library(args.length),
     next_byte,
     optax.adamw(1e-3),

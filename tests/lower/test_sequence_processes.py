@@ -41,9 +41,7 @@ def test_processes_train_as_plain_jax_does(tmp_path, names):
     """Each compiles its own sizes, and XLA orders the collectives of each program by itself."""
     ratios = [[1, 4], [3, 1]][: examples(1, 2)]
     env = {"NAMES": names, "SHARES": json.dumps(ratios)}
-    devices = '[[device]]\nkind = "cpu"\n'
-    (tmp_path / "pair.toml").write_text('name = "pair"\n' + 2 * devices)
-    job = start(tmp_path, CODE, "--mesh", str(tmp_path / "pair.toml"), env=env)
+    job = start(tmp_path, CODE, "-n", "2", env=env)
     out, err = job.communicate(timeout=LIMIT_SECONDS)
     assert job.returncode == 0, err[-3000:]
     told = [json.loads(line.split("RESULT ")[1]) for line in out.splitlines() if "RESULT" in line]

@@ -13,7 +13,7 @@ from support.inside.lower import Cut, _uneven_collectives
 SIZES = (3, 1, 2)
 CUTS = [Cut(0, SIZES, "x"), Cut(1, SIZES, "x"), Cut(0, SIZES, "x")]
 RNG = np.random.default_rng(0)
-#: Of each device, in three dtypes.
+#: Of each device, in two dtypes.
 WHOLE = [
     RNG.normal(size=(3, 6, 4)).astype(np.float32),
     RNG.normal(size=(3, 2, 6)).astype(jnp.bfloat16),

@@ -16,8 +16,6 @@ from ..plan.layout import (
     Layout,
     check_layers_whole,
     device_layout,
-    dtype_name,
-    from_spec,
     storage_specs,
     to_spec,
 )
@@ -40,7 +38,7 @@ from ..plan.unlike_stages import stage_cuts
 from ..profile.profile import Profile
 from .apportionment import even_counts
 from .device_times import microbatch_seconds
-from .inner_split import inner_split, lines_of, state_factor
+from .inner_split import inner_split, layouts, lines_of, state_factor
 from .stage_forms import planned_stages
 from .structures import ReplicaGroups
 from .uneven_sizes import Sizes
@@ -268,22 +266,6 @@ def placement_for(
 def versions_for(cluster: Cluster) -> Versions:
     """The library versions here that decide bits besides a plan."""
     return versions_here(on_cpu=any(device.kind == "cpu" for device in cluster.devices))
-
-
-def layouts(graph: Graph, specs: Sequence[P], sizes: Sequence[Sizes]) -> tuple[Layout, ...]:
-    """The layout of each parameter of a graph."""
-    return tuple(
-        Layout(
-            name=name,
-            shape=graph.values[v].shape,
-            dtype=dtype_name(graph.values[v].dtype),
-            spec=from_spec(spec, len(graph.values[v].shape)),
-            sizes=shard_sizes,
-        )
-        for name, v, spec, shard_sizes in zip(
-            graph.param_names, graph.param_values, specs, sizes, strict=True
-        )
-    )
 
 
 def _narrow_sums(graph: Graph, sums: SumsForm) -> list[str]:

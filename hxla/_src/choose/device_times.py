@@ -445,7 +445,7 @@ def split_time(plan: Plan, cluster: Cluster, seconds: float) -> SplitTime | None
         plan: One axis shards its replicas.
     """
     [axis] = plan.axes
-    granules = granules_of(plan.parameters, axis.name, axis.shares or (1,) * axis.size)
+    granules = granules_of(plan.parameters, axis.name, axis.ratio)
     if not granules or plan.prediction is None:
         return None
     return SplitTime(

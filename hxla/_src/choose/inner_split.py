@@ -11,20 +11,22 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from jax.sharding import PartitionSpec as P
+
 from ..cluster.cluster import Cluster
 from ..core.errors import AnnotationError, PlanError
 from ..core.types import TOKEN_AXIS
 from ..graph.factors import fits
 from ..graph.graph import Graph, leaves
 from ..plan.axis_assignment import shard_graph
-from ..plan.layout import from_spec
+from ..plan.layout import Layout, dtype_name, from_spec
 from ..plan.parts import SumsForm
 from ..plan.plan import Plan
 from ..plan.sharding import Sharded
 from ..profile.profile import Profile
 from .apportionment import SplitDevice, best_sizes
 from .device_times import NUM_GRANULES, Place, are_alike, granules_of, places_of, split_devices
-from .mesh_axes import BATCH_AXES, resolve_rules
+from .mesh_axes import resolve_rules
 from .structures import ReplicaGroups
 from .uneven_sizes import Sizes, sizes_of
 
@@ -255,18 +257,8 @@ def state_factor(graph: Graph, optimizer_bytes: float, sums: SumsForm) -> float:
 
 def _waiting_line(graph: Graph, made: InnerSplit, devices: Sequence[SplitDevice], axis: str) -> str:
     """The slowest device, and how long the others wait for it, with sizes in whole units."""
-    cut = [0.0] * len(devices)
-    for v, specs, sizes in zip(
-        graph.param_values, made.sharded.param_specs(), made.sizes, strict=True
-    ):
-        shape = graph.values[v].shape
-        for dim, names in enumerate(from_spec(specs, len(shape))):
-            if axis in names:
-                even = (shape[dim] / len(devices),) * len(devices)
-                for d, size in enumerate((sizes[dim] if sizes else ()) or even):
-                    cut[d] += graph.values[v].num_bytes * size / shape[dim]
-    cut = cut if any(cut) else [*map(float, made.shares)]  # tokens are no part of parameters
-    parts = [share / (sum(cut) or 1) * NUM_GRANULES for share in cut]
+    parameters = layouts(graph, made.sharded.param_specs(), made.sizes)
+    parts = granules_of(parameters, axis, made.shares) or [0.0] * len(devices)
     seconds = [d.fixed_seconds + d.unit_seconds * n for d, n in zip(devices, parts, strict=True)]
     last = max(range(len(devices)), key=seconds.__getitem__)
     waits = "; ".join(
@@ -308,6 +300,22 @@ def _first_line(error: Exception) -> str:
     return str(error).split("\n")[0]
 
 
+def layouts(graph: Graph, specs: Sequence[P], sizes: Sequence[Sizes]) -> tuple[Layout, ...]:
+    """The layout of each parameter of a graph."""
+    return tuple(
+        Layout(
+            name=name,
+            shape=graph.values[v].shape,
+            dtype=dtype_name(graph.values[v].dtype),
+            spec=from_spec(spec, len(graph.values[v].shape)),
+            sizes=shard_sizes,
+        )
+        for name, v, spec, shard_sizes in zip(
+            graph.param_names, graph.param_values, specs, sizes, strict=True
+        )
+    )
+
+
 def lines_of(split: InnerSplit) -> Iterator[str]:
     """The lines of the plan about a split."""
     yield from split.reasons
@@ -343,12 +351,12 @@ def better_shares(
         state_factor: The bytes of a device per byte of its parameters.
     """
     [axis] = plan.axes
-    if axis.name in BATCH_AXES and axis.name != TOKEN_AXIS:
+    if axis.name == "fsdp":
         return None  # it shards examples, in no ratio
     places = places_of(graph, [r.devices for r in plan.replicas], cluster)
     if not places:
         return None
-    granules = granules_of(plan.parameters, axis.name, axis.shares or (1,) * axis.size)
+    granules = granules_of(plan.parameters, axis.name, axis.ratio)
     if not granules:
         return None
     devices = []

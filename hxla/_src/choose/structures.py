@@ -17,7 +17,7 @@ from ..core.config import ClusterConfig, Config
 from ..core.errors import ConfigError, PlanError
 from ..core.format import plural
 from ..core.keywords import check_whole_numbers
-from ..core.types import DATA_AXIS, DEVICE_AXIS, OUTER_AXES, STAGE_AXIS, TENSOR_AXIS, TOKEN_AXIS
+from ..core.types import DATA_AXIS, DEVICE_AXIS, OUTER_AXES, STAGE_AXIS, TENSOR_AXIS
 from ..graph.graph import Graph
 from ..plan.axis_assignment import Axes
 from ..plan.parts import Role
@@ -212,7 +212,7 @@ def shares_of(mesh: Mapping[str, Any] | None) -> tuple[int, ...]:
     if len(stated) > 1:
         raise ConfigError(f"the mesh states shares for {', '.join(stated)}: one axis may have them")
     for name, shares in stated.items():
-        if name in {DATA_AXIS, STAGE_AXIS, *BATCH_AXES} - {TOKEN_AXIS}:
+        if name in (DATA_AXIS, STAGE_AXIS, "fsdp"):
             raise ConfigError(
                 f"the mesh states shares {tuple(shares)} for {name!r}, which cuts no parameters: "
                 "counts= are for replicas, stages= for stages"

@@ -206,8 +206,8 @@ class Uneven:
             level.run()
             return level.token, [inner[v] for v in segment.outputs]
 
-        again_or_not = jax.checkpoint(run) if again else run
-        token, made = again_or_not(token, *(env[v] for v in read))
+        call = jax.checkpoint(run) if again else run
+        token, made = call(token, *(env[v] for v in read))
         env.update(zip(segment.outputs, made, strict=True))
         return token
 
@@ -245,7 +245,7 @@ class _Level:
         self._last |= {v: len(ops) for v in ends if isinstance(v, int)}
         self._whole: dict[int, Any] = {}
         self._partial: dict[int, Any] = {}  # sums that are not yet added up over devices
-        self._followed = _followed(ops, ends, self._values)
+        self._differentiated = _differentiated(ops, ends, self._values)
         self.token = token
         self._entered: dict[int, Any] = {}
         self._enter_first()
@@ -254,19 +254,12 @@ class _Level:
         """Run all operations and add their results to the arrays."""
         for i, op in enumerate(self._ops):
             inputs = [v for v in op.inputs if isinstance(v, int)]
-            self._complete(inputs)
             if not self._uneven.cuts(op):
                 self._before(i, inputs)
                 arrays = {v: self.whole(v) for v in inputs}
                 run_ops([op], arrays, prefix=self._prefix)
                 self._env.update((v, arrays[v]) for v in op.outputs)
-            elif op.body and op.kind != "custom":
-                self._before(i, inputs)
-                self._with_body(op)
-            elif is_float8_product(op):
-                self._before(i, inputs)
-                self._float8_product(op)
-            else:
+            elif self._is_in_block(op):
                 states = self._wanted(op)
                 self._before(
                     i,
@@ -279,6 +272,10 @@ class _Level:
                 )
                 self._pending.append(op)
                 self._made.update(op.outputs)
+            else:
+                self._before(i, inputs)
+                run = self._float8_product if op.kind == "custom" else self._with_body
+                run(op)
         self._flush(len(self._ops))
         self._complete([*self._partial])
 
@@ -310,11 +307,16 @@ class _Level:
             return tuple(self._made_dim(v) if isinstance(v, int) else None for v in op.inputs)
         return self._assigned.wanted[op.outputs[0]]
 
+    def _is_in_block(self, op: Op) -> bool:
+        """Whether an operation runs beside others on the shards of a device."""
+        is_one = not op.body or op.kind == "custom"
+        return is_one and self._uneven.cuts(op) and not is_float8_product(op)
+
     def _before(self, i: int, values: Sequence[int]) -> None:
-        """Run the pending operations, if they make one of these values."""
+        """Have these values: run the pending operations, and add up partial sums."""
         if not self._made.isdisjoint(values):
             self._flush(i)
-            self._complete(values)
+        self._complete(values)
 
     def _flush(self, i: int) -> None:
         if self._pending:
@@ -380,14 +382,9 @@ class _Level:
                 for g in groups
             ]
         )
-        is_local = [
-            as_cut or cut is not None for (_, as_cut), cut in zip(read, gathers, strict=True)
-        ]
-        self._enter([v for (v, _), here in zip(read, is_local, strict=True) if not here])
-        inputs = [
-            self._env[v] if here else self._entered[v]
-            for (v, _), here in zip(read, is_local, strict=True)
-        ]
+        pairs = [(v, as_cut or cut) for (v, as_cut), cut in zip(read, gathers, strict=True)]
+        self._enter([v for v, is_shard in pairs if not is_shard])
+        inputs = [self._env[v] if is_shard else self._entered[v] for v, is_shard in pairs]
         size_class = of_device.local_value([classes.index(each) for each in units])
         outputs, self.token = block(size_class, starts, inputs, self.token)
         maker = {v: op for op in ops for v in op.outputs}
@@ -432,7 +429,7 @@ class _Level:
         read = dict.fromkeys(
             v
             for op in self._ops
-            if self._uneven.cuts(op) and (not op.body or op.kind == "custom")
+            if self._is_in_block(op)
             for v in op.inputs
             if isinstance(v, int) and v in self._env and self._uneven.cut_of(v) is None
         )
@@ -526,8 +523,8 @@ class _Level:
                 "unlike sizes: leave it out of the split, or let the parts be alike"
             )
         as_number = x.astype(jnp.int32) if x.dtype == bool else x
-        has_gradient = v in self._followed
-        out, self.token = extreme(as_number, self.token, axis, EXTREMES[name], has_gradient)
+        has_gradient = v in self._differentiated
+        out, self.token = extreme(as_number, self.token, name, axis, has_gradient)
         return out.astype(x.dtype)
 
     def _name_scope(self, op: Op) -> Any:
@@ -595,7 +592,7 @@ class _Level:
         self._env.update(zip(op.outputs, [*carry, *ys], strict=True))
 
 
-def _followed(ops: Sequence[Op], ends: Sequence[Any], values: Sequence[Value]) -> set[int]:
+def _differentiated(ops: Sequence[Op], ends: Sequence[Any], values: Sequence[Value]) -> set[int]:
     """The values through which gradients flow back to what the operations read."""
     found = {v for v in ends if isinstance(v, int)}
     for op in reversed(ops):

@@ -25,13 +25,13 @@ import jax.numpy as jnp
 from ..graph.local_ops import EXTREMES
 from .padding import Cut, local_shard, narrow
 
-#: float32[1], a zero that only a device knows to be one.
+#: float32[1], a zero, which XLA does not know.
 Token = jax.Array
 Arrays = list[jax.Array]
 
 
 def first_token() -> Token:
-    """What the first collective waits for: nothing."""
+    """The token before the first collective."""
     return jnp.zeros(1, jnp.float32)
 
 
@@ -74,23 +74,26 @@ added.defvjp(_add, _added_back)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def extreme(
-    x: jax.Array, token: Token, axis: str, largest: bool, _has_gradient: bool = True
+    x: jax.Array, token: Token, name: str, axis: str, _has_gradient: bool
 ) -> tuple[jax.Array, Token]:
-    """The largest or smallest of partial extremes; equal ones share the gradient, if any."""
-    [out], token = _reduced(jax.lax.pmax if largest else jax.lax.pmin, [x], token, axis)
-    return out, token
+    """The largest or smallest of partial extremes; equal ones share the gradient, if any.
+
+    Args:
+        name: Of the equation that made them.
+    """
+    return completed(name, x, token, axis)
 
 
 def _take_extreme(
-    x: jax.Array, token: Token, axis: str, largest: bool, _has_gradient: bool
+    x: jax.Array, token: Token, name: str, axis: str, _has_gradient: bool
 ) -> tuple[tuple[jax.Array, Token], tuple[jax.Array, Token]]:
-    out, token = extreme(x, token, axis, largest)
+    out, token = completed(name, x, token, axis)
     return (out, token), (x == out, token)
 
 
 def _extreme_back(
+    _name: str,
     axis: str,
-    _largest: bool,
     has_gradient: bool,
     saved: tuple[jax.Array, Token],
     back: tuple[jax.Array, Token],
@@ -132,11 +135,7 @@ gathered.defvjp(_gather, _gathered_back)
 
 
 def completed(name: str, x: jax.Array, token: Token, axis: str) -> tuple[jax.Array, Token]:
-    """Complete a partial result.
-
-    Args:
-        name: Of the equation that made it.
-    """
+    """The whole result of an equation that makes a partial one."""
     reduce = jax.lax.psum
     if name in EXTREMES:
         reduce = jax.lax.pmax if EXTREMES[name] else jax.lax.pmin
@@ -147,7 +146,9 @@ def completed(name: str, x: jax.Array, token: Token, axis: str) -> tuple[jax.Arr
 def all_gather(arrays: Arrays, cuts: Sequence[Cut], token: Token) -> tuple[Arrays, Token]:
     """All-gather the shards of some arrays without their padding."""
     rows, token = _collective(
-        lambda flat: jax.lax.all_gather(flat, cuts[0].axis, tiled=True), arrays, token
+        lambda flat: jax.lax.all_gather(flat, cuts[0].axis, tiled=True),
+        [x.reshape(1, -1) for x in arrays],
+        token,
     )
     wholes = []
     for x, like, cut in zip(rows, arrays, cuts, strict=True):
@@ -165,9 +166,8 @@ def reduce_scatter(arrays: Arrays, cuts: Sequence[Cut], token: Token) -> tuple[A
     ]
     rows, token = _collective(
         lambda flat: jax.lax.psum_scatter(flat, cuts[0].axis, tiled=True),
-        stacks,
+        [x.reshape(len(x), -1) for x in stacks],
         token,
-        num_rows=len(cuts[0].sizes) if cuts else 1,
     )
     return [x.reshape(s.shape[1:]) for x, s in zip(rows, stacks, strict=True)], token
 
@@ -179,7 +179,8 @@ def _sums(arrays: Arrays, token: Token, axis: str) -> tuple[Arrays, Token]:
 def _reduced(
     reduce: Callable[[jax.Array, str], jax.Array], arrays: Arrays, token: Token, axis: str
 ) -> tuple[Arrays, Token]:
-    rows, token = _collective(lambda flat: reduce(flat, axis), arrays, token)
+    flat_rows = [x.reshape(1, -1) for x in arrays]
+    rows, token = _collective(lambda flat: reduce(flat, axis), flat_rows, token)
     return [x.reshape(like.shape) for x, like in zip(rows, arrays, strict=True)], token
 
 
@@ -187,7 +188,7 @@ _LARGE = 1 << 16  # elements: a copy beside others costs more than a collective
 
 
 def _collective(
-    run: Callable[[jax.Array], jax.Array], arrays: Arrays, token: Token, num_rows: int = 1
+    run: Callable[[jax.Array], jax.Array], arrays: Arrays, token: Token
 ) -> tuple[Arrays, Token]:
     """Collectives of flat arrays, each after the one before.
 
@@ -195,21 +196,21 @@ def _collective(
     its first element.
 
     Args:
-        run: Of flat rows, to flat rows of the same length.
-        num_rows: The rows of each array.
+        run: A collective of flat rows; its result is any number of rows of the same length.
+        arrays: All of as many rows.
 
     Returns:
-        For each array its rows.
+        The rows of each array after the collective, and the token of the last one.
     """
     out: dict[int, jax.Array] = {}
     for places in _bundles(arrays):
-        rows = [arrays[k].reshape(num_rows, -1) for k in places]
-        is_large = _is_large(arrays[places[0]])
+        rows = [arrays[k] for k in places]
+        is_large = _is_large(rows[0])
         if is_large:
             sent = rows[0].at[0, 0].add(token[0].astype(rows[0].dtype))
         else:
-            flags = jnp.broadcast_to(token.astype(rows[0].dtype), (num_rows, 1))
-            sent = jnp.concatenate([*rows, flags], axis=1)
+            tokens = jnp.broadcast_to(token.astype(rows[0].dtype), (len(rows[0]), 1))
+            sent = jnp.concatenate([*rows, tokens], axis=1)
         made = run(sent.reshape(-1)).reshape(-1, sent.shape[1])
         ends = list(itertools.accumulate(x.shape[1] for x in rows))
         out |= zip(places, jnp.split(made, ends, axis=1)[: len(rows)], strict=True)

@@ -98,6 +98,11 @@ class Axis(PlanValue):
     granules: Annotated[int, pydantic.Field(ge=2)] | None = None
 
     @property
+    def ratio(self) -> tuple[int, ...]:
+        """The ratio of the devices' shards, that of even ones too."""
+        return self.shares or (1,) * self.size
+
+    @property
     def deciding(self) -> dict[str, Any]:
         """The fields that decide bits, but for uneven shares."""
         return self.model_dump(exclude={"shares", "granules" if self.granules is None else "size"})

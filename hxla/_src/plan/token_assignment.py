@@ -179,8 +179,8 @@ class TokenAssignment:
 
     def _is_cut(self, v: int, d: int) -> bool:
         size = self._values[v].shape[d]
-        divides = size >= self._n if self._unlike else size % self._n == 0
-        return self._n > 1 and divides and self._tokens.is_token(v, d)
+        can_be = size >= self._n if self._unlike else size % self._n == 0
+        return self._n > 1 and can_be and self._tokens.is_token(v, d)
 
     def _equation(self, op: Op) -> None:
         if not op.outputs:

@@ -345,7 +345,7 @@ def chosen(plan: Plan) -> Pinned:
         choices = dataclasses.replace(choices, recomputes=plan.chain.recomputes)
     if len(plan.axes) == 1:
         [axis] = plan.axes
-        return dataclasses.replace(choices, shares=axis.shares or (1,) * axis.size)
+        return dataclasses.replace(choices, shares=axis.ratio)
     return choices
 
 
