@@ -22,5 +22,4 @@ job = hxla.Job(gpt.GPT(nnx.Rngs(0)), gpt.library(), gpt.loss, optax.adamw(1e-3),
 stages = [[{"devices": 1}], [{"devices": 1}, {"devices": 1}]]
 result = hxla.train(job, microbatch_size=2, stages=stages, steps=args.steps)
 losses = [step.loss for step in result.history.steps]
-counts = [replica.num_microbatches for replica in result.plan.pipeline.replicas]
-print(f"microbatches {counts}, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+print(f"microbatches {result.plan.counts}, loss {losses[0]:.3f} -> {losses[-1]:.3f}")

@@ -58,7 +58,7 @@ def two():
 
 
 def counts_of(plan):
-    return [replica.num_microbatches for replica in plan.pipeline.replicas]
+    return list(plan.counts)
 
 
 def parts_of(plan):
@@ -166,8 +166,8 @@ def test_a_plan_goes_through_its_file_and_explains_each_replica():
     plan = two()
     assert hxla.Plan.from_json(plan.to_json()) == plan
     text = plan.explain()
-    for i, num in enumerate(counts_of(plan)):
-        assert f"replica {i}: {num} microbatches" in text
+    for name, num in zip(("A #0", "A #1-2"), counts_of(plan), strict=True):
+        assert re.search(rf"{name} +{num} microbatches", text)
     assert "A #0: the whole model" in text
 
 

@@ -167,6 +167,60 @@ def test_which_replica_runs_a_microbatch_moves_no_bit(make):
     assert len({result.sha256 for result in results}) == 1
 
 
+def test_each_of_unlike_replicas_is_timed_with_its_own_counts():
+    case = CASES["one beside two"]
+    config = {"cluster": {"visible_devices": [0, 1, 2]}}
+    job = hxla.Job(case.make(), case.data(), case.loss, OPTIMIZER, batch_size=BATCH, config=config)
+    plan = job.plan(microbatch_size=MICRO, **case.options)
+    busy = {}
+    for counts in ((5, 3), (8, 0), (0, 8)):  # with the programs of the first
+        with job.open(plan.with_counts(counts), steps=1, quiet=True) as session:
+            record = session.step()
+        assert record.counts == counts == session.plan.counts
+        busy[counts] = record.busy_seconds
+    # Each waits for the parameters and gives its sums back, and works if it has microbatches.
+    assert all(seconds > 0 for each in busy.values() for seconds in each)
+    assert busy[8, 0][0] > busy[8, 0][1]
+    assert busy[0, 8][0] < busy[0, 8][1]
+
+
+MOVED_CODE = """
+import hxla
+hxla.join()
+import jax
+import json
+import optax
+from flax import nnx
+from support import models
+
+model, data = models.Layers(nnx.Rngs(0), 4, 512), models.regression(1024, inputs=512)
+loss = lambda model, batch: model(batch["x"]) ** 2
+job = hxla.Job(model, data, loss, optax.sgd(1e-4), batch_size=512)
+stages = [[{"devices": 1}], [{"devices": 1}, {"devices": 1}]]
+plan = job.plan(stages=stages, microbatch_size=32, counts=(2, 14))
+found = {}
+for balance in (True, False):
+    with job.open(plan, steps=25, balance=balance, quiet=True) as session:
+        counts = [record.counts for record in session]
+    found[balance] = [counts, session.plan.numerics, session.result().sha256]
+if jax.process_index() == 0:
+    print(json.dumps(list(found.values())))
+"""
+
+
+@pytest.mark.slow
+def test_counts_of_unlike_replicas_follow_the_speed_in_a_run_and_move_no_bit(tmp_path):
+    devices = "".join(f'[[device]]\nkind = "cpu"\ncore_share = {s}\n' for s in (0.8, 0.2, 0.2))
+    (tmp_path / "mesh.toml").write_text(f'name = "three"\n{devices}')
+    out, err = end_of(start(tmp_path, MOVED_CODE, "--mesh", "mesh.toml"))
+    moved, fixed = json.loads(out[out.index("[[[") :])
+    assert fixed[0] == [[2, 14]] * 25, err[-3000:]
+    # A core of 0.8 beside two of 0.2 runs two thirds of the microbatches.
+    assert moved[0][0] == [2, 14]
+    assert moved[0][-1][0] > 7
+    assert moved[1:] == fixed[1:]
+
+
 @pytest.mark.slow
 def test_a_run_of_unlike_replicas_is_resumed_with_other_counts_to_the_same_bits(tmp_path):
     case = CASES["one beside two"]

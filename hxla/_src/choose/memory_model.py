@@ -249,9 +249,15 @@ def speeds_of(work: Workload, plan: Plan, cluster: Cluster) -> tuple[tuple[float
 
 
 def microbatch_seconds(plan: Plan) -> tuple[float, ...]:
-    """Seconds of a microbatch on each replica, measured or predicted; empty: not known."""
+    """Seconds of a microbatch on each replica, measured or predicted; empty: not known.
+
+    Replicas of unlike form are one here, which has all devices.
+    """
     if plan.prediction is None:
         return ()
+    if plan.unlike_replicas:
+        step = plan.prediction.step_seconds
+        return (step / plan.num_microbatches,) if step else ()
     known = plan.prediction.microbatch_seconds or predicted_microbatches(plan, plan.prediction)
     return known if all(known) else ()
 

@@ -16,7 +16,7 @@ from ..core.keywords import as_whole_number
 from ..core.types import PyTree
 from ..jax.devices import is_here
 from ..lower.sum import Reducer
-from ..plan.parts import DevicePrediction, Prediction
+from ..plan.parts import DevicePrediction, Prediction, are_free
 from ..plan.plan import Plan
 from .apportionment import best_counts, bound_seconds, even_counts, finish_seconds
 
@@ -44,12 +44,19 @@ def counts_can_move(plan: Plan, devices: Devices) -> bool:
     """
     if plan.pipeline is not None and plan.pipeline.needs_even_counts:
         return False
+    if plan.unlike_replicas:
+        return are_free(plan.unlike_replicas) and not share_one_process(1, devices)
     return not (plan.inner_axes and share_one_process(len(plan.replicas[0].devices), devices))
 
 
-def own_ids(counts: Sequence[int], reducer: Reducer) -> list[range]:
-    """Microbatch ids of each local replica: replicas take consecutive runs in their order."""
-    starts = np.concatenate([[0], np.cumsum(counts)])
+def own_ids(plan: Plan, reducer: Reducer, num: int | None = None) -> list[range]:
+    """Ids of each local replica's microbatches: replicas take consecutive runs in their order.
+
+    Args:
+        num: Of all replicas, in about the proportions of a step; None: those of a step.
+    """
+    counts: Sequence[int] = [replica.num_microbatches for replica in plan.replicas]
+    starts = np.cumsum([0, *(counts if num is None else share_of(num, counts))])
     return [range(int(starts[r.index]), int(starts[r.index + 1])) for r in reducer.local]
 
 
@@ -209,13 +216,15 @@ def predicted(
     if not all(seconds):
         return known
     finish = finish_seconds(plan.counts, seconds, fixed)
-    starts = [replica.start_seconds * bool(replica.num_microbatches) for replica in plan.replicas]
+    starts = [0.0] * len(finish)
+    if not plan.unlike_replicas:
+        starts = [r.start_seconds * bool(r.num_microbatches) for r in plan.replicas]
     return known.model_copy(
         update={
             "step_seconds": max(map(sum, zip(starts, finish, strict=True))),
             # A single replica has no other counts.
             "bound_seconds": bound_seconds(sum(plan.counts), seconds, fixed)
-            if len(plan.replicas) > 1
+            if len(plan.counts) > 1
             else 0.0,
             "bound_over": "counts",
             "microbatch_seconds": tuple(seconds),

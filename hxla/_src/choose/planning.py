@@ -25,7 +25,13 @@ from ..plan.plan import Plan
 from ..plan.rules import RuleSet
 from ..profile.profile import Profile, Setting
 from ..profile.segment_times import layer_sizes
-from .apportionment import best_counts, best_size, candidate_sizes, default_sizes
+from .apportionment import (
+    best_counts,
+    best_size,
+    candidate_sizes,
+    default_sizes,
+    finish_seconds,
+)
 from .complete import complete
 from .device_times import BACKWARD_FLOPS, Alternative, flops_per_second, layer_times
 from .memory import with_sums_and_memory
@@ -488,9 +494,7 @@ def _unlike_replicas(
     else:
         chain = segments(graph_of(graph), pipeline.most_segments)
         times = _estimated(chain, graph_of(graph), size, cluster)
-    asked, slowest, seconds = with_cuts_and_counts(
-        graph, pipeline, num, request.counts, times, kept
-    )
+    asked, slowest, fixed = with_cuts_and_counts(graph, pipeline, num, request.counts, times, kept)
     shown = ", ".join(f"{x * 1e3:.3g}" for x in slowest)
     is_measured = is_timed and (profile is not None or measure is not None)
     origin = "measured times" if is_measured else _ESTIMATES
@@ -499,8 +503,11 @@ def _unlike_replicas(
     structure = dataclasses.replace(structure, pipeline=asked, reasons=reasons)
     if not times:
         return structure, None
+    counts = [replica.num_microbatches for replica in asked.replicas]
     return structure, Prediction(
-        step_seconds=seconds, microbatch_seconds=(seconds / num,), fixed_seconds=(0.0,)
+        step_seconds=max(finish_seconds(counts, slowest, fixed)),
+        microbatch_seconds=slowest,
+        fixed_seconds=fixed,
     )
 
 

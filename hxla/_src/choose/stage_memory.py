@@ -20,7 +20,7 @@ from ..plan.check import schedule_of
 from ..plan.parts import PlannedStage
 from ..plan.plan import Plan, stage_ranks
 from ..plan.sharding import Sharded
-from ..plan.unlike_stages import sharded_stages, stage_cuts
+from ..plan.unlike_stages import most_counts, sharded_stages, stage_cuts
 from ..profile.segment_times import ResidualEstimator
 from ..schedule.segment_sequence import SegmentCost
 from .memory_price import OneStage, StageBytes
@@ -64,13 +64,12 @@ class UnlikeStages:
         trained, shapes = work.model.trained_places, plan.device_shapes
         names = {plan.parameters[p].name for p in trained}
         stored = 4 * sum(math.prod(shapes[p]) for p in trained)
-        unlike = plan.unlike_replicas
+        unlike, counts = plan.unlike_replicas, most_counts(plan)
         for i, ranks_of in enumerate(stage_ranks(plan)):
             form = i if unlike else 0
             stages = plan.stage_forms[form]
-            count = unlike[i].num_microbatches if unlike else max(plan.counts)
             kept = (0,) * len(stages)
-            if count:
+            if count := counts[form]:
                 kept = schedule_of(pipeline.schedule, len(stages), count, 1).peak_stash
             of_stages = zip(stages, self._costs[form], kept, ranks_of, strict=True)
             for stage, costs, num, ranks in of_stages:

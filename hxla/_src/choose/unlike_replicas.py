@@ -14,7 +14,7 @@ import numpy as np
 from ..graph.graph import Graph
 from ..graph.parts import graph_of
 from ..graph.segments import segments
-from .apportionment import best_counts, even_counts, finish_seconds
+from .apportionment import best_counts, even_counts
 from .microbatch_counts import Counts, asked_counts
 from .pipeline_request import PipelineRequest, UnlikeReplica, least_maximum
 from .stage_forms import StageForm
@@ -27,7 +27,7 @@ def with_cuts_and_counts(
     counts: Counts,
     seconds: Mapping[int, np.ndarray],
     kept: Sequence[int],
-) -> tuple[PipelineRequest, tuple[float, ...], float]:
+) -> tuple[PipelineRequest, tuple[float, ...], tuple[float, ...]]:
     """The request with the stages and microbatches of each replica.
 
     Args:
@@ -37,8 +37,8 @@ def with_cuts_and_counts(
         kept: The segments of each part of an earlier plan, where a run goes on; empty: none.
 
     Returns:
-        The request; for each replica what its slowest stage takes of a microbatch, and what a step
-        takes: seconds, where these are known.
+        The request; for each replica what its slowest stage takes of a microbatch, and what its
+        other stages take of one: seconds, where these are known.
 
     Raises:
         PlanError: If the model has too few segments.
@@ -85,7 +85,7 @@ def with_cuts_and_counts(
         for replica, each, number in zip(request.replicas, ends, numbers, strict=True)
     )
     request = dataclasses.replace(request, num=len(parts), cut=parts, replicas=replicas)
-    return request, tuple(slowest), max(finish_seconds(numbers, slowest, fixed))
+    return request, tuple(slowest), tuple(fixed)
 
 
 def counts_are_free(request: PipelineRequest) -> bool:

@@ -534,7 +534,7 @@ def _without_counts(plan: Plan) -> Plan:
     """The decisions on which programs depend; counts only if the schedule suits some only."""
     if plan.pipeline is not None and plan.pipeline.needs_even_counts:
         return plan.decisions
-    none = [0] * (len(plan.unlike_replicas or plan.replicas) - 1)
+    none = [0] * (len(plan.counts) - 1)
     return plan.decisions.with_counts((plan.num_microbatches, *none))
 
 

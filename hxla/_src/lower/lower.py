@@ -57,7 +57,7 @@ from .state_layout import StateLayout
 from .step_program import step_program_of
 from .store import Store
 from .sum import Reducer
-from .sum_layout import SumLayout
+from .sum_layout import NUM_STATS, SumLayout
 from .uneven import Uneven
 from .update import UpdateInputs, UpdateSpec, num_rows, traced_program
 from .updates import Updates, WrittenUpdate, updates_of
@@ -175,6 +175,7 @@ class Programs:
             groups=sums_of,
             in_one=len(replicas) == 1 and not releases,
             islands=plan.islands,
+            num_stats=NUM_STATS + len(plan.unlike_replicas),
         )
         self.reducer = Reducer(
             replicas,

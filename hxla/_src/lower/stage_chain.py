@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from ..plan.plan import Plan
 from .chain_operations import Running
 from .contribution import Contribution, DeviceSums, Tensors
 from .inputs import Training
+from .layerwise import Spans
 from .program_text import ProgramText
 from .replica import Replica
 from .stage import map_specs
@@ -57,6 +58,10 @@ class StageChain:
 
     Args:
         replica: All devices of the pipelines, along one axis.
+
+    Attributes:
+        counts: The microbatches of each pipeline in a step; empty: there is one.
+        spans: For each pipeline where `run` puts pairs of arrays, see `Spans`; empty: nowhere.
     """
 
     unit = 1  # it takes any number of microbatches
@@ -64,6 +69,8 @@ class StageChain:
 
     def __init__(self, spec: StageChainSpec, replica: Replica):
         self._spec, self._replica = spec, replica
+        self.counts: tuple[int, ...] = ()
+        self.spans: Sequence[Spans[Any]] = ()
         # Gloo mixes up collectives that do not depend on each other.
         self._in_turn = replica.spans_processes and replica.devices[0].platform == "cpu"
         #: The traced loss: processes of unlike stages have unlike programs.
@@ -74,7 +81,7 @@ class StageChain:
                 each,
                 list(itertools.islice(rest, _num_devices(each.axes, each.cut))),
                 index=replica.index,
-                label=f"replica {i}, " * bool(spec.counts),
+                label=f"replica {i}, " * (len(spec.pipelines) > 1),
                 in_turn=self._in_turn,
             )
             for i, each in enumerate(spec.pipelines)
@@ -201,24 +208,33 @@ class StageChain:
         Returns:
             The sums as they are between steps, and a small array to wait on.
         """
-        filled = self._filled(params)
+        filled, spans = self._filled(params), list(self._shared_out(len(ids)))
+        timed = [
+            (i, each)
+            for i, each in enumerate(self.spans)
+            if filled[i] and spans[i][0] < spans[i][1]  # it runs something here
+        ]
+        for i, each in timed:
+            arrays = [*filled[i].values()]
+            each.put((arrays, arrays))
         running = [
             pipeline.begin(each, aux, exponents, step)
             for pipeline, each in zip(self._pipelines, filled, strict=True)
         ]
         del filled
-        spans = self._shared_out(len(ids))
         ticks = [
             pipeline.ticks(each, step, ids[a:b], batches[a:b])
             for pipeline, each, (a, b) in zip(self._pipelines, running, spans, strict=True)
         ]
+        for i, each in timed:
+            ticks[i] = _told(ticks[i], running[i], each)
         for _ in itertools.zip_longest(*ticks):
             pass
         return self._end(running)
 
     def _shared_out(self, num: int) -> Iterator[tuple[int, int]]:
         """Where the microbatches of each pipeline begin and end."""
-        ends = list(itertools.accumulate(self._spec.counts or (num,), initial=0))
+        ends = list(itertools.accumulate(self.counts or (num,), initial=0))
         # A trial has fewer than a step: each pipeline gets about its part.
         return itertools.pairwise(end * num // ends[-1] for end in ends)
 
@@ -281,6 +297,14 @@ class StageChain:
         """The bytes of each local device's stage beside state and sums."""
         each = [pipeline.stage_bytes() for pipeline in self._pipelines]
         return {device: num for one in each for device, num in one.items()}
+
+
+def _told(
+    ticks: Iterator[None], running: Mapping[int, Running], spans: Spans[Any]
+) -> Iterator[None]:
+    """The ticks of a pipeline, whose last arrays go to `spans`."""
+    yield from ticks
+    spans.put((None, [state.peaks for state in running.values()]))
 
 
 def _num_devices(axes: Sequence[Sequence[tuple[str, int]]], cut: Sequence[int]) -> int:

@@ -14,7 +14,7 @@ from ..plan.check import schedule_of
 from ..plan.layout import check_layers_whole, to_spec
 from ..plan.parts import PlannedStage
 from ..plan.plan import Plan
-from ..plan.unlike_stages import sharded_stages, stage_cuts, stage_parts
+from ..plan.unlike_stages import most_counts, sharded_stages, stage_cuts, stage_parts
 from ..schedule.schedules import Schedule
 from .chain_spec import ChainSpec, direct_parts
 from .contribution import Contribution, Tensors, num_terms
@@ -36,7 +36,7 @@ class StagesSpec:
         inside: For each part the parameters while its stage runs.
         cut: The number of parts of each stage.
         schedule: From a number of microbatches to their schedule.
-        most: Most microbatches of the pipeline in a step, as planned.
+        most: Most microbatches of the pipeline in a step.
         recompute: Whether stages keep their inputs only.
     """
 
@@ -61,13 +61,11 @@ class StageChainSpec:
 
     Attributes:
         pipelines: One, or several of unlike form.
-        counts: The microbatches of each, where there are several.
         tensors: Without padding.
         stored: The parameters between steps, over all devices.
     """
 
     pipelines: tuple[StagesSpec, ...]
-    counts: tuple[int, ...]
     tensors: Tensors
     stored: Placed
 
@@ -94,14 +92,11 @@ def stage_chain_spec(
     assert planned is not None
     ordered, cuts = graph_at(graph, planned.cut_by, planned.points)
     check_layers_whole(ordered, plan.parameters)
-    counts = tuple(replica.num_microbatches for replica in planned.replicas)
-    most = counts or (max(plan.counts),)
     return StageChainSpec(
         pipelines=tuple(
             _stages_spec(training, ordered, cuts, plan, stages, num, tensors, trained)
-            for stages, num in zip(plan.stage_forms, most, strict=True)
+            for stages, num in zip(plan.stage_forms, most_counts(plan), strict=True)
         ),
-        counts=counts,
         tensors=tensors,
         stored=tuple((to_spec(p.spec), Padding(p.sizes)) for p in plan.parameters),
     )

@@ -44,7 +44,7 @@ from .global_arrays import GlobalArrays, HostSums
 from .padding import Cut
 from .replica import Replica
 from .state_sums import joined_over
-from .sum_layout import NUM_STATS, SumLayout
+from .sum_layout import SumLayout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -464,7 +464,9 @@ class Reducer:
 
     def told(self, decisions: Decisions) -> Told:
         """What the host learns of a reduction; waits for it."""
-        return Told.of(decisions.told, self.layout.num_tensors, self.layout.row_shape, NUM_STATS)
+        return Told.of(
+            decisions.told, self.layout.num_tensors, self.layout.row_shape, self.layout.num_stats
+        )
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:

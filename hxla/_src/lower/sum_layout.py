@@ -19,7 +19,7 @@ from .chunks import Chunks
 from .compile import firsts_alike
 from .contribution import Contribution, Tensors, buckets, pack_shapes, pack_sizes, pack_specs
 
-NUM_STATS = 3  # statistics that each replica sends to all others with a sum
+NUM_STATS = 3  # seconds of microbatches, seconds of the update before, a request to stop
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,7 @@ class SumLayout:
         groups: Packs that are reduced apart from the others; None: all are reduced at once.
         in_one: Whether one bucket has all packs, for a replica that sends nothing.
         islands: Groups of replicas that sum apart; None: there are none.
+        num_stats: Numbers that each replica tells all others with a sum.
     """
 
     tensors: Tensors
@@ -54,6 +55,7 @@ class SumLayout:
     groups: Sequence[Sequence[int]] | None = None
     in_one: bool = False
     islands: Islands | None = None
+    num_stats: int = NUM_STATS
 
     @property
     def num_tensors(self) -> int:
@@ -151,7 +153,7 @@ class SumLayout:
     @property
     def small_shapes(self) -> list[tuple[int, ...]]:
         """Shapes of the small integer arrays that are summed: statistics, rows and words."""
-        stats_shape = self.num_replicas, NUM_STATS
+        stats_shape = self.num_replicas, self.num_stats
         return [stats_shape, self.row_shape, *(x.shape for x in self.tensors.words)]
 
     def small_specs(self, k: int) -> tuple[list[P], list[P]]:

@@ -181,10 +181,10 @@ def _batch_faults(plan: Any) -> Iterator[str]:
             f"microbatch_size: {plan.microbatch_size} does not divide batch_size "
             f"{plan.batch_size}, use a divisor"
         )
-    elif sum(plan.counts) != num:
+    elif sum(counts := [replica.num_microbatches for replica in plan.replicas]) != num:
         yield (
-            f"replicas: num_microbatches {', '.join(map(str, plan.counts[:9]))} add up to "
-            f"{sum(plan.counts)}, a batch of {plan.batch_size} has {num}"
+            f"replicas: num_microbatches {', '.join(map(str, counts[:9]))} add up to "
+            f"{sum(counts)}, a batch of {plan.batch_size} has {num}"
         )
 
 
@@ -503,8 +503,8 @@ def _prediction_faults(plan: Any) -> Iterator[str]:
         return
     for name in ("microbatch_seconds", "fixed_seconds"):
         num = len(getattr(known, name))
-        if num not in (0, len(plan.replicas)):
-            yield f"prediction.{name}: {num} values for {len(plan.replicas)} replicas"
+        if num not in (0, len(plan.counts)):
+            yield f"prediction.{name}: {num} values for {len(plan.counts)} replicas"
     if bool(known.microbatch_seconds) != bool(known.fixed_seconds):
         yield "prediction: microbatch_seconds and fixed_seconds come together"
     unknown = {d.rank for d in known.devices} - {d.rank for d in plan.devices}

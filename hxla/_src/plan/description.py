@@ -77,7 +77,7 @@ def _replicas_in_words(pipeline: PlannedPipeline, names: Sequence[Sequence[str]]
     yield f"  unlike replicas of {num} parts of the model, {pipeline.schedule}: {kept}"
     for i, (replica, devices) in enumerate(zip(pipeline.replicas, names, strict=True)):
         parts = iter(range(num))
-        yield f"  replica {i}: {plural(replica.num_microbatches, 'microbatch')}"
+        yield f"  replica {i}:"
         for stage, name in zip(replica.stages, devices, strict=True):
             numbers = list(itertools.islice(parts, stage.num_parts))
             segments = [s.name.split(" .. ") for s in pipeline.segments if s.part in numbers]

@@ -255,6 +255,11 @@ def decided_by_stages(replicas: Sequence[PlannedReplica]) -> list[Any]:
     return [[r.num_microbatches, form] for r, form in zip(replicas, forms, strict=True)]
 
 
+def are_free(replicas: Sequence[PlannedReplica]) -> bool:
+    """Whether it decides no bit which replica of unlike form runs a microbatch."""
+    return len(decided_by_stages(replicas)) == 1
+
+
 class PlannedPipeline(PlanValue):
     """The stages of a pipeline and their schedule.
 

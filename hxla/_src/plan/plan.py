@@ -235,7 +235,7 @@ class Plan(PlanValue):
     @property
     def counts(self) -> tuple[int, ...]:
         """The microbatches of each replica in a step."""
-        return tuple(replica.num_microbatches for replica in self.replicas)
+        return tuple(r.num_microbatches for r in self.unlike_replicas or self.replicas)
 
     @property
     def num_microbatches(self) -> int:
@@ -324,7 +324,10 @@ class Plan(PlanValue):
     def replica_names(self) -> tuple[str, ...]:
         """Short unique names of the replicas, such as `RTX 4090 #1 + RTX 3090 #0`."""
         kinds = {device.rank: device.kind for device in self.devices}
-        return tuple(name_of_devices(replica.devices, kinds) for replica in self.replicas)
+        devices = [replica.devices for replica in self.replicas]
+        if self.unlike_replicas:
+            devices = [tuple(itertools.chain(*stages)) for stages in stage_ranks(self)]
+        return tuple(name_of_devices(ranks, kinds) for ranks in devices)
 
     @property
     def stage_names(self) -> tuple[tuple[str, ...], ...]:
@@ -583,7 +586,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     width = max(map(len, names))
     for i, (name, count) in enumerate(zip(names, counts, strict=True) if not on else ()):
         if i == _MOST_LINES:
-            yield f"  and {len(plan.replicas) - i} more"
+            yield f"  and {len(counts) - i} more"
             break
         noun = "microbatch" if count == 1 else "microbatches"
         yield f"  {name:<{width}}  {count:>4} {noun}{_work_in_words(plan, i)}"
@@ -607,6 +610,8 @@ def _lines(plan: Plan) -> Iterator[str]:
 
 
 def _way_in_words(plan: Plan, i: int) -> str:
+    if plan.unlike_replicas:
+        return ""
     work = plan.replicas[i]
     how = f", {work.executors} at once" if work.executors > 1 else ""
     return how + (f", starts {span(work.start_seconds)} later" if work.start_seconds else "")
@@ -653,8 +658,7 @@ def _prediction_in_words(plan: Plan, known: Prediction) -> Iterator[str]:
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     """The rows of `Plan.compare`."""
-    known, replicas = plan.prediction, plan.unlike_replicas or plan.replicas
-    counts = [replica.num_microbatches for replica in replicas]
+    known, counts = plan.prediction, plan.counts
     yield "cluster", plan.cluster or "here"
     yield "devices in use", str(len(plan.devices))
     sizes = ["unlike"] if plan.unlike_replicas else plan.axis_sizes.values()

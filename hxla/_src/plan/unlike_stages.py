@@ -113,6 +113,19 @@ def _dims(layout: Layout) -> dict[str, int]:
     return {name: dim for dim, names in enumerate(layout.spec) for name in names}
 
 
+def most_counts(plan: Any) -> tuple[int, ...]:
+    """The most microbatches of each form of replica in a step, for which there is memory.
+
+    With `1f1b` a stage keeps no more than its place asks for, however many there are. With `gpipe`
+    it keeps all of a step.
+    """
+    if not plan.unlike_replicas:
+        return (max(plan.counts),)
+    if plan.pipeline.schedule == "1f1b":
+        return (plan.num_microbatches,) * len(plan.counts)
+    return plan.counts
+
+
 def unlike_stage_faults(plan: Any, pipeline: PlannedPipeline) -> Iterator[str]:
     """Faults of a plan with unlike stages: `key: fault, remedy`."""
     replicas, forms = pipeline.replicas, plan.stage_forms

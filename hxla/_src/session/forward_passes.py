@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..choose.microbatch_counts import own_ids, share_of
+from ..choose.microbatch_counts import own_ids
 from ..core.errors import ConfigError
 from ..core.types import PyTree
 from ..data.data import eval_batches
@@ -216,7 +216,7 @@ def evaluated(
     facts = {"examples of the evaluation": str(size)}
     job.agree("evaluation", lambda: facts | facts_of_data(fetch(0), "evaluation: "))
     num = math.ceil(size / plan.microbatch_size)
-    ids = own_ids(share_of(num, plan.counts), reducer)
+    ids = own_ids(plan, reducer, num)
     on_reduce = functools.partial(beat, "evaluation's sum")
     loss, metrics = forwards.evaluate(num, ids, fetch, on_reduce=on_reduce)
     seconds = time.perf_counter() - began

@@ -418,6 +418,7 @@ def opened_session(
     stepper = Stepper(programs, store)
     stack.callback(stepper.close)
     stepper.use_executors(plan.replicas)
+    stepper.use_counts(plan)
     islands = IslandSteps(programs, store, stepper, start)
     repeats = 3 if options.balance else 0
     times = stepper.warm_up(inputs, repeats=repeats, has_scales=resumed is not None)

@@ -16,6 +16,7 @@ from ..core.config import BalanceConfig
 from ..job.context import JobContext
 from ..lower.lower import Programs
 from ..plan.plan import Plan
+from ..plan.unlike_stages import most_counts
 from ..report.history import Rebalance, StepRecord
 from .device_memory import check_stages_fit
 from .opening import Opened
@@ -397,12 +398,16 @@ class RunningPlan:
         if plan.stage_forms:
             check_stages_fit(opened, job)
             limits: Sequence[int | None] = [None] * len(plan.replicas)
+            if plan.unlike_replicas:
+                limits = most_counts(plan)
         else:
             limits = count_limits(plan, self._cluster, *sizes)
         moves = options.balance or job.settings.balance
         before = next(reversed(opened.source.plans.values()), None)
         self.plan, self.balancer = _balanced(plan, moves, limits, opened.seconds, before)
         opened.islands.use_counts(self.plan.counts)
+        opened.stepper.use_counts(self.plan)
+        self._use_counts = opened.stepper.use_counts
         self.pipelines = PipelineWatch(opened.stepper, programs, job.gather)
         notes = (*_other_islands(self.plan, before), *_unplanned_gathers(programs))
         notes += self.pipelines.measure(opened.inputs, self.plan)
@@ -422,6 +427,7 @@ class RunningPlan:
         # Without a change, a parked device may be tried for one step.
         if change is not None or self.balancer.counts != self.plan.counts:
             self.plan = self._predicted(self.plan.with_counts(self.balancer.counts))
+            self._use_counts(self.plan)
         if change is not None:
             self.plans[change.step] = self.plan
             recorder.rebalanced(change)
@@ -463,6 +469,8 @@ def _balanced(
         PlanError: If a device has no memory for its counts.
     """
     counts = plan.counts
+    if plan.unlike_replicas:
+        seconds = None  # of all replicas together
     if seconds is not None:
         counts = best_counts(plan.num_microbatches, seconds, None, limits)
         if plan.islands is not None:

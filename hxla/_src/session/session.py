@@ -205,7 +205,7 @@ class Session:
         """
         self._settle()
         step = self.step_number
-        ids = own_ids(self.plan.counts, self._reducer)
+        ids = own_ids(self.plan, self._reducer)
         self._watchdog.beat(step, "data")
         if batch is None:
             batches = self._feed.load(step, ids, self.plan)

@@ -24,9 +24,11 @@ from ..lower.global_arrays import stat_rows
 from ..lower.layerwise import Spans, ZeroPipeline
 from ..lower.lower import Programs
 from ..lower.pipeline import PieceTimes, Pipeline, piece_times
+from ..lower.stage_chain import StageChain
 from ..lower.step_program import StepProgram
 from ..lower.store import Store
 from ..lower.sum import Reduced
+from ..lower.sum_layout import NUM_STATS
 from ..lower.update import UpdateInputs
 from ..model.loss import means
 from ..model.loss_scale import ScaleState, sum_exponent
@@ -249,13 +251,16 @@ class Stepper:
         self._reduced: Reduced | None = None
         self._group_totals: list[list[jax.Array]] = []
         # Threads wait for devices; the main thread goes on dispatching.
-        self._pool = concurrent.futures.ThreadPoolExecutor(3 * num)
+        self._num_forms = len(programs.plan.unlike_replicas)
+        self._pool = concurrent.futures.ThreadPoolExecutor(3 * num + self._num_forms)
         waits = self.wait, self._wait_for_collectives
         self.forwards = ForwardPasses(programs, store, self._pool, *waits)
         #: When each local replica's last update began and ended.
         self._updates: list[_Seconds] = []
         #: Of each local replica's last microbatches the seconds, and those of the update before.
         self._watches: list[_Seconds] = []
+        #: The same of each replica of unlike form, which all are one local replica.
+        self._watches_of_forms: list[_Seconds] = []
         self._first_seconds = [0.0] * num
         self._is_alone = jax.process_count() == 1
         self.is_late = not self._is_alone and not programs.waits
@@ -361,6 +366,12 @@ class Stepper:
         for replica, runner in zip(self._reducer.local, self._programs.runners, strict=True):
             if isinstance(runner, ChainRunner):
                 runner.use_executors(replicas[replica.index].executors, keeps=keeps)
+
+    def use_counts(self, plan: Plan) -> None:
+        """Set the microbatches of each replica of unlike form, as a plan has them."""
+        for runner in self._programs.runners:
+            if isinstance(runner, StageChain):
+                runner.counts = plan.counts if plan.unlike_replicas else ()
 
     def measure_pipelines(self, batch: PyTree, *, repeats: int) -> dict[int, PieceTimes]:
         """Times of the pieces of every local pipeline's step, by replica."""
@@ -483,8 +494,14 @@ class Stepper:
 
     def _stats(self, seconds: Sequence[tuple[float, float]], stop: float) -> list[jax.Array]:
         """What each local replica tells all others with its sums."""
-        reducer, stats = self._reducer, [np.array([*pair, stop], np.float32) for pair in seconds]
+        reducer, forms = self._reducer, self._seconds_of_forms()
+        stats = [np.array([*pair, stop, *forms], np.float32) for pair in seconds]
         return stat_rows(stats, reducer.local, len(reducer.replicas))
+
+    def _seconds_of_forms(self) -> list[float]:
+        """Seconds of the last microbatches of each replica of unlike form; 0: all elsewhere."""
+        known = [watch.result()[0] for watch in self._watches_of_forms]
+        return known or [0.0] * self._num_forms
 
     def busy_seconds_here(self) -> list[float]:
         """Seconds of the last microbatches of each local replica."""
@@ -497,12 +514,18 @@ class Stepper:
         names, scale = self._programs.tensors.float_names, self._store.loss_scale
         nonfinite = _nonfinite(told, weight, names, self.bounds[0])
         seconds = np.array(self._seconds()) if self._is_alone else told.stats_DN
+        busy, updates = seconds[:, 0], seconds[:, 1]
+        if self._num_forms:
+            forms = self._seconds_of_forms()
+            busy = np.array(forms) if self._is_alone else told.stats_DN[0, NUM_STATS:]
+            # What all do together: parameters go to the stages, and sums come back.
+            updates = (updates + max(0.0, seconds[0, 0] - busy.max())).repeat(self._num_forms)
         return Outcome(
             loss=loss,
             weight=weight,
             metrics=metrics,
-            busy_seconds=tuple(map(float, seconds[:, 0])),
-            update_seconds=tuple(map(float, seconds[:, 1])),
+            busy_seconds=tuple(map(float, busy)),
+            update_seconds=tuple(map(float, updates)),
             stop=request() if self._is_alone else float(told.stats_DN[:, 2].max()),
             nonfinite=nonfinite,
             redone=redone,
@@ -521,11 +544,13 @@ class Stepper:
             self._pool.submit(_watched, replica_spans, start, update)
             for replica_spans, update in itertools.zip_longest(spans, self._updates)
         ]
+        forms: list[Spans[Any]] = [Spans() for _ in range(self._num_forms * in_turn)]
+        self._watches_of_forms = [self._pool.submit(_watched, x, start, None) for x in forms]
         try:
             if layered is None:
                 for i in sorted(range(len(ids)), key=starts.__getitem__):
                     begins = self._begin(i, start, starts[i]) if ids[i] else start
-                    tick = self._run(i, step, ids[i], batches[i])
+                    tick = self._run(i, step, ids[i], batches[i], forms)
                     if tick is not None:
                         spans[i].put((begins, tick))
             else:
@@ -535,7 +560,7 @@ class Stepper:
                 sums, self._group_totals = layered.run(replicas, scales, step, ids, batches, spans)
                 self._sums = list(sums)
         finally:
-            for replica_spans in spans:  # ends the watch, also after an error
+            for replica_spans in (*spans, *forms):  # ends the watch, also after an error
                 replica_spans.put(None)
         return watches
 
@@ -547,13 +572,30 @@ class Stepper:
         time.sleep(max(0.0, free + seconds - time.perf_counter()))
         return time.perf_counter()
 
-    def _run(self, i: int, step: int, ids: range, batches: Sequence[PyTree]) -> jax.Array | None:
-        """Dispatch a local replica's microbatches; an array to block on, or None without any."""
+    def _run(
+        self,
+        i: int,
+        step: int,
+        ids: range,
+        batches: Sequence[PyTree],
+        forms: Sequence[Spans[Any]] = (),
+    ) -> jax.Array | None:
+        """Dispatch a local replica's microbatches.
+
+        Args:
+            forms: Where replicas of unlike form say what they run; empty: nowhere.
+
+        Returns:
+            An array to block on, or None without microbatches.
+        """
+        runner = self._programs.runners[i]
         if not ids:
-            self._sums[i] = self._programs.runners[i].empty()
+            self._sums[i] = runner.empty()
             return None
+        if isinstance(runner, StageChain):
+            runner.spans = forms
         replica = self._store.held[i]
-        self._sums[i], tick = self._programs.runners[i].run(
+        self._sums[i], tick = runner.run(
             replica.params, replica.aux, self._sums[i], self.scales.exponents(i), step, ids, batches
         )
         return tick

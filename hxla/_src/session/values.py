@@ -203,8 +203,7 @@ def plans_to_table(plans: Mapping[int, Plan]) -> list[dict[str, Any]]:
     for step, plan in plans.items():
         row: dict[str, Any] = {"plan": json.loads(plan.decisions.to_json())}
         if before is not None and all(".num_microbatches:" in line for line in before.diff(plan)):
-            replicas = plan.unlike_replicas or plan.replicas
-            row = {"counts": [replica.num_microbatches for replica in replicas]}
+            row = {"counts": list(plan.counts)}
         rows.append({"first_step": step, **row})
         before = plan
     return rows
