@@ -1,5 +1,7 @@
 """Routes: arrays of any dtype between devices that shard them in unlike ways, bit for bit."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,3 +93,15 @@ def test_a_device_gets_the_rows_that_it_lacks_only():
     text = Route(jax.devices()[:3], [whole], [third]).lower().compile().as_text()
     assert text.count("collective-permute(") == 2
     assert "u32[8]" in text  # two of six rows of four
+
+
+def test_devices_may_have_any_order():
+    one = SingleDeviceSharding(jax.devices()[0])
+    x = np.arange(6, dtype=np.float32)
+    for devices in itertools.permutations(jax.devices()[:3]):
+        third = NamedSharding(Mesh(np.array(devices), ("device",)), P("device"))
+        source, target = (RouteEnd(shape=(6,), dtype=x.dtype, sharding=s) for s in (one, third))
+        route = Route(jax.devices()[:3], [source], [target])
+        route.compiled = route.lower().compile()
+        [got] = route.run([jax.device_put(x, one)])
+        np.testing.assert_array_equal(np.asarray(got), x)

@@ -15,10 +15,12 @@ import hxla
 from support import families, models
 from support.tensor_gpt import BATCH, MICRO, STEPS, gpt, text
 from support.training import train_with
+from support.unlike_models import MODELS
 
 OPTIMIZER = optax.sgd(0.3, momentum=0.9)
 ONE, TWO, DATA = {"devices": 1}, {"tensor": 2}, {"data": 2}
 UNEVEN = {"tensor": (2, 1)}
+EXPERT, TOKENS = {"expert": 2}, {"sequence": 2}
 
 
 class Net(nnx.Module):
@@ -52,6 +54,8 @@ class Case:
     Attributes:
         num_devices: Of the whole job.
         options: Of `train_with`.
+        most: The largest error of a parameter, relative to the largest element of its kind. Where
+            a ReLU's input is almost zero, its gradient may be another one after rounding.
     """
 
     num_devices: int
@@ -59,6 +63,7 @@ class Case:
     make: Callable[[], nnx.Module] = lambda: Net(nnx.Rngs(0))
     loss: Any = models.squared_error
     data: Callable[[], Any] = lambda: models.regression(STEPS * BATCH)
+    most: float = 2e-5
 
 
 def _gpt(num_devices: int, *stages: Any, **more: Any) -> Case:
@@ -77,6 +82,15 @@ def _net(num_devices: int, *stages: Any, **more: Any) -> Case:
 
 def _annotated(num_devices: int, *scopes: Callable[[], Any]) -> Case:
     return Case(num_devices=num_devices, options={}, make=lambda: Net(nnx.Rngs(0), scopes))
+
+
+def _of(name: str, num_devices: int, *stages: Any, **more: Any) -> Case:
+    make, loss, data, rules = MODELS[name]
+    options = {"stages": list(stages), "rules": rules} | more
+    most = 1e-4 if name == "t5" else 2e-5
+    return Case(
+        num_devices=num_devices, options=options, make=make, loss=loss, data=data, most=most
+    )
 
 
 def _recomputing(case: Case) -> Case:
@@ -109,6 +123,34 @@ CASES = {
     "recomputed beside stages": _recomputing(_net(5, [ONE], [TWO, ONE, ONE], counts=(4, 4))),
     "gpt, one beside two": _gpt(4, [ONE], [ONE, TWO], counts=(3, 5)),
     "gpt, three replicas": _gpt(6, [TWO], [ONE, ONE], [TWO]),
+    "gpt of tokens": _gpt(3, ONE, {"sequence": (3, 1)}),
+    "gpt, tokens and tensor": _gpt(5, {"sequence": 2, "tensor": 2}, ONE),
+    "gpt, tokens twice": _gpt(4, TOKENS, {"sequence": (1, 2)}, rules=None),
+    "groups, tensor": _of("groups", 3, ONE, TWO),
+    "groups, uneven": _of("groups", 4, {"tensor": (3, 1)}, TWO),
+    "groups, four stages": _of("groups", 6, TWO, ONE, DATA, ONE),
+    "groups, tokens": _of("groups", 5, {"sequence": (1, 2, 1)}, {"sequence": (1, 3)}, rules=None),
+    "groups, data and tokens": _of("groups", 6, {"data": 2, "sequence": 2}, DATA, rules=None),
+    "groups, replicas": _of("groups", 4, [TWO], [ONE, ONE], counts=(6, 2)),
+    "groups, replicas of tokens": _of("groups", 4, [ONE], [ONE, TOKENS], counts=(6, 2), rules=None),
+    "experts": _of("experts", 3, ONE, EXPERT),
+    "experts twice": _of("experts", 4, EXPERT, EXPERT),
+    "experts and tensor": _of("experts", 4, EXPERT, TWO),
+    "experts in tensor": _of("experts", 5, {"expert": 2, "tensor": 2}, ONE),
+    "experts, uneven": _of("experts", 3, {"expert": (3, 1)}, ONE),
+    "experts and data": _of("experts", 6, {"data": 2, "expert": 2}, DATA),
+    "experts, replicas": _of("experts", 4, [ONE], [ONE, EXPERT]),
+    "pictures": _of("pictures", 3, ONE, TWO),
+    "pictures by data": _of("pictures", 4, DATA, TWO),
+    "pictures, uneven": _of("pictures", 5, DATA, {"tensor": (2, 1, 1)}),
+    "pictures, replicas": _of("pictures", 4, [ONE], [ONE, TWO]),
+    "pictures, three replicas": _of("pictures", 6, [ONE], [ONE, ONE], [DATA, ONE], rules=None),
+    "t5 by data and tensor": _of("t5", 4, DATA, TWO),
+    "t5, one and tensor": _of("t5", 3, ONE, TWO),
+    "t5, uneven": _of("t5", 5, UNEVEN, {"tensor": (1, 2)}, ONE),
+    "t5, tokens": _of("t5", 4, {"sequence": (2, 1)}, {"sequence": (1, 2)}, rules=None),
+    "t5, replicas": _of("t5", 4, [ONE], [ONE, TWO], counts=(3, 5)),
+    "t5, two and one": _of("t5", 3, [ONE, ONE], [ONE], rules=None),
     "annotated": _annotated(
         4, lambda: hxla.replicate(1), lambda: hxla.split(2), lambda: hxla.replicate(1)
     ),

@@ -15,7 +15,7 @@ from ..core.config import Config
 from ..core.errors import ConfigError, PlanError
 from ..core.files import listed
 from ..core.keywords import as_whole_number
-from ..core.types import DATA_AXIS, TENSOR_AXIS
+from ..core.types import DATA_AXIS, TENSOR_AXIS, TOKEN_AXIS
 from ..graph.graph import Graph
 from ..graph.parts import ChainPart, stacked_dims
 from ..plan.axis_assignment import Axes
@@ -23,7 +23,7 @@ from ..plan.layout import Layout, dtype_name, from_spec
 from ..plan.parts import Axis, PlannedStage, Role
 from ..plan.rules import RuleSet
 from ..plan.sharding import Sharded
-from ..plan.unlike_stages import STAGE_AXES, shard_stage, stage_graph
+from ..plan.unlike_stages import ACTIVATION_AXES, STAGE_AXES, shard_stage, stage_graph
 from .mesh_axes import VirtualDevices, resolve_rules
 from .uneven_sizes import Sizes, sizes_of
 
@@ -101,7 +101,8 @@ def _forms(stages: Sequence[Any], key: str) -> tuple[list[StageForm], list[str]]
             faults.append(f"{key}[{s}]: {fault}")
             continue
         asked = {name: as_whole_number(table.get(name, 1)) for name in STAGE_AXES}
-        shares = tuple(map(as_whole_number, _ratio(asked[TENSOR_AXIS])))
+        ratios = [tuple(map(as_whole_number, _ratio(n))) for n in asked.values() if _ratio(n)]
+        shares = ratios[0] if ratios else ()
         sizes = {name: len(_ratio(n)) or int(n) for name, n in asked.items()}
         axes = tuple((name, n) for name, n in sizes.items() if n > 1)
         size = math.prod(n for _, n in axes)
@@ -115,8 +116,8 @@ def _forms(stages: Sequence[Any], key: str) -> tuple[list[StageForm], list[str]]
         is_uneven = len(set(shares)) > 1
         if is_uneven and len(axes) > 1:
             faults.append(
-                f"{key}[{s}]: uneven shards need the one axis {TENSOR_AXIS!r}, leave "
-                f"{DATA_AXIS!r} out"
+                f"{key}[{s}]: uneven shards need a stage with one axis, leave "
+                f"{' or '.join(repr(name) for name, _ in axes)} out"
             )
             continue
         work = float(table.get("work", size))
@@ -139,8 +140,8 @@ def _fault(table: Any) -> str:
     if unknown:
         return f"there is no key {', '.join(map(repr, unknown))}, use {', '.join(_KEYS)}"
     for name, value in ((name, as_whole_number(value)) for name, value in table.items()):
-        if _ratio(value) and name != TENSOR_AXIS:
-            return f"{name}={value!r}: only {TENSOR_AXIS!r} has a ratio of shards, give one number"
+        if _ratio(value) and name in ("devices", DATA_AXIS, "work"):
+            return f"{name}={value!r}: {name} has no ratio of shards, give one number"
         counts = [as_whole_number(n) for n in _ratio(value) or (value,)]
         if name == "work":
             is_good = isinstance(value, int | float) and 0 < value < math.inf
@@ -216,12 +217,12 @@ def planned_stages(
     for s, (part, form) in enumerate(zip(parts, forms, strict=True)):
         num_tasks, by_rules = len(graph.task_graphs), rules is not None
         inner: Role = "rules" if by_rules else "split"
+        of_activations: dict[str, Role] = {DATA_AXIS: "replicate", TOKEN_AXIS: "tokens"}
         roles: dict[str, tuple[Role, ...]] = {
-            name: ("replicate" if name == DATA_AXIS else inner,) * num_tasks
-            for name, _ in form.axes
+            name: (of_activations.get(name, inner),) * num_tasks for name, _ in form.axes
         }
         dims: list[Mapping[str, int]] | None = None
-        cutting = tuple(axis for axis in form.axes if axis[0] != DATA_AXIS)
+        cutting = tuple(axis for axis in form.axes if axis[0] not in ACTIVATION_AXES)
         is_uneven = bool(form.shares)
         if rules is not None and cutting:
             resolved = resolve_rules(graph, rules, cutting, unlike=is_uneven)

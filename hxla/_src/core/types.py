@@ -14,6 +14,9 @@ SHARD_GROUP_AXIS = "shard_group"
 #: Mesh axis over the devices that shard a replica.
 TENSOR_AXIS = "tensor"
 
+#: The mesh axis of experts.
+EXPERT_AXIS = "expert"
+
 #: Mesh axis over the devices that share the tokens of a replica's examples.
 TOKEN_AXIS = "sequence"
 

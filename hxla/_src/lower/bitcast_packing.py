@@ -121,7 +121,7 @@ def _from_words(words: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Arr
 
 def leaf_checksums(leaves: Sequence[jax.Array]) -> jax.Array:
     """uint32[leaves]: the sum of each array's bits, the same in any order of addition."""
-    return jnp.stack([BitcastPacking.like([x]).pack([x]).sum() for x in leaves])
+    return jnp.stack([BitcastPacking.like([x]).pack([x]).sum(dtype=jnp.uint32) for x in leaves])
 
 
 def array_bytes(x: Any) -> Any:

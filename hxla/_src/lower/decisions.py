@@ -237,7 +237,7 @@ def sums_of_floats(bits_MK: jax.Array) -> jax.Array:
     pieces = (mantissa << shift) & _MASK, middle, (mantissa >> _DIGIT) >> (_DIGIT - shift)
     digits = jnp.arange(NUM_DIGITS)[:, None, None]
     spread = [jnp.where(first[None] + n == digits, x[None], 0) for n, x in enumerate(pieces)]
-    summed = (sign[None] * (spread[0] + spread[1] + spread[2])).sum(1)
+    summed = (sign[None] * (spread[0] + spread[1] + spread[2])).sum(1, dtype=jnp.int32)
     return as_float(list(summed), largest_1K[0] - 1 + _LEAST_FLOAT - _LARGEST_PLACE)
 
 
@@ -297,7 +297,7 @@ def as_float(digits: Sequence[jax.Array], unit: jax.Array) -> jax.Array:
     bits |= jnp.where(is_negative, jnp.int32(-(2**31)), 0)
     is_first = jax.lax.broadcasted_iota(jnp.int32, (2, *bits.shape), 0) == 0
     bits = jnp.where(window[0] == 0, 0, bits)
-    bits = jnp.where(is_first, bits[None], 0).sum(0)
+    bits = jnp.where(is_first, bits[None], 0).sum(0, dtype=jnp.int32)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 

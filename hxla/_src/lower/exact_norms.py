@@ -57,7 +57,7 @@ def row_sums(x: jax.Array, exponent: jax.Array) -> list[jax.Array]:
         whole = jnp.floor(rest)
         rest, pair = rest - whole, whole.astype(jnp.int32)
         for limb in (pair >> _LIMB_BITS, pair & ((1 << _LIMB_BITS) - 1)):
-            rows.append(limb.sum(axis=1))
+            rows.append(limb.sum(axis=1, dtype=jnp.int32))
     return rows
 
 
@@ -81,7 +81,7 @@ def digits_of(rows: Sequence[Sequence[jax.Array]], *, on_cpu: bool) -> jax.Array
         every = jnp.stack([jnp.concatenate(each) for each in zip(*rows, strict=True)], axis=1)
     is_of = rows_of_each([len(x) for x, *_ in rows])
     halves = jnp.stack([every & 0xFFFF, every >> _DIGIT], axis=-1)
-    sums = jnp.where(is_of[..., None, None], halves, 0).sum(axis=1)
+    sums = jnp.where(is_of[..., None, None], halves, 0).sum(axis=1, dtype=jnp.int32)
     return jnp.stack([sums & 0xFFFF, sums >> _DIGIT], axis=-1).reshape(-1, _NUM_LIMBS, 4)
 
 
@@ -157,7 +157,9 @@ class LevelSums:
         else:
             results = self._sharded.each(run, shards, part, inputs.where[1])
         num = len(self._update.levels[self._level])
-        return [results[k] if k in results else made(k, jnp.zeros(0)) for k in range(num)]
+        return [
+            results[k] if k in results else made(k, jnp.zeros(0, jnp.float32)) for k in range(num)
+        ]
 
     def largest(self, arrays: Any, given: UpdateInputs) -> jax.Array:
         """float32[K]: the largest magnitude of the terms of each sum."""

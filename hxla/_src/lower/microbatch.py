@@ -132,7 +132,7 @@ def joining_uneven(
             added = spec.contribution.add(old, new, exponent, keep)
             return added, jnp.maximum(peak, largest(new))
 
-        parts, peak = granules.loop(step, before, jnp.zeros(()))
+        parts, peak = granules.loop(step, before, jnp.zeros((), jnp.float32))
         return tuple(parts), peak
 
     def local(values: Any, before: Any, exponents_T: jax.Array, keep: Any) -> Any:

@@ -585,14 +585,14 @@ class PipelineProgram:
         every = [acc.small_MS, peaks_T, *acc.words, *(x for parts in acc.aux for x in parts)]
         values, (small_MS, peaks, *others) = group.collect(slots, every)
         num_words = len(acc.words)
-        totals = [x.sum(0) for x in others]  # zero on all stages but the last
+        totals = [x.sum(0, dtype=x.dtype) for x in others]  # zero on all stages but the last
         num = self.spec.contribution.form.num_parts
         aux = [tuple(totals[num_words + i * num :][:num]) for i in range(len(acc.aux))]
         tensors = self._tensors().reshape(-1)
         peaks_T = (
             jnp.zeros(len(self.spec.tensors.floats), jnp.int32).at[tensors].max(peaks.reshape(-1))
         )
-        sums = DeviceSums(small_MS.sum(0), peaks_T, aux, totals[:num_words])
+        sums = DeviceSums(small_MS.sum(0, dtype=jnp.int32), peaks_T, aux, totals[:num_words])
         return _at_least_1d(values), sums
 
 

@@ -186,7 +186,8 @@ class Route:
 
     def _placed(self, place: RouteEnd, x: jax.Array) -> jax.Array | None:
         shards = {s.device: s.data for s in x.addressable_shards}
-        places = [d for d in place.sharding.device_set if d in shards]
+        order = place.sharding.addressable_devices_indices_map(place.shape)
+        places = [d for d in order if d in shards]
         here = [_shaped(shards[d], place.local_shape) for d in places]
         if not here:
             return None

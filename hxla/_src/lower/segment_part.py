@@ -450,7 +450,10 @@ class SegmentPart:
         for (i, t, rows), grad in zip(self._grads, d_params, strict=True):
             at = None if rows is None else (rows[0], starts[start_of[i]])
             terms.append(Term(t, grad, at))
-        terms += [Term(t, jnp.zeros(self._spec.tensors.floats[t].shape)) for t in self._unread]
+        terms += [
+            Term(t, jnp.zeros(self._spec.tensors.floats[t].shape, jnp.float32))
+            for t in self._unread
+        ]
         num = len(self._spec.trained)
         terms += [Term(num + i, delta) for i, delta in enumerate(deltas)]
         return sorted(terms, key=lambda term: term.tensor)
@@ -501,7 +504,7 @@ def join_clipped(spec: ChainSpec, parts: Sequence[SegmentPart]) -> Callable[...,
             for term in part.terms(grads, part.starts)
         ]
         num = len(spec.trained)
-        whole = [jnp.zeros(x.shape) for x in spec.tensors.floats[:num]]
+        whole = [jnp.zeros(x.shape, jnp.float32) for x in spec.tensors.floats[:num]]
         for term in terms:
             whole[term.tensor] = term.added_to(whole[term.tensor])
         whole = clipped(spec, whole, factor)

@@ -182,8 +182,8 @@ class Uneven:
 
     def whole_results(
         self, ops: Sequence[Op], env: Env, token: Token, ends: Sequence[Any], *, on_cpu: bool
-    ) -> list[Any]:
-        """Results of some operations, whole on this device.
+    ) -> tuple[list[Any], Token]:
+        """Results of some operations, whole on this device, and the token of their last collective.
 
         Args:
             env: Arrays that they read; cut ones are padded.
@@ -191,7 +191,7 @@ class Uneven:
         """
         level = _Level(self, ops, env, token, ends, on_cpu=on_cpu)
         level.run()
-        return [jnp.asarray(level.whole(v)) for v in ends]
+        return [jnp.asarray(level.whole(v)) for v in ends], level.token
 
     def _run_segment(
         self, segment: Segment, env: Env, token: Token, *, again: bool, on_cpu: bool

@@ -16,7 +16,7 @@ from ..graph.parts import ChainPart
 from ..jax.cpu_dots import uncrossed
 from .padding import local_shard
 from .uneven import Uneven
-from .uneven_collectives import entered, first_token
+from .uneven_collectives import Token, entered, first_token
 
 #: `(params, inputs, given) -> results`, see `graph.parts.run_part`.
 Run = Callable[[Sequence[Any], Sequence[Any], Env], list[Any]]
@@ -29,8 +29,10 @@ def run_uneven_part(uneven: Uneven, mesh: Mesh, part: ChainPart, *, on_cpu: bool
     ends = graph.result_values if part.is_last else part.outputs
     spec_of = {v: uneven.sharded.spec_of(v) for v in params}
 
-    def local(values: Sequence[int], arrays: Sequence[Any], impls: Sequence[Any]) -> list[Any]:
-        env, token = dict(graph.consts), first_token()
+    def local(
+        values: Sequence[int], arrays: Sequence[Any], impls: Sequence[Any], token: Token
+    ) -> tuple[list[Any], Token]:
+        env = dict(graph.consts)
         for v, x, impl in zip(values, arrays, impls, strict=True):
             if impl is not None:
                 x = jax.random.wrap_key_data(x, impl=impl)
@@ -56,39 +58,52 @@ def run_uneven_part(uneven: Uneven, mesh: Mesh, part: ChainPart, *, on_cpu: bool
         ]
         places = [k for k, is_one in enumerate(is_float) if is_one]
 
-        def forward(arrays: Sequence[Any]) -> list[Any]:
-            return local(values, arrays, impls)
+        def forward(arrays: Sequence[Any]) -> tuple[list[Any], Token]:
+            return local(values, arrays, impls, first_token())
 
-        def backward(arrays: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-            def floats(some: Sequence[Any]) -> list[Any]:
+        def backward(arrays: Sequence[Any], token: Token, cotangents: Sequence[Any]) -> list[Any]:
+            def floats(some: Sequence[Any], token: Token) -> list[Any]:
                 replaced = dict(zip(places, some, strict=True))
-                return _floats(forward([replaced.get(k, x) for k, x in enumerate(arrays)]))
+                every = [replaced.get(k, x) for k, x in enumerate(arrays)]
+                return _floats(local(values, every, impls, token)[0])
 
-            def gradients(some: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-                [grads] = jax.vjp(floats, some)[1](list(cotangents))
-                return grads  # type: ignore[no-any-return]
+            def gradients(
+                some: Sequence[Any], token: Token, cotangents: Sequence[Any]
+            ) -> list[Any]:
+                grads, last = jax.vjp(floats, some, token)[1](list(cotangents))
+                # What reads them, as the largest of all devices does, waits for all collectives.
+                return [
+                    x + last[0].astype(x.dtype) if k < len(params) else x
+                    for k, x in zip(places, grads, strict=True)
+                ]
 
             pull = uncrossed(gradients) if on_cpu else gradients
-            return pull([arrays[k] for k in places], cotangents)  # type: ignore[no-any-return]
+            return pull([arrays[k] for k in places], token, cotangents)  # type: ignore[no-any-return]
 
         mapped = jax.shard_map(
             forward, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False
         )
-        call = jax.custom_vjp(mapped)
+        call = jax.custom_vjp(lambda arrays: mapped(arrays)[0])
 
-        def call_backward(arrays: Sequence[Any], cotangents: Sequence[Any]) -> tuple[list[Any]]:
-            back = _floats(cotangents)
+        def call_forward(arrays: Sequence[Any]) -> tuple[list[Any], Any]:
+            results, token = mapped(arrays)
+            # The program of the last part runs it twice. The second run waits for the first, or
+            # XLA would merge some of their collectives on one device and others on another.
+            return results, (arrays, token if part.is_last else first_token())
+
+        def call_backward(saved: Any, cotangents: Sequence[Any]) -> tuple[list[Any]]:
+            (arrays, token), back = saved, _floats(cotangents)
             grads = jax.shard_map(
                 backward,
                 mesh=mesh,
-                in_specs=(specs, [P()] * len(back)),
+                in_specs=(specs, P(), [P()] * len(back)),
                 out_specs=[specs[k] for k in places],
                 check_vma=False,
-            )(arrays, back)
+            )(arrays, token, back)
             by_place = dict(zip(places, grads, strict=True))
             return ([by_place.get(k) for k in range(len(arrays))],)
 
-        call.defvjp(lambda arrays: (mapped(arrays), arrays), call_backward)
+        call.defvjp(call_forward, call_backward)
         return call(arrays)  # type: ignore[no-any-return]
 
     return run

@@ -11,7 +11,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..core.types import DATA_AXIS, DEVICE_AXIS, STAGE_AXIS, TENSOR_AXIS
+from ..core.types import (
+    DATA_AXIS,
+    DEVICE_AXIS,
+    EXPERT_AXIS,
+    STAGE_AXIS,
+    TENSOR_AXIS,
+    TOKEN_AXIS,
+)
 from ..graph.graph import Graph, params_of
 from ..graph.parts import ChainPart
 from .axis_assignment import Axes, Roles, shard_graph
@@ -20,8 +27,9 @@ from .linked_dims import LinkedDims, Parts, planned_parts
 from .parts import PlannedPipeline, PlannedStage, size_faults
 from .sharding import Sharded
 
-#: The axes that a stage may have.
-STAGE_AXES = (DATA_AXIS, TENSOR_AXIS)
+#: The axes that a stage may have, and those of them that cut no parameter.
+STAGE_AXES = (DATA_AXIS, TOKEN_AXIS, EXPERT_AXIS, TENSOR_AXIS)
+ACTIVATION_AXES = (DATA_AXIS, TOKEN_AXIS)
 
 
 def shard_stage(
@@ -209,10 +217,10 @@ def _axis_faults(key: str, stage: PlannedStage) -> Iterator[str]:
                 f"{key}.axes.{axis.name}.granules: unlike stages do not run with 'any' cut yet: "
                 "leave it out"
             )
-        if axis.shares and (len(stage.axes) > 1 or axis.name != TENSOR_AXIS):
+        if axis.shares and (len(stage.axes) > 1 or axis.name == DATA_AXIS):
             yield (
-                f"{key}.axes.{axis.name}.shares: uneven shards need a stage with the one axis "
-                f"{TENSOR_AXIS!r}: leave the shares out"
+                f"{key}.axes.{axis.name}.shares: uneven shards need a stage with one axis, which "
+                f"is not {DATA_AXIS!r}: leave the shares out"
             )
         elif axis.shares and len(axis.shares) != axis.size:
             yield f"{key}.axes.{axis.name}.shares: {len(axis.shares)} for {axis.size} devices"
@@ -243,7 +251,7 @@ def _layout_faults(
         return
     used = Counter(axis for names in layout.spec for axis in names)
     for axis, times in used.items():
-        if axis not in sizes or axis in (DATA_AXIS, STAGE_AXIS):
+        if axis not in sizes or axis in (*ACTIVATION_AXES, STAGE_AXIS):
             yield f"{key}.spec: no axis {axis!r} cuts parameters inside this stage"
         elif times > 1:
             yield f"{key}.spec: {axis!r} cuts it twice"
