@@ -143,7 +143,9 @@ def compile_all(
 
     def say() -> None:
         done = f"{len(lowered) - len(left)} of {len(lowered)} programs are ready"
-        names = f" {', '.join(dict.fromkeys(left))}" if left else ""
+        waiting = list(dict.fromkeys(left))
+        names = "".join(f" {name}" for name in waiting[:1])
+        names += f" and {len(waiting) - 1} more" * (len(waiting) > 1)
         tell(f"compiling{names} ({done})")
 
     def compiled(task: tuple[str, Any]) -> Any:

@@ -469,9 +469,9 @@ def _balanced(
         PlanError: If a device has no memory for its counts.
     """
     counts = plan.counts
-    if plan.unlike_replicas:
-        seconds = None  # of all replicas together
-    if seconds is not None:
+    if plan.unlike_replicas:  # `seconds` are of all together
+        seconds = plan.prediction.microbatch_seconds or None if plan.prediction else None
+    elif seconds is not None:
         counts = best_counts(plan.num_microbatches, seconds, None, limits)
         if plan.islands is not None:
             each = _counts_of_islands(plan.islands.counts(counts), before)
