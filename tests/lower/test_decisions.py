@@ -100,7 +100,7 @@ def decided(limbs, rows, peaks, exponents, *, mean=True, scale=None):
     arguments = rows.view(np.int32), peaks.view(np.int32), np.asarray(exponents, np.int32)
     scale = None if scale is None else np.array([scale], np.int32)
     made = jax.jit(_decisions.decide, static_argnums=0)(spec, *arguments, scale)
-    return made, _decisions.Told.of(made.told, len(peaks), rows.shape, 3)
+    return made, _decisions.Told.of(made.told, len(peaks), (1, 3), rows.shape)
 
 
 LIMBS = _exact.Limbs(2, 8)

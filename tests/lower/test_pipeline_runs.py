@@ -20,7 +20,7 @@ from support.inside.choose import PipelineRequest
 from support.inside.graph import graph_of, parts_of, trace_sums
 from support.inside.lower import PieceTimes, Pipeline
 from support.inside.schedule import BACKWARD, FORWARD
-from support.inside.session import Balancer, Stepper, _pipeline_watch
+from support.inside.session import Balancer, _pipeline_watch
 from support.tiers import rows
 from support.training import train_with
 
@@ -179,7 +179,8 @@ def test_pieces_that_are_too_short_to_be_measured_predict_no_step(monkeypatch):
     nothing = {(kind, part): 0.0 for kind in (FORWARD, BACKWARD) for part in range(2)}
     times = PieceTimes(seconds=nothing, meeting_seconds={0: 0.0, 1: 0.0}, fixed_seconds=0.1)
     monkeypatch.setattr(_pipeline_watch, "share_cores", lambda devices: False)
-    monkeypatch.setattr(Stepper, "measure_pipelines", lambda self, batch, repeats: {0: times})
+    watch = _pipeline_watch.PipelineWatch
+    monkeypatch.setattr(watch, "times_here", lambda self, batch: {0: times})
     with job(4).open(two_pipelines(), steps=1) as session:
         session.step()
         [said] = [r for r in session.plan.reasons if r.startswith("pipeline 0: ")]
@@ -455,9 +456,8 @@ def test_a_measured_pipeline_that_begins_later_is_predicted_to_end_later(monkeyp
     seconds = {(kind, part): 0.01 for kind in (FORWARD, BACKWARD) for part in range(2)}
     times = PieceTimes(seconds=seconds, meeting_seconds={0: 0.0, 1: 0.001}, fixed_seconds=0.1)
     monkeypatch.setattr(_pipeline_watch, "share_cores", lambda devices: False)
-    monkeypatch.setattr(
-        Stepper, "measure_pipelines", lambda self, batch, repeats: {0: times, 1: times}
-    )
+    watch = _pipeline_watch.PipelineWatch
+    monkeypatch.setattr(watch, "times_here", lambda self, batch: {0: times, 1: times})
     predicted = []
     for late in (plan, starting(plan, 0.0, 2.0)):
         with own.open(late, steps=1, balance=False) as session:

@@ -1,5 +1,7 @@
-"""The time of a computation, despite noise and throttling."""
+"""The time of a computation, despite noise and throttling, and of what devices run meanwhile."""
 
+import concurrent.futures
+import queue
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -78,3 +80,45 @@ def _times(run: Callable[[], Any], repeats: int) -> list[float]:
         jax.block_until_ready(run())
         times.append(time.perf_counter() - begin)
     return times
+
+
+#: Pairs: the array with which a device begins, or the clock's seconds then; and an array that is
+#: ready when it is done. None at the end. A watcher waits for both arrays, and says `task_done`.
+Spans = queue.Queue
+#: Seconds of microbatches, and of the update before them.
+Seconds = concurrent.futures.Future[tuple[float, float]]
+
+
+def known_seconds(seconds: float) -> Seconds:
+    """The seconds of microbatches that are done, without an update."""
+    known = Seconds()
+    known.set_result((seconds, 0.0))
+    return known
+
+
+def watched(spans: Spans[Any], start: float, update: Seconds | None) -> tuple[float, float]:
+    """Wait for a replica's microbatches; returns their seconds, and those of the update before."""
+    of_update = busy = 0.0
+    try:
+        if update is not None:
+            begun, done = update.result()
+            of_update, start = done - begun, max(start, done)
+        while (span := spans.get()) is not None:
+            try:
+                begins, tick = span
+                if isinstance(begins, float):
+                    start = max(start, begins)
+                elif begins is not None:
+                    jax.block_until_ready(begins)
+                    start = time.perf_counter()
+                jax.block_until_ready(tick)
+            finally:
+                spans.task_done()
+            now = time.perf_counter()
+            busy, start = busy + now - start, now
+    except BaseException:
+        # A thread that waits for spans may go on: it meets the error.
+        while spans.get() is not None:
+            spans.task_done()
+        raise
+    return busy, of_update

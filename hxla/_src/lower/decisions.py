@@ -144,7 +144,9 @@ class Told:
     stats_DN: np.ndarray
 
     @classmethod
-    def of(cls, told: Any, num_tensors: int, row_shape: tuple[int, int], num_stats: int) -> "Told":
+    def of(
+        cls, told: Any, num_tensors: int, stats_shape: tuple[int, ...], row_shape: tuple[int, ...]
+    ) -> "Told":
         """Read `Decisions.told`; blocks on it."""
         bits = np.asarray(told)
         ends = np.cumsum([2, num_tensors, num_tensors, row_shape[0] * row_shape[1]])
@@ -155,7 +157,7 @@ class Told:
             next_T=next_T,
             maxima_T=peaks_T.view(np.float32),
             rows_MS=rows.view(np.float32).reshape(row_shape),
-            stats_DN=stats.view(np.float32).reshape(-1, num_stats),
+            stats_DN=stats.view(np.float32).reshape(-1, stats_shape[1]),
         )
 
 

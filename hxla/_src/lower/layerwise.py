@@ -14,12 +14,12 @@ References:
 """
 
 import dataclasses
-import queue
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+from ..core.timing import Spans
 from ..core.types import PyTree
 from ..plan.parts import Placement
 from ..schedule.segment_sequence import (
@@ -42,10 +42,6 @@ from .replica import ReplicaArrays
 from .sharded_params import GroupCollectives, ShardedParams, smallest
 from .sum import Reducer
 
-#: Pairs: the array with which a device begins, or the clock's seconds then; and an array that is
-#: ready when it is done. None at the end. A watcher waits for both arrays, and says `task_done`.
-Spans = queue.Queue
-
 
 @dataclasses.dataclass
 class _Step:
@@ -60,7 +56,7 @@ class _Step:
 
     replicas: Sequence[ReplicaArrays]
     running: list[Running]
-    spans: Sequence["Spans[Any]"]
+    spans: Sequence[Spans[Any]]
     pieces: list[list[jax.Array]]
     begun: list[Any]
     totals: list[list[jax.Array]]
@@ -111,7 +107,7 @@ class LayerwiseStep:
         step: int,
         ids: Sequence[Sequence[int]],
         batches: Sequence[Sequence[PyTree]],
-        spans: Sequence["Spans[Any]"],
+        spans: Sequence[Spans[Any]],
     ) -> tuple[list[DeviceSums], list[list[jax.Array]]]:
         """Run a step's microbatches; every process calls this, also where it has none.
 
@@ -290,7 +286,7 @@ class ZeroPipeline:
         step: int,
         ids: Sequence[Sequence[int]],
         batches: Sequence[Sequence[PyTree]],
-        spans: Sequence["Spans[Any]"],
+        spans: Sequence[Spans[Any]],
     ) -> tuple[list[DeviceSums], list[list[jax.Array]]]:
         """Run a step's microbatches; see `LayerwiseStep.run`."""
         slots = self.filled(replicas)

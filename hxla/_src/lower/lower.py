@@ -434,8 +434,7 @@ class Programs:
         # Freed sums make room for the totals.
         summing = sums + self.reducer.memory_bytes() + (0 if releases else totals)
         gathers = 0 if self.gather is None else self.gather.memory_bytes()
-        update = totals + max(update, gathers)
-        update += 0 if releases else sums
+        update = totals + max(update, gathers) + (0 if releases else sums)
         return state_bytes + runner.kept_bytes + max(first, microbatches, summing, update)
 
     def _bytes_of_params(self) -> int:

@@ -12,7 +12,9 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -20,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from ..core.timing import Seconds, Spans, watched
 from ..core.types import DEVICE_AXIS, PyTree
 from ..graph.graph import Graph
 from ..jax.devices import is_here
@@ -27,7 +30,6 @@ from ..plan.plan import Plan
 from .chain_operations import Running
 from .contribution import Contribution, DeviceSums, Tensors
 from .inputs import Training
-from .layerwise import Spans
 from .program_text import ProgramText
 from .replica import Replica
 from .stage import map_specs
@@ -61,7 +63,6 @@ class StageChain:
 
     Attributes:
         counts: The microbatches of each pipeline in a step; empty: there is one.
-        spans: For each pipeline where `run` puts pairs of arrays, see `Spans`; empty: nowhere.
     """
 
     unit = 1  # it takes any number of microbatches
@@ -70,7 +71,8 @@ class StageChain:
     def __init__(self, spec: StageChainSpec, replica: Replica):
         self._spec, self._replica = spec, replica
         self.counts: tuple[int, ...] = ()
-        self.spans: Sequence[Spans[Any]] = ()
+        self._spans: Sequence[Spans[Any]] = ()
+        self._watches: Sequence[Seconds] = ()
         # Gloo mixes up collectives that do not depend on each other.
         self._in_turn = replica.spans_processes and replica.devices[0].platform == "cpu"
         #: The traced loss: processes of unlike stages have unlike programs.
@@ -211,7 +213,7 @@ class StageChain:
         filled, spans = self._filled(params), list(self._shared_out(len(ids)))
         timed = [
             (i, each)
-            for i, each in enumerate(self.spans)
+            for i, each in enumerate(self._spans)
             if filled[i] and spans[i][0] < spans[i][1]  # it runs something here
         ]
         for i, each in timed:
@@ -231,6 +233,22 @@ class StageChain:
         for _ in itertools.zip_longest(*ticks):
             pass
         return self._end(running)
+
+    def watch(self, pool: ThreadPoolExecutor) -> None:
+        """Time each pipeline in the next run, until `end_watch`."""
+        self._spans = [Spans() for _ in self._pipelines]
+        self._watches = [pool.submit(watched, x, time.perf_counter(), None) for x in self._spans]
+
+    def end_watch(self) -> None:
+        """Nothing more is run that `watch` times."""
+        for each in self._spans:
+            each.put(None)
+        self._spans = ()
+
+    @property
+    def pipeline_seconds(self) -> list[float]:
+        """For each pipeline the seconds that `watch` found; 0: all of its devices are elsewhere."""
+        return [found.result()[0] for found in self._watches] or [0.0] * len(self._pipelines)
 
     def _shared_out(self, num: int) -> Iterator[tuple[int, int]]:
         """Where the microbatches of each pipeline begin and end."""
@@ -297,6 +315,13 @@ class StageChain:
         """The bytes of each local device's stage beside state and sums."""
         each = [pipeline.stage_bytes() for pipeline in self._pipelines]
         return {device: num for one in each for device, num in one.items()}
+
+
+def use_counts(runners: Iterable[Any], plan: Plan) -> None:
+    """Give each replica of unlike form the microbatches that it has in a plan."""
+    for runner in runners:
+        if isinstance(runner, StageChain):
+            runner.counts = plan.counts if plan.unlike_replicas else ()
 
 
 def _told(

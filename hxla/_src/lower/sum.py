@@ -464,9 +464,7 @@ class Reducer:
 
     def told(self, decisions: Decisions) -> Told:
         """What the host learns of a reduction; waits for it."""
-        return Told.of(
-            decisions.told, self.layout.num_tensors, self.layout.row_shape, self.layout.num_stats
-        )
+        return Told.of(decisions.told, self.layout.num_tensors, *self.layout.small_shapes[:2])
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:

@@ -35,6 +35,7 @@ from ..job.context import JobContext
 from ..launch.channel import own_member
 from ..lower.chain_spec import direct_parts
 from ..lower.lower import Programs
+from ..lower.stage_chain import use_counts
 from ..lower.store import Store
 from ..plan.layout import dtype_name
 from ..plan.parts import ChainSegment
@@ -418,7 +419,7 @@ def opened_session(
     stepper = Stepper(programs, store)
     stack.callback(stepper.close)
     stepper.use_executors(plan.replicas)
-    stepper.use_counts(plan)
+    use_counts(programs.runners, plan)
     islands = IslandSteps(programs, store, stepper, start)
     repeats = 3 if options.balance else 0
     times = stepper.warm_up(inputs, repeats=repeats, has_scales=resumed is not None)

@@ -6,6 +6,7 @@ So all processes move to the same counts at the same step without further commun
 
 import collections
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from ..choose.microbatch_counts import check_limits, count_limits, predicted, sh
 from ..core.config import BalanceConfig
 from ..job.context import JobContext
 from ..lower.lower import Programs
+from ..lower.stage_chain import use_counts
 from ..plan.plan import Plan
 from ..plan.unlike_stages import most_counts
 from ..report.history import Rebalance, StepRecord
@@ -406,9 +408,9 @@ class RunningPlan:
         before = next(reversed(opened.source.plans.values()), None)
         self.plan, self.balancer = _balanced(plan, moves, limits, opened.seconds, before)
         opened.islands.use_counts(self.plan.counts)
-        opened.stepper.use_counts(self.plan)
-        self._use_counts = opened.stepper.use_counts
-        self.pipelines = PipelineWatch(opened.stepper, programs, job.gather)
+        self._use_counts = functools.partial(use_counts, programs.runners)
+        self._use_counts(self.plan)
+        self.pipelines = PipelineWatch(opened.stepper, programs, opened.store, job.gather)
         notes = (*_other_islands(self.plan, before), *_unplanned_gathers(programs))
         notes += self.pipelines.measure(opened.inputs, self.plan)
         self.plan = self._predicted(self.plan).replaced(reasons=(*plan.reasons, *notes))

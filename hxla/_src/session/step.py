@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..core.timing import Seconds, Spans, known_seconds, watched
 from ..core.types import PyTree
 from ..data.data import Epochs, Loader, cut_batch
 from ..job.agreement import facts_of_data
@@ -21,9 +22,8 @@ from ..lower.chain_runner import ChainRunner
 from ..lower.contribution import DeviceSums, peaks_to_maxima
 from ..lower.decisions import Decisions, Told
 from ..lower.global_arrays import stat_rows
-from ..lower.layerwise import Spans, ZeroPipeline
 from ..lower.lower import Programs
-from ..lower.pipeline import PieceTimes, Pipeline, piece_times
+from ..lower.pipeline import Pipeline
 from ..lower.stage_chain import StageChain
 from ..lower.step_program import StepProgram
 from ..lower.store import Store
@@ -196,7 +196,6 @@ class Feed:
 
 
 _MAX_REDOS = 3
-_Seconds = concurrent.futures.Future[tuple[float, float]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -251,16 +250,16 @@ class Stepper:
         self._reduced: Reduced | None = None
         self._group_totals: list[list[jax.Array]] = []
         # Threads wait for devices; the main thread goes on dispatching.
-        self._num_forms = len(programs.plan.unlike_replicas)
-        self._pool = concurrent.futures.ThreadPoolExecutor(3 * num + self._num_forms)
+        forms, runners = programs.plan.unlike_replicas, programs.runners
+        #: Runs replicas of unlike form, which all are one local replica; empty: they are alike.
+        self._chains = [x for x in runners if forms and isinstance(x, StageChain)]
+        self._pool = concurrent.futures.ThreadPoolExecutor(3 * num + len(forms))
         waits = self.wait, self._wait_for_collectives
         self.forwards = ForwardPasses(programs, store, self._pool, *waits)
         #: When each local replica's last update began and ended.
-        self._updates: list[_Seconds] = []
+        self._updates: list[Seconds] = []
         #: Of each local replica's last microbatches the seconds, and those of the update before.
-        self._watches: list[_Seconds] = []
-        #: The same of each replica of unlike form, which all are one local replica.
-        self._watches_of_forms: list[_Seconds] = []
+        self._watches: list[Seconds] = []
         self._first_seconds = [0.0] * num
         self._is_alone = jax.process_count() == 1
         self.is_late = not self._is_alone and not programs.waits
@@ -367,29 +366,6 @@ class Stepper:
             if isinstance(runner, ChainRunner):
                 runner.use_executors(replicas[replica.index].executors, keeps=keeps)
 
-    def use_counts(self, plan: Plan) -> None:
-        """Set the microbatches of each replica of unlike form, as a plan has them."""
-        for runner in self._programs.runners:
-            if isinstance(runner, StageChain):
-                runner.counts = plan.counts if plan.unlike_replicas else ()
-
-    def measure_pipelines(self, batch: PyTree, *, repeats: int) -> dict[int, PieceTimes]:
-        """Times of the pieces of every local pipeline's step, by replica."""
-        self.wait()  # collectives must not overlap with the last update
-        times, replicas = {}, self._store.held
-        for i, (index, pipeline) in enumerate(self._programs.pipelines.items()):
-            fill = functools.partial(self._filled, i, pipeline)
-            arguments = replicas[i].aux, self.scales.exponents(i)
-            times[index] = piece_times(pipeline, fill, *arguments, batch, repeats=repeats)
-        return times
-
-    def _filled(self, i: int, pipeline: Pipeline) -> list[jax.Array]:
-        """The slots of a local pipeline; with ZeRO every process must call this."""
-        layered, replicas = self._programs.layered, self._store.held
-        if isinstance(layered, ZeroPipeline):
-            return layered.filled(replicas)[i]
-        return pipeline.filled(replicas[i].params)
-
     def accumulate(
         self,
         step: int,
@@ -463,7 +439,7 @@ class Stepper:
         self._sums[0], decisions = one.run(*arrays, step, ids[0], batches[0], counts=counts)
         self._first_seconds = self.forwards.take_seconds()
         jax.block_until_ready(decisions.told)
-        self._watches, self._updates = [_known(time.perf_counter() - start)], []
+        self._watches, self._updates = [known_seconds(time.perf_counter() - start)], []
         return (decisions,)
 
     def _sum(
@@ -494,14 +470,13 @@ class Stepper:
 
     def _stats(self, seconds: Sequence[tuple[float, float]], stop: float) -> list[jax.Array]:
         """What each local replica tells all others with its sums."""
-        reducer, forms = self._reducer, self._seconds_of_forms()
+        reducer, forms = self._reducer, self._seconds_of_forms
         stats = [np.array([*pair, stop, *forms], np.float32) for pair in seconds]
         return stat_rows(stats, reducer.local, len(reducer.replicas))
 
+    @property
     def _seconds_of_forms(self) -> list[float]:
-        """Seconds of the last microbatches of each replica of unlike form; 0: all elsewhere."""
-        known = [watch.result()[0] for watch in self._watches_of_forms]
-        return known or [0.0] * self._num_forms
+        return [seconds for chain in self._chains for seconds in chain.pipeline_seconds]
 
     def busy_seconds_here(self) -> list[float]:
         """Seconds of the last microbatches of each local replica."""
@@ -515,11 +490,11 @@ class Stepper:
         nonfinite = _nonfinite(told, weight, names, self.bounds[0])
         seconds = np.array(self._seconds()) if self._is_alone else told.stats_DN
         busy, updates = seconds[:, 0], seconds[:, 1]
-        if self._num_forms:
-            forms = self._seconds_of_forms()
-            busy = np.array(forms) if self._is_alone else told.stats_DN[0, NUM_STATS:]
+        if self._chains:
+            alone = np.array(self._seconds_of_forms)
+            busy = alone if self._is_alone else told.stats_DN[0, NUM_STATS:]
             # What all do together: parameters go to the stages, and sums come back.
-            updates = (updates + max(0.0, seconds[0, 0] - busy.max())).repeat(self._num_forms)
+            updates = (updates + max(0.0, seconds[0, 0] - busy.max())).repeat(busy.size)
         return Outcome(
             loss=loss,
             weight=weight,
@@ -535,22 +510,22 @@ class Stepper:
 
     def _run_all(
         self, step: int, ids: Sequence[range], batches: Sequence[Sequence[PyTree]], in_turn: bool
-    ) -> list[_Seconds]:
+    ) -> list[Seconds]:
         """Dispatch the microbatches of the local replicas; see `_watches`."""
         start, layered = time.perf_counter(), self._programs.layered
         starts = self._start_seconds if in_turn else [0.0] * len(ids)
         spans: list[Spans[Any]] = [Spans() for _ in ids]
         watches = [
-            self._pool.submit(_watched, replica_spans, start, update)
+            self._pool.submit(watched, replica_spans, start, update)
             for replica_spans, update in itertools.zip_longest(spans, self._updates)
         ]
-        forms: list[Spans[Any]] = [Spans() for _ in range(self._num_forms * in_turn)]
-        self._watches_of_forms = [self._pool.submit(_watched, x, start, None) for x in forms]
+        for chain in self._chains[: len(self._chains) * in_turn]:
+            chain.watch(self._pool)
         try:
             if layered is None:
                 for i in sorted(range(len(ids)), key=starts.__getitem__):
                     begins = self._begin(i, start, starts[i]) if ids[i] else start
-                    tick = self._run(i, step, ids[i], batches[i], forms)
+                    tick = self._run(i, step, ids[i], batches[i])
                     if tick is not None:
                         spans[i].put((begins, tick))
             else:
@@ -560,8 +535,10 @@ class Stepper:
                 sums, self._group_totals = layered.run(replicas, scales, step, ids, batches, spans)
                 self._sums = list(sums)
         finally:
-            for replica_spans in (*spans, *forms):  # ends the watch, also after an error
+            for replica_spans in spans:  # ends the watch, also after an error
                 replica_spans.put(None)
+            for chain in self._chains:
+                chain.end_watch()
         return watches
 
     def _begin(self, i: int, start: float, seconds: float) -> float:
@@ -572,30 +549,13 @@ class Stepper:
         time.sleep(max(0.0, free + seconds - time.perf_counter()))
         return time.perf_counter()
 
-    def _run(
-        self,
-        i: int,
-        step: int,
-        ids: range,
-        batches: Sequence[PyTree],
-        forms: Sequence[Spans[Any]] = (),
-    ) -> jax.Array | None:
-        """Dispatch a local replica's microbatches.
-
-        Args:
-            forms: Where replicas of unlike form say what they run; empty: nowhere.
-
-        Returns:
-            An array to block on, or None without microbatches.
-        """
-        runner = self._programs.runners[i]
+    def _run(self, i: int, step: int, ids: range, batches: Sequence[PyTree]) -> jax.Array | None:
+        """Dispatch a local replica's microbatches; an array to block on, or None without any."""
         if not ids:
-            self._sums[i] = runner.empty()
+            self._sums[i] = self._programs.runners[i].empty()
             return None
-        if isinstance(runner, StageChain):
-            runner.spans = forms
         replica = self._store.held[i]
-        self._sums[i], tick = runner.run(
+        self._sums[i], tick = self._programs.runners[i].run(
             replica.params, replica.aux, self._sums[i], self.scales.exponents(i), step, ids, batches
         )
         return tick
@@ -690,38 +650,3 @@ def _nonfinite(
                 return (f"the loss of island {i} (every weight of its examples is zero)",)
     pairs = zip(names, told.maxima_T, strict=True)
     return tuple(name for name, most in pairs if not np.isfinite(most)) or ("the loss",)
-
-
-def _known(seconds: float) -> _Seconds:
-    """The seconds of microbatches that are done, without an update."""
-    known = _Seconds()
-    known.set_result((seconds, 0.0))
-    return known
-
-
-def _watched(spans: "Spans[Any]", start: float, update: _Seconds | None) -> tuple[float, float]:
-    """Wait for a replica's microbatches; returns their seconds, and those of the update before."""
-    of_update = busy = 0.0
-    try:
-        if update is not None:
-            begun, done = update.result()
-            of_update, start = done - begun, max(start, done)
-        while (span := spans.get()) is not None:
-            try:
-                begins, tick = span
-                if isinstance(begins, float):
-                    start = max(start, begins)
-                elif begins is not None:
-                    jax.block_until_ready(begins)
-                    start = time.perf_counter()
-                jax.block_until_ready(tick)
-            finally:
-                spans.task_done()
-            now = time.perf_counter()
-            busy, start = busy + now - start, now
-    except BaseException:
-        # A thread that waits for spans may go on: it meets the error.
-        while spans.get() is not None:
-            spans.task_done()
-        raise
-    return busy, of_update

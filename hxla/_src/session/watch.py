@@ -8,6 +8,7 @@ nothing is reported for it.
 
 import ast
 import dataclasses
+import functools
 import json
 import pathlib
 import time
@@ -21,8 +22,10 @@ from ..cluster.cluster import Cluster
 from ..core.format import span
 from ..jax.devices import is_here, process_of, share_cores
 from ..job.context import JobContext
+from ..lower.layerwise import ZeroPipeline
 from ..lower.lower import Programs
-from ..lower.pipeline import PieceTimes, Pipeline
+from ..lower.pipeline import PieceTimes, Pipeline, piece_times
+from ..lower.store import Store
 from ..plan.parts import Prediction
 from ..plan.plan import Plan
 from ..report.history import SplitWork
@@ -165,10 +168,11 @@ class PipelineWatch:
         self,
         stepper: Stepper,
         programs: Programs,
+        store: Store,
         gather: Callable[[str, str], tuple[str, ...]],
     ):
-        self._stepper = stepper
-        self._pipelines = programs.pipelines
+        self._stepper, self._store = stepper, store
+        self._pipelines, self._layered = programs.pipelines, programs.layered
         self._replicas = programs.reducer.replicas
         self._starts = [replica.start_seconds for replica in programs.plan.replicas]
         self._gather = gather
@@ -184,8 +188,7 @@ class PipelineWatch:
             return ()
         if share_cores(d for r in self._replicas for d in r.devices):
             return ()
-        local_times = self._stepper.measure_pipelines(batch, repeats=_REPEATS)
-        texts = self._gather("pipeline times", times_as_text(local_times))
+        texts = self._gather("pipeline times", times_as_text(self.times_here(batch)))
         some = next(iter(self._pipelines.values()))
         fractions = plan.prediction.stage_fractions if plan.prediction is not None else ()
         lines = []
@@ -197,6 +200,22 @@ class PipelineWatch:
                 self._predicted[replica] = predicted
             lines.append(_in_words(replica, predicted, times))
         return tuple(lines)
+
+    def times_here(self, batch: Any) -> dict[int, PieceTimes]:
+        """Times of the pieces of every local pipeline's step, by replica."""
+        self._stepper.wait()  # collectives must not overlap with the last update
+        times, held = {}, self._store.held
+        for i, (index, pipeline) in enumerate(self._pipelines.items()):
+            fill = functools.partial(self._filled, i, pipeline)
+            arguments = held[i].aux, self._stepper.scales.exponents(i)
+            times[index] = piece_times(pipeline, fill, *arguments, batch, repeats=_REPEATS)
+        return times
+
+    def _filled(self, i: int, pipeline: Pipeline) -> list[jax.Array]:
+        """The slots of a local pipeline; with ZeRO every process must call this."""
+        if isinstance(self._layered, ZeroPipeline):
+            return self._layered.filled(self._store.held)[i]
+        return pipeline.filled(self._store.held[i].params)
 
     def predicted(self, prediction: Prediction) -> Prediction:
         """Replace the predicted step and its bound by those of measured pipelines.
