@@ -127,11 +127,14 @@ def test_a_task_graph_that_shares_some_devices_of_another_is_no_stage():
     ("stages", "message"),
     [
         ([ONE], "a pipeline has at least two stages"),
-        ([ONE, {"data": (2, 1)}], "stages[1]: data=(2, 1): only 'tensor' has a ratio of shards"),
+        ([ONE, {"data": (2, 1)}], "stages[1]: data=(2, 1): data has no ratio of shards"),
         ([ONE, {"tensor": (2, 0)}], "stages[1]: tensor=(2, 0) is no count"),
         ([ONE, {"tensor": (2, 0.5)}], "stages[1]: tensor=(2, 0.5) is no count"),
         ([ONE, {"devices": 3, "tensor": (2, 1)}], "stages[1]: 3 devices, but its axes take 2"),
-        ([ONE, {"data": 2, "tensor": (2, 1)}], "stages[1]: uneven shards need the one axis"),
+        (
+            [ONE, {"data": 2, "tensor": (2, 1)}],
+            "stages[1]: uneven shards need a stage with one axis",
+        ),
         ([ONE, {"devices": 2}], "stages[1]: 2 devices, but nothing says what each computes"),
         ([ONE, {"devices": 3, "tensor": 2}], "stages[1]: 3 devices, but its axes take 2"),
         ([ONE, {"fsdp": 2}], "stages[1]: there is no key 'fsdp'"),

@@ -126,13 +126,13 @@ def told(name):
 
 def test_a_wave_waits_for_those_that_measure_the_wave_before(monkeypatch):
     """A wave donates the arrays that show when the wave before it is done."""
-    watched = _step._watched
+    watched = _step.watched
 
     def late(*args):
         threading.Event().wait(0.5)
         return watched(*args)
 
-    monkeypatch.setattr(_step, "_watched", late)
+    monkeypatch.setattr(_step, "watched", late)
     own, plan = form(2, (4, 4), waves=2)
     with own.open(plan, steps=2) as session:
         records = [session.step() for _ in range(2)]

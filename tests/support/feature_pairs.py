@@ -416,7 +416,7 @@ def page() -> str:
     lines += ['`mesh={"sequence": (2, 1)}` with all that uneven `tensor` goes with.']
     lines += ["", "## See also\n", "- [Configuration](configuration.md)"]
     lines.append("- [Pipelines](../how-to/pipelines.md)")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines).replace(tempfile.gettempdir(), "/tmp") + "\n"
 
 
 def _by_reason() -> dict[str, list[str]]:
