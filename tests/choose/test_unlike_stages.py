@@ -135,6 +135,10 @@ def test_a_task_graph_that_shares_some_devices_of_another_is_no_stage():
             [ONE, {"data": 2, "tensor": (2, 1)}],
             "stages[1]: uneven shards need a stage with one axis",
         ),
+        (
+            [ONE, {"sequence": (1, 1), "tensor": (2, 1)}],
+            "stages[1]: uneven shards need a stage with one axis",
+        ),
         ([ONE, {"devices": 2}], "stages[1]: 2 devices, but nothing says what each computes"),
         ([ONE, {"devices": 3, "tensor": 2}], "stages[1]: 3 devices, but its axes take 2"),
         ([ONE, {"fsdp": 2}], "stages[1]: there is no key 'fsdp'"),

@@ -102,7 +102,7 @@ def _forms(stages: Sequence[Any], key: str) -> tuple[list[StageForm], list[str]]
             continue
         asked = {name: as_whole_number(table.get(name, 1)) for name in STAGE_AXES}
         ratios = [tuple(map(as_whole_number, _ratio(n))) for n in asked.values() if _ratio(n)]
-        shares = ratios[0] if ratios else ()
+        shares = next((ratio for ratio in ratios if len(set(ratio)) > 1), ())
         sizes = {name: len(_ratio(n)) or int(n) for name, n in asked.items()}
         axes = tuple((name, n) for name, n in sizes.items() if n > 1)
         size = math.prod(n for _, n in axes)
@@ -113,8 +113,7 @@ def _forms(stages: Sequence[Any], key: str) -> tuple[list[StageForm], list[str]]
                 "{'data': n} or both"
             )
             continue
-        is_uneven = len(set(shares)) > 1
-        if is_uneven and len(axes) > 1:
+        if shares and len(axes) > 1:
             faults.append(
                 f"{key}[{s}]: uneven shards need a stage with one axis, leave "
                 f"{' or '.join(repr(name) for name, _ in axes)} out"
@@ -126,7 +125,7 @@ def _forms(stages: Sequence[Any], key: str) -> tuple[list[StageForm], list[str]]
                 axes=axes,
                 work=work,
                 is_stated="work" in table,
-                shares=shares if is_uneven else (),
+                shares=shares,
             )
         )
     return forms, faults
