@@ -15,6 +15,7 @@ import hxla
 from support import models, tiers
 from support.inside.job import JobContext
 from support.inside.session import told_differences, told_of_run
+from support.jax_settings import in_force
 from support.launched import end_of, start
 from support.training import train_with
 
@@ -200,12 +201,9 @@ SETTINGS = {
 @pytest.mark.parametrize("name", tiers.rows(SETTINGS, "jax_default_prng_impl"))
 def test_another_setting_of_jax_is_refused_by_name(begun, name):
     usual, other = SETTINGS[name]
-    jax.config.update(name, other)
-    try:
-        with pytest.raises(hxla.CheckpointError, match=f"{name}: {usual} in .*, {other} in this"):
-            train(2, begun)
-    finally:
-        jax.config.update(name, usual)
+    words = f"{name}: {usual} in .*, {other} in this"
+    with in_force(**{name: other}), pytest.raises(hxla.CheckpointError, match=words):
+        train(2, begun)
 
 
 def test_another_flag_of_xla_is_refused_by_name(begun, monkeypatch):
@@ -217,12 +215,9 @@ def test_another_flag_of_xla_is_refused_by_name(begun, monkeypatch):
 def test_a_plan_made_under_another_setting_is_refused_by_name():
     job = make()
     plan = job.plan()
-    jax.config.update("jax_enable_x64", True)
-    try:
-        with pytest.raises(hxla.PlanError, match="jax_enable_x64 is False in the plan, True here"):
-            make().open(plan, steps=1)
-    finally:
-        jax.config.update("jax_enable_x64", False)
+    words = "jax_enable_x64 is False in the plan, True here"
+    with in_force(jax_enable_x64=True), pytest.raises(hxla.PlanError, match=words):
+        make().open(plan, steps=1)
 
 
 def told(before, after):

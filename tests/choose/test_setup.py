@@ -9,6 +9,7 @@ from flax import nnx
 import hxla
 from support import models
 from support.inside.choose import best_counts, best_size, candidate_sizes
+from support.jax_settings import in_force
 from support.training import train_with
 
 
@@ -267,13 +268,10 @@ class Wide(nnx.Module):
     [(["float64", "float32"], "parts/0"), (["complex128"], "parts/0"), (["float32"], None)],
 )
 def test_parameters_that_are_wider_than_their_sums_are_named(dtypes, told):
-    jax.config.update("jax_enable_x64", True)
-    try:
+    with in_force(jax_enable_x64=True):
         batch = {"x": np.ones((4, 3))}
         graph = hxla.trace(Wide(*dtypes), lambda model, batch: model(batch["x"]), batch)
         said = [line for line in hxla.make_plan(graph, 2).reasons if "float64" in line]
-    finally:
-        jax.config.update("jax_enable_x64", False)
     names = [
         line.partition(": float64, and the gradients are rounded to float32")[0] for line in said
     ]

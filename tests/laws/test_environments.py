@@ -1,7 +1,6 @@
 """Equal numerics, equal bits, under whatever settings of JAX and XLA: drawn with fixed seeds."""
 
 import collections
-import contextlib
 import functools
 import json
 import random
@@ -15,6 +14,7 @@ from flax import nnx
 
 import hxla
 from support import models, tiers
+from support.jax_settings import in_force
 from support.launched import own_environment
 
 pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("every_program_is_cached")]
@@ -54,18 +54,6 @@ def drawn(num):
     for _ in range(num - len(FIRST)):
         names = rng.sample(sorted(SETTINGS), rng.randint(1, 3))
         yield {name: rng.choice(SETTINGS[name]) for name in names}
-
-
-@contextlib.contextmanager
-def in_force(settings):
-    before = {name: jax.config.values[name] for name in settings}
-    try:
-        for name, value in settings.items():
-            jax.config.update(name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
 
 
 class Net(nnx.Module):
@@ -108,7 +96,7 @@ def check(found):
 def test_settings_of_jax_that_move_bits_move_numerics():
     found = []
     for settings in drawn(tiers.examples(3, 16)):
-        with in_force(settings):
+        with in_force(**settings):
             found.append(ended())
     num_numerics, num_bits = check(found)
     assert 2 <= num_bits <= num_numerics < len(found)

@@ -1,8 +1,5 @@
 """Under `jax_enable_x64` a model of float32 trains as it does without, in every form."""
 
-import contextlib
-
-import jax
 import numpy as np
 import optax
 import pytest
@@ -10,6 +7,7 @@ from flax import nnx
 
 import hxla
 from support import models
+from support.jax_settings import in_force
 from support.tiers import rows
 from support.training import train_with
 
@@ -60,15 +58,6 @@ FORMS = {
 }
 
 
-@contextlib.contextmanager
-def x64():
-    jax.config.update("jax_enable_x64", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_x64", False)
-
-
 class Net(nnx.Module):
     def __init__(self, rngs):
         sizes = ((6, 16), (16, 16), (16, 3))
@@ -105,5 +94,5 @@ def losses(options):
 @pytest.mark.parametrize("form", rows(FORMS, "clipped", "stages", "unlike replicas"))
 def test_a_model_of_float32_trains_as_without_it(form):
     usual = losses(FORMS[form])
-    with x64():
+    with in_force(jax_enable_x64=True):
         np.testing.assert_allclose(losses(FORMS[form]), usual, rtol=2e-3 if "16" in form else 1e-5)

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import hxla
+from support.jax_settings import in_force
 from support.launched import end_of, start
 from support.tiers import rows
 
@@ -383,15 +384,11 @@ def test_what_is_no_such_loss_is_refused(name):
 
 
 def test_both_passes_draw_the_same_numbers_or_it_is_refused():
-    before = jax.config.values["jax_default_prng_impl"]
-    jax.config.update("jax_default_prng_impl", "rbg")
-    try:
+    with in_force(jax_default_prng_impl="rbg"):
         made = job(2)
         plan = made.plan(microbatch_size=SIZE, mesh={"data": 1, "tensor": 2}, rules=RULES)
         with pytest.raises(hxla.ConfigError, match=r"'rbg'.*over_batch.*'threefry2x32'"):
             made.open(plan)
-    finally:
-        jax.config.update("jax_default_prng_impl", before)
 
 
 def test_contrast_takes_embeddings_and_batch():

@@ -1,4 +1,4 @@
-"""The time of a computation, despite noise and throttling, and of what devices run meanwhile."""
+"""The time of a computation, despite noise and throttling, and of work that is dispatched."""
 
 import concurrent.futures
 import queue

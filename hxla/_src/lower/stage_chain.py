@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -210,26 +209,21 @@ class StageChain:
         Returns:
             The sums as they are between steps, and a small array to wait on.
         """
-        filled, spans = self._filled(params), list(self._shared_out(len(ids)))
-        timed = [
-            (i, each)
-            for i, each in enumerate(self._spans)
-            if filled[i] and spans[i][0] < spans[i][1]  # it runs something here
-        ]
-        for i, each in timed:
-            arrays = [*filled[i].values()]
-            each.put((arrays, arrays))
+        filled = self._filled(params)
         running = [
             pipeline.begin(each, aux, exponents, step)
             for pipeline, each in zip(self._pipelines, filled, strict=True)
         ]
         del filled
+        parts = list(self._shared_out(len(ids)))
         ticks = [
             pipeline.ticks(each, step, ids[a:b], batches[a:b])
-            for pipeline, each, (a, b) in zip(self._pipelines, running, spans, strict=True)
+            for pipeline, each, (a, b) in zip(self._pipelines, running, parts, strict=True)
         ]
-        for i, each in timed:
-            ticks[i] = _told(ticks[i], running[i], each)
+        for i, spans in enumerate(self._spans):
+            a, b = parts[i]
+            if running[i] and a < b:
+                ticks[i] = _timed(ticks[i], running[i], spans)
         for _ in itertools.zip_longest(*ticks):
             pass
         return self._end(running)
@@ -237,17 +231,17 @@ class StageChain:
     def watch(self, pool: ThreadPoolExecutor) -> None:
         """Time each pipeline in the next run, until `end_watch`."""
         self._spans = [Spans() for _ in self._pipelines]
-        self._watches = [pool.submit(watched, x, time.perf_counter(), None) for x in self._spans]
+        self._watches = [pool.submit(watched, spans, 0.0, None) for spans in self._spans]
 
     def end_watch(self) -> None:
-        """Nothing more is run that `watch` times."""
-        for each in self._spans:
-            each.put(None)
+        """End what `watch` began, also after an error."""
+        for spans in self._spans:
+            spans.put(None)
         self._spans = ()
 
     @property
     def pipeline_seconds(self) -> list[float]:
-        """For each pipeline the seconds that `watch` found; 0: all of its devices are elsewhere."""
+        """Seconds of each pipeline in the last watched run; 0: it ran nothing here."""
         return [found.result()[0] for found in self._watches] or [0.0] * len(self._pipelines)
 
     def _shared_out(self, num: int) -> Iterator[tuple[int, int]]:
@@ -324,10 +318,12 @@ def use_counts(runners: Iterable[Any], plan: Plan) -> None:
             runner.counts = plan.counts if plan.unlike_replicas else ()
 
 
-def _told(
+def _timed(
     ticks: Iterator[None], running: Mapping[int, Running], spans: Spans[Any]
 ) -> Iterator[None]:
-    """The ticks of a pipeline, whose last arrays go to `spans`."""
+    """The ticks of a pipeline between two pairs of arrays for a watcher."""
+    params = [state.params for state in running.values()]
+    spans.put((params, params))
     yield from ticks
     spans.put((None, [state.peaks for state in running.values()]))
 

@@ -176,12 +176,13 @@ def _call_faults(plan: Any) -> Iterator[str]:
 
 def _batch_faults(plan: Any) -> Iterator[str]:
     num, rest = divmod(plan.batch_size, plan.microbatch_size)
+    counts = [replica.num_microbatches for replica in plan.replicas]
     if rest:
         yield (
             f"microbatch_size: {plan.microbatch_size} does not divide batch_size "
             f"{plan.batch_size}, use a divisor"
         )
-    elif sum(counts := [replica.num_microbatches for replica in plan.replicas]) != num:
+    elif sum(counts) != num:
         yield (
             f"replicas: num_microbatches {', '.join(map(str, counts[:9]))} add up to "
             f"{sum(counts)}, a batch of {plan.batch_size} has {num}"

@@ -324,10 +324,9 @@ class Plan(PlanValue):
     def replica_names(self) -> tuple[str, ...]:
         """Short unique names of the replicas, such as `RTX 4090 #1 + RTX 3090 #0`."""
         kinds = {device.rank: device.kind for device in self.devices}
-        devices = [replica.devices for replica in self.replicas]
-        if self.unlike_replicas:
-            devices = [tuple(itertools.chain(*stages)) for stages in stage_ranks(self)]
-        return tuple(name_of_devices(ranks, kinds) for ranks in devices)
+        return tuple(
+            name_of_devices([*itertools.chain(*stages)], kinds) for stages in stage_ranks(self)
+        )
 
     @property
     def stage_names(self) -> tuple[tuple[str, ...], ...]:

@@ -186,10 +186,9 @@ def _replica_faults(plan: Any, pipeline: PlannedPipeline) -> Iterator[str]:
             f"replicas: {len(plan.replicas)}, but unlike replicas share one state: list all "
             "devices in one"
         )
-    counts = [replica.num_microbatches for replica in pipeline.replicas]
-    if sum(counts) != plan.num_microbatches:
+    if sum(plan.counts) != plan.num_microbatches:
         yield (
-            f"pipeline.replicas: {'+'.join(map(str, counts))} microbatches, a step has "
+            f"pipeline.replicas: {'+'.join(map(str, plan.counts))} microbatches, a step has "
             f"{plan.num_microbatches}"
         )
     if pipeline.schedule not in ("gpipe", "1f1b"):

@@ -399,9 +399,8 @@ class RunningPlan:
         sizes = self._replica_bytes, opened.inputs, programs.most_inputs
         if plan.stage_forms:
             check_stages_fit(opened, job)
-            limits: Sequence[int | None] = [None] * len(plan.replicas)
-            if plan.unlike_replicas:
-                limits = most_counts(plan)
+            free: Sequence[int | None] = [None] * len(plan.replicas)
+            limits = most_counts(plan) if plan.unlike_replicas else free
         else:
             limits = count_limits(plan, self._cluster, *sizes)
         moves = options.balance or job.settings.balance
@@ -472,7 +471,7 @@ def _balanced(
     """
     counts = plan.counts
     if plan.unlike_replicas:  # `seconds` are of all together
-        seconds = plan.prediction.microbatch_seconds or None if plan.prediction else None
+        seconds = plan.prediction.microbatch_seconds if plan.prediction else None
     elif seconds is not None:
         counts = best_counts(plan.num_microbatches, seconds, None, limits)
         if plan.islands is not None:

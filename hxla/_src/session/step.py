@@ -519,7 +519,7 @@ class Stepper:
             self._pool.submit(watched, replica_spans, start, update)
             for replica_spans, update in itertools.zip_longest(spans, self._updates)
         ]
-        for chain in self._chains[: len(self._chains) * in_turn]:
+        for chain in self._chains if in_turn else ():
             chain.watch(self._pool)
         try:
             if layered is None:
