@@ -19,10 +19,8 @@ pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("every_program_is_c
 #: Each mesh with other settings.
 CUTS = {
     "data 1": ({"data": 1}, {}),
-    "data 2": ({"data": 2}, {}),
     "tensor 2": ({"data": 1, "tensor": 2}, {}),
     "tensor 4": ({"data": 1, "tensor": 4}, {}),
-    "data 2, tensor 2": ({"data": 2, "tensor": 2}, {}),
     "data 2, tensor 2, zero 1": ({"data": 2, "tensor": 2}, {"zero": 1}),
 }
 CHAINS = {
@@ -32,7 +30,6 @@ CHAINS = {
     "data 2, tensor 4, zero 3": ({"data": 2, "tensor": 4}, {"zero": 3}),
 }
 PIPELINES = {
-    "stage 2": ({"data": 1, "stage": 2}, {}),
     "stage 2, tensor 2": ({"data": 1, "stage": 2, "tensor": 2}, {}),
     "stage 3": ({"data": 2, "stage": 3}, {"pipeline": (("schedule", "gpipe"),)}),
     "interleaved": (
