@@ -87,7 +87,37 @@ REFUSED = {
         job("mlp"),
         {"data": 2},
         {"stages": 2},
-        "stages of one form from a mesh",
+        "stages from a mesh or from tables",
+    ),
+    "a stage with another axis": (
+        job("mlp"),
+        {"data": 3},
+        {"stages": [{"devices": 1}, {"data": 2}]},
+        r"stages\[1\]: use 'tensor' instead of data",
+    ),
+    "a stage of uneven shards": (
+        job("mlp"),
+        {"data": 3},
+        {"stages": [[{"devices": 1}], [{"tensor": (2, 1)}]]},
+        r"stages\[1\]\[0\]: granules are of one size",
+    ),
+    "a stage of three devices": (
+        job("mlp"),
+        {"data": 4},
+        {"stages": [{"devices": 1}, {"tensor": 3}]},
+        r"stages\[1\]: 3 devices do not divide 4 granules",
+    ),
+    "unlike stages without rules": (
+        job("mlp"),
+        {"data": 3},
+        {"stages": [{"devices": 1}, {"tensor": 2}], "rules": None},
+        "the axis 'tensor' of stages cuts: pass rules",
+    ),
+    "bfloat16": (
+        job("mlp", precision="bf16"),
+        {"tensor": 2},
+        {},
+        "bfloat16 is rounded in a way that depends on how a program is cut, use precision",
     ),
     "stages that keep residuals": (
         job("mlp", recompute="none"),

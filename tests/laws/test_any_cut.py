@@ -11,14 +11,23 @@ from flax import nnx
 
 import hxla
 from support import models
-from support.any_cut import BATCH, MICRO, MODELS, STEPS, TIED, job, planned, trained
+from support.any_cut import (
+    BATCH,
+    MICRO,
+    MODELS,
+    STEPS,
+    TIED,
+    job,
+    planned,
+    planned_stages,
+    trained,
+)
 from support.tiers import examples
 
 pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("every_program_is_cached")]
 
-#: Each mesh with other settings.
+#: Each cut with other settings.
 CUTS = {
-    "data 1": ({"data": 1}, {}),
     "tensor 2": ({"data": 1, "tensor": 2}, {}),
     "tensor 4": ({"data": 1, "tensor": 4}, {}),
     "data 2, tensor 2, zero 1": ({"data": 2, "tensor": 2}, {"zero": 1}),
@@ -29,78 +38,84 @@ CHAINS = {
     "data 2, tensor 2, zero 2": ({"data": 2, "tensor": 2}, {"zero": 2}),
     "data 2, tensor 4, zero 3": ({"data": 2, "tensor": 4}, {"zero": 3}),
 }
+INTERLEAVED = {"schedule": "interleaved", "num_chunks": 2}
 PIPELINES = {
     "stage 2, tensor 2": ({"data": 1, "stage": 2, "tensor": 2}, {}),
-    "stage 3": ({"data": 2, "stage": 3}, {"pipeline": (("schedule", "gpipe"),)}),
-    "interleaved": (
-        {"data": 1, "stage": 2},
-        {"pipeline": (("schedule", "interleaved"), ("num_chunks", 2))},
-    ),
+    "stage 3": ({"data": 2, "stage": 3}, {"pipeline": {"schedule": "gpipe"}}),
+    "interleaved": ({"data": 1, "stage": 2}, {"pipeline": INTERLEAVED}),
     "data 2, stage 2, tensor 2, zero 1": ({"data": 2, "stage": 2, "tensor": 2}, {"zero": 1}),
 }
+ONE, TWO, FOUR = {"devices": 1}, {"tensor": 2}, {"tensor": 4}
+UNLIKE = {
+    "1 + 2": ([ONE, TWO], {}),
+    "4 + 1 + 2": ([FOUR, ONE, TWO], {"recompute": "boundaries"}),
+    "1 | 2": ([[ONE], [TWO]], {"pipeline": {"schedule": "gpipe"}}),
+    "1 | 2 + 1 | 4": ([[ONE], [TWO, ONE], [FOUR]], {"recompute": "none"}),
+}
+FORMS = {"one program": CUTS, "chains": CHAINS, "pipelines": PIPELINES, "unlike stages": UNLIKE}
 
 
-@functools.cache
-def outcome(name, mesh, memory):
-    options = dict(memory)
-    options["pipeline"] = dict(options.get("pipeline", ()))
+def outcome(name, cut, options):
     own = job(name, **options)
-    plan = planned(own, dict(mesh), rules=TIED if name == "tied" else "decoder")
+    make = planned if isinstance(cut, dict) else planned_stages
+    plan = make(own, cut, rules=TIED if name == "tied" else "decoder")
     result = trained(own, plan)
     return plan.numerics, result.sha256, [step.loss for step in result.history.steps], result.state
 
 
-def of(name, form):
-    mesh, memory = form
-    return outcome(name, tuple(mesh.items()), tuple(memory.items()))
+@functools.cache
+def on_one_device(name):
+    return outcome(name, {"data": 1}, {})
 
 
-def check_alike(name, forms):
-    first, *others = [of(name, form) for form in forms]
-    for other in others:
-        assert other[:3] == first[:3]
+def check_as_on_one_device(name, forms):
+    for form in forms:
+        assert outcome(name, *form)[:3] == on_one_device(name)[:3], form
 
 
 def test_one_device_and_four_end_with_the_same_bits():
-    without_clip = [(mesh, {"clip": None}) for mesh in ({"data": 1}, {"data": 2, "tensor": 2})]
-    check_alike("mlp", without_clip)
+    meshes = {"data": 1}, {"data": 2, "tensor": 2}
+    one, four = (outcome("mlp", mesh, {"clip": None}) for mesh in meshes)
+    assert one[:3] == four[:3]
 
 
 def test_one_program_a_chain_and_a_pipeline_end_with_the_same_bits():
     """Of a model whose embedding, and first values, are read in all parts."""
-    meshes = {"data": 1}, {"data": 1, "stage": 3}
-    check_alike(
-        "tied", [(mesh, {}) for mesh in meshes] + [(meshes[0], {"recompute": "boundaries"})]
-    )
+    chain = {"data": 1}, {"recompute": "boundaries"}
+    check_as_on_one_device("tied", [({"data": 1, "stage": 3}, {}), chain])
+
+
+def test_unlike_stages_and_replicas_end_with_the_same_bits():
+    check_as_on_one_device("mlp", [([[ONE], [TWO, ONE]], {})])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(
-    "forms", [CUTS, CHAINS, PIPELINES], ids=["one program", "chains", "pipelines"]
-)
+@pytest.mark.parametrize("forms", FORMS)
 def test_no_bit_depends_on_the_cut(name, forms):
-    check_alike(name, [CUTS["data 1"], *forms.values()])
+    check_as_on_one_device(name, FORMS[forms].values())
 
 
 @pytest.mark.slow
 def test_a_checkpoint_goes_on_under_any_cut(tmp_path):
-    """Two stages, then two replicas of two devices, then three stages are as one device."""
+    """Two stages, two replicas of two devices, unlike stages, three stages: as one device."""
 
-    def train(mesh, steps, folder):
-        own = job("decoder")
+    def train(cut, steps, folder):
+        cut = {"mesh": models.mesh(**cut)} if isinstance(cut, dict) else {"stages": cut}
+        own = job("decoder", cluster={"visible_devices": [0, 1, 2, 3]} if "stages" in cut else {})
         return hxla.train(
             own,
-            mesh=models.mesh(**mesh),
+            **cut,
             rules="decoder",
             microbatch_size=MICRO,
             steps=steps,
             checkpoint_dir=folder,
         )
 
-    meshes = {"data": 1, "stage": 2}, {"data": 2, "tensor": 2}, {"data": 1, "stage": 3}
-    for steps, mesh in enumerate(meshes, 1):
-        result = train(mesh, steps, tmp_path)
+    stages = [[ONE], [ONE, TWO]]
+    cuts = {"data": 1, "stage": 2}, {"data": 2, "tensor": 2}, stages
+    for steps, cut in enumerate(cuts, 1):
+        result = train(cut, steps, tmp_path)
     assert result.step == 3
     assert result.sha256 == train({"data": 1}, 3, None).sha256
 
@@ -129,6 +144,38 @@ def test_random_plans_have_one_sha256_and_without_it_numerics_that_tell_bits_apa
     assert len({pair[:2] for pair in found[True]}) == 1
     pairs = {pair[:2] for pair in found[False]}
     assert len(pairs) == len({numerics for numerics, _ in pairs}) > 1
+
+
+def drawn_stages(random):
+    """A random plan of unlike stages or replicas on at most eight devices."""
+    replicas, left = [], 8
+    for _ in range(random.integers(1, 4)):
+        stages = []
+        for _ in range(random.integers(1, 4)):
+            fitting = [table for table in (ONE, TWO, FOUR) if table.get("tensor", 1) <= left]
+            if fitting:
+                stages.append(fitting[random.integers(len(fitting))])
+                left -= stages[-1].get("tensor", 1)
+        replicas += [stages] * bool(stages)
+    options = {"recompute": random.choice(["none", "boundaries"])}
+    options["pipeline"] = {"schedule": random.choice(["gpipe", "1f1b"])}
+    own = job("mlp", **options)
+    if len(replicas) == 1:
+        [stages] = replicas
+        return own, planned_stages(own, stages if len(stages) > 1 else [*stages, ONE])
+    counts = random.multinomial(BATCH // MICRO, [1 / len(replicas)] * len(replicas)).tolist()
+    return own, planned_stages(own, replicas, counts=counts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(examples(1, 8)))
+def test_random_plans_of_unlike_stages_have_one_sha256(seed):
+    random = np.random.default_rng(seed)
+    for _ in range(2):
+        own, plan = drawn_stages(random)
+        assert (plan.numerics, trained(own, plan).sha256) == on_one_device("mlp")[:2], (
+            plan.explain()
+        )
 
 
 @pytest.mark.slow
@@ -175,7 +222,7 @@ def plain(name):
 @pytest.mark.slow
 def test_a_decoder_trains_as_plain_jax_does():
     losses, params = plain("decoder")
-    _, _, ours, state = of("decoder", CUTS["tensor 4"])
+    _, _, ours, state = outcome("decoder", *CUTS["tensor 4"])
     np.testing.assert_allclose(ours, losses, rtol=1e-6)
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(params), strict=True):
         # Adam's step is 1e-2, and its first ones are signs of gradients, which may be tiny.

@@ -24,7 +24,7 @@ LATER_SAID = {name: said for named, said in LATER_REFUSED.values() for name in n
 #: A pair for each reason, and one that is not refused for each form.
 LATER_QUICK = [
     *(next(iter(named)) for named, _ in LATER_REFUSED.values()),
-    *(f"{form} + bf16" for form in LATER_FORMS),
+    *(f"{form} + skip" for form in LATER_FORMS),
 ]
 
 

@@ -200,14 +200,23 @@ hxla.join()
 import jax
 import json
 import optax
+import os
 from flax import nnx
 from support import models
 
 model, data = models.Layers(nnx.Rngs(0), 4, 512), models.regression(1024, inputs=512)
 loss = lambda model, batch: model(batch["x"]) ** 2
-job = hxla.Job(model, data, loss, optax.sgd(1e-4), batch_size=512)
-stages = [[{"devices": 1}], [{"devices": 1}, {"devices": 1}]]
-plan = job.plan(stages=stages, microbatch_size=32, counts=(2, 14))
+options = {"stages": [[{"devices": 1}], [{"devices": 1}, {"devices": 1}]]}
+if os.environ["FORM"] == "sharded":
+    of_layers = {"layers/(0|2)/kernel": ((), ("tensor",)), "layers/(1|3)/kernel": (("tensor",), ())}
+    rules = tuple(hxla.Rule(path=path, axes=axes) for path, axes in of_layers.items())
+    options = {
+        "stages": [[{"devices": 1}], [{"tensor": 2}]],
+        "rules": hxla.RuleSet(name="pairs", rules=rules),
+    }
+config = {"numerics": {"cut": "any" if os.environ["FORM"] == "sharded" else "planned"}}
+job = hxla.Job(model, data, loss, optax.sgd(1e-4), batch_size=512, config=config)
+plan = job.plan(**options, microbatch_size=32, counts=(2, 14))
 found = {}
 for balance in (True, False):
     with job.open(plan, steps=25, balance=balance, quiet=True) as session:
@@ -219,10 +228,11 @@ if jax.process_index() == 0:
 
 
 @pytest.mark.slow
-def test_counts_of_unlike_replicas_follow_the_speed_in_a_run_and_move_no_bit(tmp_path):
+@pytest.mark.parametrize("form", ["stages", "sharded"])
+def test_counts_of_unlike_replicas_follow_the_speed_in_a_run_and_move_no_bit(tmp_path, form):
     devices = "".join(f'[[device]]\nkind = "cpu"\ncore_share = {s}\n' for s in (0.8, 0.2, 0.2))
     (tmp_path / "mesh.toml").write_text(f'name = "three"\n{devices}')
-    out, err = end_of(start(tmp_path, MOVED_CODE, "--mesh", "mesh.toml"))
+    out, err = end_of(start(tmp_path, MOVED_CODE, "--mesh", "mesh.toml", env={"FORM": form}))
     moved, fixed = json.loads(out[out.index("[[[") :])
     assert fixed[0] == [[2, 14]] * 25, err[-3000:]
     # A core of 0.8 beside two of 0.2 runs two thirds of the microbatches.

@@ -133,7 +133,17 @@ MODELS = {
 }
 
 
-def job(name, cut="any", granules=4, clip=0.5, optimizer=None, pipeline=None, **memory):
+def job(
+    name,
+    cut="any",
+    granules=4,
+    clip=0.5,
+    optimizer=None,
+    pipeline=None,
+    cluster=None,
+    precision=None,
+    **memory,
+):
     model, loss, data = MODELS[name]
     numerics = {"cut": cut, "granules": granules} if cut == "any" else {}
     return hxla.Job(
@@ -143,11 +153,13 @@ def job(name, cut="any", granules=4, clip=0.5, optimizer=None, pipeline=None, **
         optimizer or optax.adam(1e-2),
         batch_size=BATCH,
         shuffle=False,
+        precision=precision,
         config={
             "memory": memory,
             "communication": {"clip_norm": clip},
             "numerics": numerics,
             "pipeline": pipeline or {},
+            "cluster": cluster or {},
         },
     )
 
@@ -165,10 +177,19 @@ TIED = hxla.RuleSet(
 
 def planned(own, mesh, **options):
     """A plan over described CPU devices, as many as the mesh has."""
-    num = int(np.prod([*mesh.values()]))
+    return _planned(own, int(np.prod([*mesh.values()])), mesh=mesh, **options)
+
+
+def planned_stages(own, stages, copies=1, **options):
+    """The same for tables of stages: of one form in each copy, or a list for each replica."""
+    tables = [x for y in stages for x in y] if isinstance(stages[0], list) else stages
+    num = copies * sum(table.get("tensor", 1) for table in tables)
+    return _planned(own, num, stages=stages, **options)
+
+
+def _planned(own, num, **options):
     cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * num)
-    options = {"microbatch_size": MICRO, "rules": "decoder", **options}
-    return own.plan(cluster, mesh=mesh, **options)
+    return own.plan(cluster, **{"microbatch_size": MICRO, "rules": "decoder", **options})
 
 
 def trained(own, plan):

@@ -184,8 +184,18 @@ LATER_FORMS = {
         "plan": {"mesh": {"data": 4, "stage": 2, "tensor": 1}, "rules": "decoder"},
         **_config(numerics={"cut": "any"}),
     },
+    "any cut of unlike replicas": {
+        "plan": {
+            "stages": [[{"devices": 1}], [{"devices": 1}, {"tensor": 2}], [{"tensor": 4}]],
+            "rules": "decoder",
+            "counts": "even",
+        },
+        **_config(numerics={"cut": "any"}),
+    },
 }
-_UNLIKE, _ANY_CUT = ("unlike stages", "unlike replicas"), ("any cut", "any cut of stages")
+_BESIDE = ("unlike replicas", "any cut of unlike replicas")
+_UNLIKE = ("unlike stages", *_BESIDE)
+_ANY_CUT = ("any cut", "any cut of stages", "any cut of unlike replicas")
 _SHARED = ("zero 1", "zero 2", "zero 3", "parameters on host", "waves 2", "shard groups 2")
 
 #: The same for these forms.
@@ -199,7 +209,7 @@ LATER_REFUSED = {
         "memory.offload.stash='host'",
     ),
     "All devices of unlike replicas share one state already.": (
-        _each(["unlike replicas"], "zero 1", "optimizer on host", "optimizer on disk", "shares"),
+        _each(_BESIDE, "zero 1", "optimizer on host", "optimizer on disk", "shares"),
         "",
     ),
     "Unlike stages add integers where replicas meet.": (
@@ -211,11 +221,11 @@ LATER_REFUSED = {
         "which no stage of a pipeline has",
     ),
     "Not built: over the host each replica has one device.": (
-        _each([*_UNLIKE, *_ANY_CUT], "over the host"),
+        _each([*_UNLIKE, *_ANY_CUT[:2]], "over the host"),
         "need collectives inside a replica",
     ),
     "Collectives of several microbatches at once would wait for each other.": (
-        _each([*_UNLIKE, *_ANY_CUT], "2 executors"),
+        _each([*_UNLIKE, *_ANY_CUT[:2]], "2 executors"),
         "executors run microbatches on one device",
     ),
     "Each island keeps and updates a whole state, and islands meet in exact sums.": (
@@ -231,8 +241,12 @@ LATER_REFUSED = {
         "precision.loss_scale: islands",
     ),
     "Sums of floats depend on the cut.": (
-        _each(_ANY_CUT, "float sums"),
+        _each(_ANY_CUT[:2], "float sums"),
         "float sums depend on the cut",
+    ),
+    "Not built: low precisions round in places that depend on the cut.": (
+        _each(_ANY_CUT, "bf16", "fp16", "fp8"),
+        "is rounded in a way that depends on how a program is cut",
     ),
     "The squares of a microbatch's gradients add up in an order that depends on the cut.": (
         _each(["any cut"], "clip before"),

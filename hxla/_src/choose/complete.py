@@ -8,7 +8,7 @@ from ..cluster.cluster import Cluster, Device
 from ..cluster.kinds import slow_cards
 from ..cluster.mesh_file import dump_cluster
 from ..core.errors import PlanError
-from ..core.types import STAGE_AXIS
+from ..core.types import OUTER_AXES, STAGE_AXIS
 from ..graph.graph import Graph, params_of
 from ..graph.parts import ChainPart, graph_at, parts_of, uncut_scans
 from ..lower.chain_spec import direct_parts
@@ -178,7 +178,7 @@ def complete(
                 size=size,
                 roles=tuple(structure.roles.get(name, ())),
                 shares=shares if name != STAGE_AXIS else (),
-                granules=structure.granules if name != STAGE_AXIS else None,
+                granules=structure.granules if name not in OUTER_AXES else None,
             )
             for name, size in structure.axes
         ),
@@ -218,15 +218,16 @@ def _unlike_pipeline(
     pipeline = request.planned(graph)
     ordered, points = graph_at(graph, pipeline.cut_by, pipeline.points)
     lines = list(uncut_scans(graph)) if pipeline.cut_by == "work" else []
+    how = structure.rules, structure.granules
     if not request.replicas:
         parts = direct_parts(ordered, points)
-        stages, notes, sent = planned_stages(graph, ordered, parts, request.forms, structure.rules)
+        stages, notes, sent = planned_stages(graph, ordered, parts, request.forms, *how)
         lines = [*notes, *lines, _shares_of_work(parts, request.num)]
         return pipeline.model_copy(update={"stages": stages}), lines, sent
     replicas, most = [], 0.0
     for i, replica in enumerate(request.replicas):
         parts = direct_parts(ordered, stage_cuts(points, replica.cut))
-        stages, notes, sent = planned_stages(graph, ordered, parts, replica.forms, structure.rules)
+        stages, notes, sent = planned_stages(graph, ordered, parts, replica.forms, *how)
         lines += [f"replica {i}: {note}" for note in notes]
         lines.append(f"replica {i}: {_shares_of_work(parts, len(parts))}")
         most = max(most, sent)

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..core.config import Config
 from ..core.errors import ConfigError, PlanError
+from ..core.files import listed
 from ..graph.graph import Graph
 from ..graph.parts import graph_of, uncut_scans
 from ..graph.segments import cut_points, segments, segments_at, task_points
@@ -22,7 +23,7 @@ from ..plan.parts import PlannedPipeline, PlannedSegment
 from ..profile.segment_times import layer_sizes
 from ..schedule.schedules import needs_even_counts
 from .microbatch_counts import Counts
-from .stage_forms import StageForm, forms_asked, replica_forms_asked
+from .stage_forms import StageForm, forms_asked, replica_forms_asked, stages_in_granules
 
 _FINE = 4  # segments that each part is chosen from
 _MOST_SEGMENTS = 32
@@ -119,6 +120,22 @@ class PipelineRequest:
         """Whether weight gradients are separate actions."""
         table = self.schedule if not isinstance(self.schedule, str) else ()
         return self.schedule == "zb-h1" or any("W" in text for tick in table for text in tick)
+
+    def in_granules(self, granules: int) -> "PipelineRequest":
+        """The request with the axis `tensor` in each unlike stage, also of one device.
+
+        Raises:
+            ConfigError: With every stage that granules are not for.
+        """
+        forms, faults = stages_in_granules(self.forms, granules, "stages")
+        replicas = []
+        for r, replica in enumerate(self.replicas):
+            own, wrong = stages_in_granules(replica.forms, granules, f"stages[{r}]")
+            replicas.append(dataclasses.replace(replica, forms=own))
+            faults += wrong
+        if faults:
+            raise ConfigError(f"numerics.cut of 'any' does not run these stages:{listed(faults)}")
+        return dataclasses.replace(self, forms=forms, replicas=tuple(replicas))
 
     def check_inside(self, size: int) -> None:
         """Refuse residuals in stages of several devices, which keep inputs only.

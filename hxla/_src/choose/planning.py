@@ -484,7 +484,7 @@ def _unlike_replicas(
     assert pipeline is not None
     num, kept = work.batch_size // size, request.pinned.cut
     # What another run would not measure again may not decide bits, unless a checkpoint keeps it.
-    is_timed = request.counts == "measured" and counts_are_free(pipeline)
+    is_timed = request.counts == "measured" and counts_are_free(pipeline, structure.granules)
     times: Mapping[int, np.ndarray]
     if profile is not None and is_timed:
         pipeline = dataclasses.replace(pipeline, num_segments=profile.most_segments)

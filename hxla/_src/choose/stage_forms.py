@@ -18,7 +18,7 @@ from ..core.keywords import as_whole_number
 from ..core.types import DATA_AXIS, TENSOR_AXIS, TOKEN_AXIS
 from ..graph.graph import Graph
 from ..graph.parts import ChainPart, stacked_dims
-from ..plan.axis_assignment import Axes
+from ..plan.axis_assignment import Axes, shard_graph
 from ..plan.layout import Layout, dtype_name, from_spec
 from ..plan.parts import Axis, PlannedStage, Role
 from ..plan.rules import RuleSet
@@ -156,6 +156,26 @@ def _ratio(value: Any) -> Sequence[Any]:
     return value if isinstance(value, tuple | list) else ()
 
 
+def stages_in_granules(
+    forms: Sequence[StageForm], granules: int, key: str
+) -> tuple[tuple[StageForm, ...], list[str]]:
+    """The forms with the axis `tensor`, also those of one device, and what granules are not for."""
+    out, faults = [], []
+    for s, form in enumerate(forms):
+        others = [name for name, _ in form.axes if name != TENSOR_AXIS]
+        if others:
+            faults.append(f"{key}[{s}]: use {TENSOR_AXIS!r} instead of {' and '.join(others)}")
+        elif form.shares:
+            faults.append(f"{key}[{s}]: granules are of one size, write {{'tensor': n}}")
+        elif granules % form.num_devices:
+            faults.append(
+                f"{key}[{s}]: {form.num_devices} devices do not divide {granules} granules "
+                "(numerics.granules)"
+            )
+        out.append(dataclasses.replace(form, axes=((TENSOR_AXIS, form.num_devices),)))
+    return tuple(out), faults
+
+
 def forms_annotated(virtual: VirtualDevices, graph: Graph) -> tuple[StageForm, ...]:
     """The forms of TaskGraphs on distinct devices."""
     forms = []
@@ -200,6 +220,7 @@ def planned_stages(
     parts: Sequence[ChainPart],
     forms: Sequence[StageForm],
     rules: RuleSet | None,
+    granules: int | None = None,
 ) -> tuple[tuple[PlannedStage, ...], list[str], float]:
     """The stages of a plan, lines for it, and the most bytes that a device sends inside its stage.
 
@@ -207,6 +228,7 @@ def planned_stages(
         ordered: The graph in the order in which it is cut.
         parts: The part of each stage.
         rules: Decide which parameters the axes cut; None: the least communication.
+        granules: See `Axis.granules`.
 
     Raises:
         AnnotationError: If a parameter cannot be sharded by its annotation or rule.
@@ -224,15 +246,19 @@ def planned_stages(
         cutting = tuple(axis for axis in form.axes if axis[0] not in ACTIVATION_AXES)
         is_uneven = bool(form.shares)
         if rules is not None and cutting:
-            resolved = resolve_rules(graph, rules, cutting, unlike=is_uneven)
+            cut_in = tuple((name, granules or n) for name, n in cutting)
+            resolved = resolve_rules(graph, rules, cut_in, unlike=is_uneven)
             dims = list(resolved.dims)
             lines += [f"stage {s}: {line}" for line in resolved.report()]
         elif not cutting:
             dims = [{} for _ in graph.param_names]
-        sharded = shard_stage(ordered, part, form.axes, roles, dims, unlike=is_uneven)
+        if granules is None:
+            sharded = shard_stage(ordered, part, form.axes, roles, dims, unlike=is_uneven)
+        else:
+            sharded = shard_graph(graph, form.axes, roles, dims, granules=granules).over(ordered)
         sent = max(sent, sum(axis.sent_bytes for axis in sharded.axes.values()))
         axes = [
-            Axis(name=name, size=size, roles=roles[name], shares=form.shares)
+            Axis(name=name, size=size, roles=roles[name], shares=form.shares, granules=granules)
             for name, size in form.axes
         ]
         sizes: Sequence[Sizes] = [()] * len(graph.param_names)

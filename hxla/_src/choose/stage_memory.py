@@ -51,7 +51,7 @@ class UnlikeStages:
         out = []
         for stages in plan.stage_forms:
             wholes = direct_parts(ordered, stage_cuts(cuts, [s.num_parts for s in stages]))
-            solved = sharded_stages(ordered, wholes, stages, plan.parameters)
+            solved = sharded_stages(self._work.graph, ordered, wholes, stages, plan.parameters)
             each = [segment_costs(x, parts) if x.axes else on_one() for x in solved]
             ends = itertools.accumulate((s.num_parts for s in stages), initial=0)
             spans = itertools.pairwise(ends)

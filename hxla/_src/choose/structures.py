@@ -88,11 +88,19 @@ def structure_of(
         axes, grid = (*axes[:place], *axes[place + 1 :]), grid.squeeze(place)
         if not axes:
             axes, grid = ((DATA_AXIS, 1),), grid.reshape(1)
-    if settings.numerics.cut == "any":
+    granules = settings.numerics.granules if settings.numerics.cut == "any" else None
+    if granules is not None and request.has_forms:
+        if rules is None:
+            raise ConfigError(
+                f"numerics.cut of 'any' is about what the axis {TENSOR_AXIS!r} of stages cuts: "
+                "pass rules='decoder' or your own, also for stages of one device"
+            )
+        request = request.in_granules(granules)
+    elif granules is not None:
         axes, grid = _with_tensor(graph, request, axes, grid, rules)
     structure = _structure(graph, cluster, settings.cluster, request, axes, grid, rules)
-    if settings.numerics.cut == "any":
-        structure = _in_granules(graph, structure, rules, settings.numerics.granules)
+    if granules is not None:
+        structure = _in_granules(graph, structure, rules, granules)
     if structure.pipeline is not None and structure.pipeline.has_forms:
         check_settings(settings)
     return structure
@@ -111,10 +119,11 @@ def _with_tensor(
         ConfigError: If there are other axes, or nothing says what this one cuts.
     """
     axes = ((DATA_AXIS, grid.size),) if axes is None else axes
-    if request.has_forms or (request.is_asked and STAGE_AXIS not in dict(axes)):
+    if request.is_asked and STAGE_AXIS not in dict(axes):
         raise ConfigError(
-            "numerics.cut of 'any' takes stages of one form from a mesh: pass mesh={'data': 1, "
-            "'stage': 2, 'tensor': 1}, or set it to 'planned'"
+            "numerics.cut of 'any' takes stages from a mesh or from tables: pass mesh={'data': 1, "
+            "'stage': 2, 'tensor': 1} or stages=[{'devices': 1}, {'tensor': 2}], or set it to "
+            "'planned'"
         )
     known = (DATA_AXIS, STAGE_AXIS, TENSOR_AXIS)
     if others := [name for name, _ in axes if name not in known]:
@@ -139,12 +148,18 @@ def _in_granules(
     """The structure with granules, and with the axis `tensor` where stages left out size one.
 
     Raises:
-        ConfigError: If stages are to keep residuals, which those of several devices do not.
+        ConfigError: If stages are to keep residuals, which those of several devices do not, or
+            annotations make unlike stages.
     """
-    if structure.inner:
-        return dataclasses.replace(structure, granules=granules)
     inner: Axes = ((TENSOR_AXIS, 1),)
     pipeline = structure.pipeline
+    if pipeline is not None and pipeline.has_forms and pipeline.by_annotations:
+        raise ConfigError(
+            "numerics.cut of 'any' takes unlike stages from tables, not from annotations: pass "
+            "stages=[{'devices': 1}, {'tensor': 2}] and rules, or set it to 'planned'"
+        )
+    if structure.inner or (pipeline is not None and pipeline.has_forms):
+        return dataclasses.replace(structure, granules=granules)
     assert pipeline is not None
     if pipeline.recompute is False or pipeline.has_weight:
         raise ConfigError(

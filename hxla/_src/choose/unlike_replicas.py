@@ -88,9 +88,10 @@ def with_cuts_and_counts(
     return request, tuple(slowest), tuple(fixed)
 
 
-def counts_are_free(request: PipelineRequest) -> bool:
-    """Whether bits depend on no count: every stage is one device."""
-    return not any(form.axes for replica in request.replicas for form in replica.forms)
+def counts_are_free(request: PipelineRequest, granules: int | None) -> bool:
+    """Whether bits depend on no count: every stage is one device, or computes in granules."""
+    forms = [form for replica in request.replicas for form in replica.forms]
+    return granules is not None or not any(form.axes for form in forms)
 
 
 def _costs(

@@ -270,10 +270,10 @@ class NumericsConfig(_Section):
     """The section `numerics`: what may not move a bit."""
 
     cut: Literal["planned", "any"] = "planned"
-    """`any`: bits do not depend on the size of the mesh axis `tensor`, on stages or on
-    recomputation, so all of these plans share `Plan.numerics`. Matrix products are computed in
-    granules, and all sums in a fixed order, which costs time. `planned`: bits are those of the
-    planned cut, the fastest."""
+    """`any`: bits do not depend on the size of the axis `tensor`, on stages, on the form of
+    replicas or on recomputation, so all of these plans share `Plan.numerics`. Matrix products are
+    computed in granules, and all sums in a fixed order, which costs time. `planned`: bits are those
+    of the planned cut, the fastest."""
     granules: Literal[2, 4, 8, 16, 32, 64] = 4
     """With `cut` of `any`, the granules of each dimension that `tensor` cuts: a device has one or
     more whole ones. Bits depend on this number."""

@@ -22,7 +22,6 @@ from ..graph.segments import Segment, segments_at
 from ..jax.jaxpr import scan_counts
 from ..model.loss import num_columns
 from ..plan.layout import check_layers_whole
-from ..plan.parts import are_cut_free
 from ..plan.plan import Plan
 from ..plan.sharding import Sharded
 from ..schedule.segment_sequence import sequence_from_texts
@@ -216,12 +215,12 @@ def chain_spec(
             "before those of the next exist, so no microbatch's own gradient can be clipped: use "
             "stage 0 or 1, or set communication.clip to 'after'"
         )
-    if are_cut_free(plan.axes):
-        _check_granules(training)
+    if plan.is_cut_free:
+        check_settings_in_granules(training)
     if isinstance(inner, Uneven) and points:
         inner, points = inner.in_segments(_segments_again(graph, plan)), ()
     ordered, points = graph_at(graph, "work", points)
-    if are_cut_free(plan.axes):
+    if plan.is_cut_free:
         ordered = cut_free(ordered, trained)
     check_layers_whole(ordered, plan.parameters)
     parts = direct_parts(ordered, points)
@@ -248,7 +247,7 @@ def chain_spec(
     )
 
 
-def _check_granules(training: Training) -> None:
+def check_settings_in_granules(training: Training) -> None:
     """Refuse settings whose programs depend on how a replica is cut."""
     refused = []
     if training.microbatch_clip_norm is not None:

@@ -18,7 +18,6 @@ from ..graph.precision import members
 from ..jax.jaxpr import ClosedJaxpr, as_function, inner_jaxpr, inner_programs, kind_of, source_of
 from ..jax.jaxpr import Literal as Constant
 from ..model.plain_arrays import root_key
-from ..plan.parts import are_cut_free
 from ..plan.plan import Plan
 
 _PRODUCTS = members("low") | {"experts"}
@@ -137,7 +136,7 @@ def determinism(graph: Graph, plan: Plan) -> Determinism:
         return Determinism(level="D0", reasons=(why,))
     classes = _device_dependent(graph)
     reasons = []
-    if are_cut_free(plan.axes):
+    if plan.is_cut_free:
         reasons.append("replicas may be cut in any way (numerics.cut of 'any')")
     elif plan.axes:
         axes = ", ".join(axis.name for axis in plan.axes)

@@ -20,7 +20,6 @@ from ..plan.layout import to_spec
 from ..plan.linked_dims import LinkedDims, planned_parts
 from ..plan.ownership import SUMMED_STATE, Ownership, TracedUpdate, traced_update
 from ..plan.ownership import ownership as make_ownership
-from ..plan.parts import are_cut_free
 from ..plan.plan import Plan
 from ..plan.sharding import Sharded
 from .padding import Padding
@@ -141,7 +140,7 @@ def check_in_granules(plan: Plan, ownership: Ownership | None) -> None:
     Args:
         ownership: None: the update is one program.
     """
-    in_granules = are_cut_free(plan.axes)
+    in_granules = plan.is_cut_free
     if in_granules and (ownership is None or plan.placement.whole):
         raise PlanError(
             "numerics.cut: the optimizer reads parameters as a whole, and the bits of that depend "

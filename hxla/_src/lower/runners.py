@@ -10,7 +10,7 @@ from ..graph.parts import ChainPart, graph_at, parts_of
 from ..model.loss import num_columns
 from ..plan.check import schedule_of
 from ..plan.layout import check_layers_whole, to_spec
-from ..plan.parts import ONE_PROGRAM, are_cut_free
+from ..plan.parts import ONE_PROGRAM
 from ..plan.plan import Plan
 from ..plan.sharding import Sharded
 from ..schedule.segment_sequence import sequence_from_texts
@@ -83,7 +83,7 @@ def pipeline_spec(
     planned = plan.pipeline
     assert planned is not None
     ordered, points = graph_at(graph, planned.cut_by, planned.points)
-    if are_cut_free(plan.axes):
+    if plan.is_cut_free:
         ordered = cut_free(ordered, trained)
     check_layers_whole(ordered, plan.parameters)
     parts = parts_of(ordered, points)

@@ -16,7 +16,7 @@ from ..plan.parts import PlannedStage
 from ..plan.plan import Plan
 from ..plan.unlike_stages import most_counts, sharded_stages, stage_cuts, stage_parts
 from ..schedule.schedules import Schedule
-from .chain_spec import ChainSpec, direct_parts
+from .chain_spec import ChainSpec, check_settings_in_granules, cut_free, direct_parts
 from .contribution import Contribution, Tensors, num_terms
 from .inputs import Training
 from .padding import NOT_PADDED, Padding
@@ -91,10 +91,13 @@ def stage_chain_spec(
     planned = plan.pipeline
     assert planned is not None
     ordered, cuts = graph_at(graph, planned.cut_by, planned.points)
+    if plan.is_cut_free:
+        check_settings_in_granules(training)
+        ordered = cut_free(ordered, trained)
     check_layers_whole(ordered, plan.parameters)
     return StageChainSpec(
         pipelines=tuple(
-            _stages_spec(training, ordered, cuts, plan, stages, num, tensors, trained)
+            _stages_spec(training, graph, ordered, cuts, plan, stages, num, tensors, trained)
             for stages, num in zip(plan.stage_forms, most_counts(plan), strict=True)
         ),
         tensors=tensors,
@@ -104,6 +107,7 @@ def stage_chain_spec(
 
 def _stages_spec(
     training: Training,
+    graph: Graph,
     ordered: Graph,
     cuts: Sequence[int],
     plan: Plan,
@@ -117,7 +121,7 @@ def _stages_spec(
     cut = tuple(stage.num_parts for stage in stages)
     parts, wholes = direct_parts(ordered, cuts), direct_parts(ordered, stage_cuts(cuts, cut))
     floats = range(len(tensors.floats))
-    solved = sharded_stages(ordered, wholes, stages, plan.parameters)
+    solved = sharded_stages(graph, ordered, wholes, stages, plan.parameters)
     chains, inside = [], []
     for whole, stage, sharded in zip(wholes, stages, solved, strict=True):
         known = {x.name: (to_spec(x.spec), Padding(x.sizes)) for x in stage.parameters}

@@ -32,6 +32,7 @@ from .parts import (
     PlannedChain,
     PlannedPipeline,
     are_cut_free,
+    granule_faults,
     size_faults,
 )
 from .unlike_stages import unlike_stage_faults
@@ -230,42 +231,27 @@ def _axis_faults(plan: Any) -> Iterator[str]:
                 f"has {', '.join(names)}: leave the shares out, or the other axes{instead}"
             )
     yield from _token_faults(plan)
-    for axis in plan.axes:
-        if axis.granules is not None:
-            yield from _granule_faults(plan, axis, axis.granules)
+    yield from granule_faults("axes", plan.axes, plan.parameters, "parameters")
+    if (axis := plan.granule_axis) is not None:
+        yield from _granule_faults(plan, axis)
     roles = {len(axis.roles) for axis in plan.axes if axis.name not in OUTER_AXES}
     if len(roles) > 1:
         yield "axes: `roles` must have one entry for each TaskGraph, these differ in length"
 
 
-def _granule_faults(plan: Any, axis: Axis, num: int) -> Iterator[str]:
-    """What granules, whose bits depend on no cut, are not lowered for."""
+def _granule_faults(plan: Any, axis: Axis) -> Iterator[str]:
+    """What no granules, whose bits depend on no cut, are lowered for."""
     key = f"axes.{axis.name}.granules"
-    if num & (num - 1) or num % axis.size:
-        yield (
-            f"{key}: {num} granules for {axis.size} devices: use a power of two that the size of "
-            "the axis divides"
-        )
-    if axis.shares:
-        yield f"{key}: granules are of one size, leave the shares out"
-    others = [a.name for a in plan.axes if a is not axis and a.name != STAGE_AXIS]
-    if others or axis.name in (*OUTER_AXES, TOKEN_AXIS):
-        yield (
-            f"{key}: bits are free of the cut only over a tensor axis without "
-            f"{' and '.join(others) or axis.name}: leave these axes or the granules out"
-        )
     if plan.sums.kind != "exact":
         yield f"{key}: {plan.sums.kind} sums depend on the cut, use kind 'exact'"
+    if low := plan.precision.low_dtypes:
+        yield (
+            f"{key}: {' and '.join(sorted(low))} is rounded in a way that depends on how a program "
+            "is cut, use precision 'float32'"
+        )
     kinds = sorted({d.arithmetic for d in plan.devices} - {"cpu"})
     if kinds:
         yield f"{key}: it was tried on CPUs, and not on {', '.join(kinds)}: leave granules out"
-    for p in plan.parameters:
-        for d, names in enumerate(p.spec[: len(p.shape)]):
-            if axis.name in names and p.shape[d] % num:
-                yield (
-                    f"parameters.{p.name}.spec: dimension {d} of size {p.shape[d]} does not divide "
-                    f"into {num} granules, use another size or number"
-                )
 
 
 def _token_faults(plan: Any) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from ..core.files import shown
+from ..core.types import DATA_AXIS, OUTER_AXES, STAGE_AXIS, TOKEN_AXIS
 from ..core.version import __version__
 from ..jax.settings import bit_settings, jax_versions, processor
 from ..schedule.schedules import needs_even_counts
@@ -134,6 +135,41 @@ def size_faults(key: str, layout: Layout, dim: int, axes: Sequence[Axis]) -> Ite
         yield f"{key}: {' + '.join(map(str, parts))} is {sum(parts)}, not {layout.shape[dim]}"
 
 
+def granule_faults(
+    key: str, axes: Sequence[Axis], layouts: Sequence[Layout], key_of_layouts: str
+) -> Iterator[str]:
+    """What granules, whose bits depend on no cut, are not lowered for.
+
+    Args:
+        key: The key of the axes in the plan.
+        axes: Those inside a replica, or inside one of its stages.
+        layouts: Of the parameters that they may cut.
+        key_of_layouts: The key of the layouts in the plan.
+    """
+    for axis, num in ((axis, axis.granules) for axis in axes if axis.granules is not None):
+        where = f"{key}.{axis.name}.granules"
+        if num & (num - 1) or num % axis.size:
+            yield (
+                f"{where}: {num} granules for {axis.size} devices: use a power of two that the "
+                "size of the axis divides"
+            )
+        if axis.shares:
+            yield f"{where}: granules are of one size, leave the shares out"
+        others = [a.name for a in axes if a is not axis and a.name != STAGE_AXIS]
+        if others or axis.name in (*OUTER_AXES, DATA_AXIS, TOKEN_AXIS):
+            yield (
+                f"{where}: bits are free of the cut only over a tensor axis without "
+                f"{' and '.join(others) or axis.name}: leave these axes or the granules out"
+            )
+        for p in layouts:
+            for d, names in enumerate(p.spec[: len(p.shape)]):
+                if axis.name in names and p.shape[d] % num:
+                    yield (
+                        f"{key_of_layouts}.{p.name}.spec: dimension {d} of size {p.shape[d]} does "
+                        f"not divide into {num} granules, use another size or number"
+                    )
+
+
 class ReplicaWork(PlanValue):
     """A replica and its work.
 
@@ -240,12 +276,13 @@ def deciding_stage(stage: PlannedStage) -> list[Any]:
 def decided_by_stages(replicas: Sequence[PlannedReplica]) -> list[Any]:
     """What decides the bits of replicas of unlike form.
 
-    The programs of a stage of one device are those of its parts. Where all stages are so, bits
-    depend on the parts only, and not on which replica runs a microbatch.
+    The programs of a stage of one device are those of its parts, and so are the bits of a stage in
+    granules. Where all stages are so, bits depend on the parts only, and not on which replica runs
+    a microbatch.
     """
 
     def parts_of(stage: PlannedStage) -> list[Any]:
-        if not stage.axes:
+        if not stage.axes or are_cut_free(stage.axes):
             return [()] * stage.num_parts
         return [[stage.num_parts, *deciding_stage(stage)]]
 

@@ -47,7 +47,6 @@ from .parts import (
     RunnerUp,
     SumsForm,
     Versions,
-    are_cut_free,
     decided_by_stages,
     deciding_stage,
 )
@@ -81,21 +80,22 @@ def deciding(plan: "Plan") -> dict[str, Any]:
         # Else they are as the loss was traced.
         found["scatters"], found["activations"] = "in order, or selected", "recomputed"
     if plan.axes:
-        is_free = are_cut_free(plan.axes)
-        axes = [axis for axis in plan.axes if axis.granules is not None or not is_free]
+        axes = [free] if (free := plan.granule_axis) is not None else plan.axes
         found["axes"] = [axis.deciding for axis in axes]
         # What is stored where between the steps of a pipeline may depend on an axis' size.
-        decide = [a.name for a in plan.axes if a.granules is not None] or list(plan.axis_sizes)
+        decide = [axis.name for axis in axes]
+        inside = {x.name: x for f in plan.stage_forms for stage in f for x in stage.parameters}
+        layouts = [inside.get(x.name, x) if free else x for x in plan.parameters]
         found["specs"] = [
             [[name for name in names if name in decide] for names in layout.spec]
-            for layout in plan.parameters
+            for layout in layouts
         ]
-    if plan.is_uneven:
+    if plan.is_uneven and not plan.is_cut_free:
         found["shares"] = [axis.shares for axis in plan.axes]
         found["sizes"] = [layout.sizes for layout in plan.parameters]
-    if plan.unlike_replicas:
+    if plan.unlike_replicas and not plan.is_cut_free:
         found["stages"] = decided_by_stages(plan.unlike_replicas)
-    elif plan.stage_forms:
+    elif plan.stage_forms and not plan.is_cut_free:
         found["stages"] = [deciding_stage(stage) for stage in plan.stage_forms[0]]
     found |= _deciding_cut(plan)
     # Each that devices of a copy put together is compiled apart from what else the copy owns, and
@@ -125,7 +125,7 @@ def _deciding_cut(plan: "Plan") -> dict[str, Any]:
     """How a microbatch is cut into programs, where that decides bits."""
     found: dict[str, Any] = {}
     pipeline = plan.pipeline
-    if are_cut_free(plan.axes):
+    if plan.is_cut_free:
         if pipeline is not None and pipeline.cut_by != "work":
             found["order"] = pipeline.cut_by  # in which terms of a gradient add up
         return found
@@ -262,6 +262,17 @@ class Plan(PlanValue):
     def num_stages(self) -> int:
         """The stages of each replica; 1 without a pipeline."""
         return max(map(len, self.stage_forms), default=self.axis_sizes.get(STAGE_AXIS, 1))
+
+    @property
+    def granule_axis(self) -> Axis | None:
+        """The axis of the replicas, or of their stages, on whose size no bit depends, if any."""
+        of_stages = [axis for form in self.stage_forms for stage in form for axis in stage.axes]
+        return next((x for x in (*self.axes, *of_stages) if x.granules is not None), None)
+
+    @property
+    def is_cut_free(self) -> bool:
+        """Whether bits depend on no cut: `numerics.cut` of `any`."""
+        return self.granule_axis is not None
 
     @property
     def stage_forms(self) -> tuple[tuple[PlannedStage, ...], ...]:
@@ -523,13 +534,7 @@ class Plan(PlanValue):
         Returns:
             Some lines of text.
         """
-        a, b = (dict(_facts(plan)) for plan in (self, other))
-        width = max(map(len, a.values()))
-        lines = [f"{name:<17} {a[name]:>{width}}  {b[name]}" for name in a if name in b]
-        steps = [p.prediction.step_seconds if p.prediction else 0.0 for p in (self, other)]
-        if all(steps):
-            lines.append(f"the second is {steps[0] / steps[1]:.2f}x as fast as the first")
-        return "\n".join(lines)
+        return "\n".join(_side_by_side(self, other))
 
     def draw(self, path: str | os.PathLike[str]) -> None:
         """Write a picture: replica, stage, work, time and memory of each device.
@@ -653,6 +658,15 @@ def _prediction_in_words(plan: Plan, known: Prediction) -> Iterator[str]:
             # Float sums that should cancel leave far less than a microsecond.
             spent = "  " + ", ".join(f"{k} {round(s, 6):.3g} s" for k, s in parts.items())
         yield f"  {d.rank:>4} {kinds[d.rank]}  {d.memory_bytes / 2**30:.2f} GiB{of}{spent}"
+
+
+def _side_by_side(plan: Plan, other: Plan) -> Iterator[str]:
+    a, b = dict(_facts(plan)), dict(_facts(other))
+    width = max(map(len, a.values()))
+    yield from (f"{name:<17} {a[name]:>{width}}  {b[name]}" for name in a if name in b)
+    steps = [p.prediction.step_seconds if p.prediction else 0.0 for p in (plan, other)]
+    if all(steps):
+        yield f"the second is {steps[0] / steps[1]:.2f}x as fast as the first"
 
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:

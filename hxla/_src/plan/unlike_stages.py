@@ -24,7 +24,7 @@ from ..graph.parts import ChainPart
 from .axis_assignment import Axes, Roles, shard_graph
 from .layout import Layout
 from .linked_dims import LinkedDims, Parts, planned_parts
-from .parts import PlannedPipeline, PlannedStage, size_faults
+from .parts import PlannedPipeline, PlannedStage, granule_faults, size_faults
 from .sharding import Sharded
 
 #: The axes that a stage may have, and those of them that cut no parameter.
@@ -73,23 +73,33 @@ def stage_cuts(cuts: Sequence[int], num_parts: Iterable[int]) -> tuple[int, ...]
 
 def sharded_stages(
     graph: Graph,
+    ordered: Graph,
     parts: Sequence[ChainPart],
     stages: Sequence[PlannedStage],
     parameters: Sequence[Layout],
 ) -> list[Sharded]:
     """The graph sharded as each stage of a plan says.
 
+    Where bits depend on no cut, all stages are sharded as one: by the whole graph.
+
     Args:
+        ordered: The graph in the order in which it is cut.
         parts: Of the stages, each with all that its stage runs.
         parameters: The layouts of all parameters, in the order of the model.
     """
+    whole = {layout.name: _dims(layout) for stage in stages for layout in stage.parameters}
     out = []
     for part, stage in zip(parts, stages, strict=True):
         inside = {layout.name: _dims(layout) for layout in stage.parameters}
         dims = [inside.get(parameter.name, {}) for parameter in parameters]
         axes = tuple((axis.name, axis.size) for axis in stage.axes)
         roles = {axis.name: axis.roles for axis in stage.axes}
-        out.append(shard_stage(graph, part, axes, roles, dims, unlike=bool(stage.shares)))
+        granules = next((axis.granules for axis in stage.axes), None)
+        if granules is None:
+            out.append(shard_stage(ordered, part, axes, roles, dims, unlike=bool(stage.shares)))
+            continue
+        dims = [whole.get(parameter.name, {}) for parameter in parameters]
+        out.append(shard_graph(graph, axes, roles, dims, granules=granules).over(ordered))
     return out
 
 
@@ -149,6 +159,13 @@ def unlike_stage_faults(plan: Any, pipeline: PlannedPipeline) -> Iterator[str]:
         yield from _part_faults(where, form, pipeline, have_several=bool(replicas))
         for s, stage in enumerate(form):
             yield from _stage_faults(f"{where}.{s}", stage, known)
+    every = [stage for form in forms for stage in form]
+    granules = {next((axis.granules for axis in stage.axes), None) for stage in every}
+    if len(granules) > 1:
+        yield (
+            f"{'pipeline.replicas' if replicas else 'pipeline.stages'}: bits are free of the cut "
+            "only if every stage, also of one device, has an axis of the same granules"
+        )
     if replicas:
         yield from _replica_faults(plan, pipeline)
     for key, value, allowed in (
@@ -197,6 +214,7 @@ def _replica_faults(plan: Any, pipeline: PlannedPipeline) -> Iterator[str]:
 
 def _stage_faults(key: str, stage: PlannedStage, known: Mapping[str, Layout]) -> Iterator[str]:
     yield from _axis_faults(key, stage)
+    yield from granule_faults(f"{key}.axes", stage.axes, stage.parameters, f"{key}.parameters")
     for layout in stage.parameters:
         yield from _layout_faults(key, stage, layout, known)
     names = Counter(layout.name for layout in stage.parameters)
@@ -211,11 +229,6 @@ def _axis_faults(key: str, stage: PlannedStage) -> Iterator[str]:
         if name not in STAGE_AXES:
             yield f"{key}.axes: a stage has no axis {name!r}, use {' or '.join(STAGE_AXES)}"
     for axis in stage.axes:
-        if axis.granules is not None:
-            yield (
-                f"{key}.axes.{axis.name}.granules: unlike stages do not run with 'any' cut yet: "
-                "leave it out"
-            )
         if axis.shares and (len(stage.axes) > 1 or axis.name == DATA_AXIS):
             yield (
                 f"{key}.axes.{axis.name}.shares: uneven shards need a stage with one axis, which "
