@@ -78,6 +78,8 @@ hypothesis.settings.load_profile("any pace")
 
 #: Of a worker: two of them, and a job that is larger than its devices, have to fit on one machine.
 MOST_BYTES = 3 << 30
+#: Linux allows a process 65,530 mappings, and XLA crashes where it gets none for a program.
+MOST_MAPPINGS = 40_000
 #: A run that prints its summary has at least so many tests.
 MANY = 100
 
@@ -160,18 +162,30 @@ def machine():
     return f"{cores} cores of {[*names, '?'][0]}, Python {python}, jax {jax.__version__}"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def programs_are_let_go():
+def let_programs_go():
     """Compiled programs stay until a worker ends: a whole run of the tests would keep thousands."""
+    import jax
+
+    from support.inside.jax import trim_heap
+
+    jax.clear_caches()
+    gc.collect()
+    trim_heap()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_is_bounded():
     yield
     if psutil.Process().memory_info().rss > MOST_BYTES:
-        import jax
+        let_programs_go()
 
-        from support.inside.jax import trim_heap
 
-        jax.clear_caches()
-        gc.collect()
-        trim_heap()
+@pytest.fixture(autouse=True)
+def mappings_are_bounded():
+    yield
+    with open("/proc/self/maps", "rb") as file:
+        if sum(1 for _ in file) > MOST_MAPPINGS:
+            let_programs_go()
 
 
 @pytest.fixture(scope="module", autouse=True)

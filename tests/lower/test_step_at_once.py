@@ -107,7 +107,7 @@ class Counted:
         monkeypatch.setattr(jax.stages.Compiled, "__call__", counted)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4)  # each has its programs
 def job(model, optimizer, num):
     make, data, options = MODELS[model]
     options = {"batch_size": NUM * SIZE, "shuffle": False, "config": {}} | options

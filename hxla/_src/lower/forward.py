@@ -136,20 +136,28 @@ class Evaluation:
     def __init__(
         self, model: Functional, seed: int, microbatch_size: int, forward: Callable[..., Forward]
     ):
-        self.metrics: tuple[MetricColumns, ...] = ()
+        # Not in an attribute, which `row` would reach in a cycle that keeps the model's arrays.
+        found: list[MetricColumns] = []
 
         def row(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> jax.Array:
             size = jax.tree.leaves(batch)[0].shape[0]
             out, _ = model.evaluate(params, aux, key, batch)
             sums = as_sums(out, size, mean_weight=size, padded_size=microbatch_size)
-            self.metrics = sums.metrics  # the same in every trace
+            found[:] = sums.metrics  # the same in every trace
             return sums.row
+
+        self._metrics = found
 
         self._forward = forward("hxla_evaluate", row, lambda index: evaluation_key(seed, index))
 
+    @property
+    def metrics(self) -> tuple[MetricColumns, ...]:
+        """The columns of metrics, once a microbatch was evaluated here."""
+        return tuple(self._metrics)
+
     def metrics_of(self, fetch: Callable[[int], PyTree]) -> tuple[MetricColumns, ...]:
         """The columns of metrics, also in a process that evaluates no microbatch."""
-        if not self.metrics:
+        if not self._metrics:
             self._forward.shapes(np.int32(0), fetch(0))
         return self.metrics
 

@@ -89,6 +89,7 @@ class ZeroState:
         ]
         #: The shares of each place, which are those of its replicas together.
         self._placed = shares.at(reducer.arrays.places[: reducer.arrays.num_members])
+        self._conversions: dict[Any, Any] = {}  # programs, by what makes leaves alike
 
     def like(self, k: int, index: int) -> jax.ShapeDtypeStruct:
         """The shape of a replica's shard: a flat piece, the whole leaf, or one element for none.
@@ -208,25 +209,12 @@ class ZeroState:
 
     def _program(self, way: str, k: int) -> Any:
         x, owner = self._leaves[k], self._shares.owners[k]
-        cut = self._specs[k], self.paddings[k]
-        return self._conversion(way, x.shape, jnp.dtype(x.dtype), owner, cut)
+        alike = way, x.shape, jnp.dtype(x.dtype), owner, self._specs[k], self.paddings[k]
+        if alike not in self._conversions:
+            self._conversions[alike] = self._conversion(way, k)
+        return self._conversions[alike]
 
-    @functools.cache  # noqa: B019
-    def _conversion(
-        self,
-        way: str,
-        shape: tuple[int, ...],
-        dtype: Any,
-        owner: int | None,
-        leaf_cut: tuple[P, Padding],
-    ) -> Any:
-        k = next(
-            k
-            for k, x in enumerate(self._leaves)
-            if (x.shape, x.dtype, self._shares.owners[k]) == (shape, dtype, owner)
-            and (self._specs[k], self.paddings[k]) == leaf_cut
-            and not self.is_common[k]
-        )
+    def _conversion(self, way: str, k: int) -> Any:
         arrays, padding, is_even = self._reducer.arrays, self.paddings[k], way == "evenly"
         # A padded leaf is whole at its places while its padding changes.
         whole = self.spec(k) if padding.is_none else self._specs[k]

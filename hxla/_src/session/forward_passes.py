@@ -48,6 +48,10 @@ class ForwardPasses:
         self._wait, self._wait_for_collectives = wait, wait_for_collectives
         self._seconds = [0.0] * len(programs.reducer.local)
 
+    def close(self) -> None:
+        """Forget whom to wait for: a cycle would keep all arrays until Python looks for cycles."""
+        self._wait = self._wait_for_collectives = lambda: None
+
     def _state(self) -> tuple[list[Any], list[Any]]:
         """Whole parameters and other variables of each local replica, all-gathered if sharded."""
         layered, replicas = self._programs.layered, self._store.held

@@ -172,7 +172,9 @@ class Job(JobArguments):
 
     @functools.cached_property
     def _context(self) -> JobContext:
-        return JobContext(self)
+        # A copy: a cycle would keep the model's arrays until Python looks for cycles.
+        arguments = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
+        return JobContext(JobArguments(**arguments))
 
     def graph(self, microbatch_size: int) -> Graph:
         """Trace the loss for microbatches of a size; nothing is computed.

@@ -153,6 +153,7 @@ class Session:
             self._is_closed = True
             with self._stack:
                 self._ending.report(self.history, self.plan, self.step_number)
+            self.after_save.clear()  # a callback that knows the session would keep its arrays
 
     @property
     def plan(self) -> Plan:

@@ -273,8 +273,9 @@ class Stepper:
         self.bounds: list[tuple[jax.Array, ...]] = [()] * num
 
     def close(self) -> None:
-        """End the waiting threads."""
+        """End the waiting threads, and let go of what would keep the state alive."""
         self._pool.shutdown()
+        self.forwards.close()
 
     def warm_up(self, batch: PyTree, *, repeats: int, has_scales: bool = False) -> list[float]:
         """Run everything once, take the first scales, and time a microbatch on each replica.
