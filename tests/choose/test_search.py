@@ -46,8 +46,9 @@ def gpt(*, devices, memory, speeds, microbatches, parameters, stash, layers=96):
 def test_plans_and_bounds_hold_against_exhaustive_search():
     """Instances of the whole space; of every second one sums take long."""
     equal = exact = feasible = 0
-    ratios, num = [], examples(15, 500)
-    for seed in range(num):
+    # In 480 the devices' meeting takes longer than their sums.
+    ratios, seeds = [], sorted({*range(examples(15, 500)), 480})
+    for seed in seeds:
         rng = np.random.default_rng(1000 + seed)
         chain = chains.random_chain(
             rng, max_devices=6 if seed % 10 == 0 else 4, max_layers=4, max_microbatches=6
@@ -78,7 +79,7 @@ def test_plans_and_bounds_hold_against_exhaustive_search():
             exact += 1
             equal += plan.step_seconds <= best * (1 + 1e-6)
             ratios.append(plan.step_seconds / best)
-    assert feasible > num // 2
+    assert feasible > len(seeds) // 2
     assert equal >= 0.95 * exact, (equal, exact, max(ratios))
 
 

@@ -513,7 +513,8 @@ class Tails:
         The latter by number of stages, from one.
         """
         if copies not in self._known:
-            tail = self.t.least_reduce(copies) + self.t.update
+            meeting = self.t.meeting if copies > 1 else 0.0
+            tail = np.maximum(self.t.least_reduce(copies), meeting) + self.t.update
             best = tail.min(axis=0)
             best = np.where(np.triu(np.ones(best.shape, bool), 1), best, np.inf)
             by_stages = suffixes(self.max_stages, lambda _: best, np.maximum)
