@@ -32,6 +32,11 @@ def loss(model, batch):
     return ((model(batch["x"]) - batch["y"]) ** 2).sum(-1)
 
 
+ONE, TWO = {"devices": 1}, {"tensor": 2}
+#: By the number of devices.
+UNLIKE = {2: [ONE, ONE], 3: [[ONE], [TWO]]}
+
+
 def main():
     """Train, and print the SHA-256."""
     parser = argparse.ArgumentParser()
@@ -62,12 +67,14 @@ def main():
 
     digests, num = [], jax.device_count()
     form = {}
-    if args.any_cut:
+    if args.any_cut and args.unlike and num > 1:
+        form = {"stages": UNLIKE[num], "rules": "decoder"}
+    elif args.any_cut:
         form = {"mesh": {"data": 1, "stage": num, "tensor": 1}, "rules": "decoder"}
     elif args.tensor > 1:
         form = {"mesh": {"data": num // args.tensor, "tensor": args.tensor}, "rules": "decoder"}
     elif args.unlike:
-        form = {"stages": [{"devices": 1}, {"tensor": 2}], "rules": "decoder"}
+        form = {"stages": [ONE, TWO], "rules": "decoder"}
     elif args.stages:
         form = {"stages": [1.0] * args.stages}
 

@@ -82,9 +82,14 @@ def test_an_experiment_of_easyscale_ends_with_the_bits_of_one_device(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_pipeline_is_cut_again_for_the_devices_that_are_left(tmp_path):
-    """Three stages, two, one device and two again have the bits of one device."""
+@pytest.mark.parametrize("form", ["stages", "unlike"])
+def test_a_job_is_cut_again_for_the_devices_that_are_left(tmp_path, form):
+    """Three stages, two, one device and two again have the bits of one device.
+
+    So has a replica of one device beside one of two that share its layers.
+    """
     options = ("--stop-when", str(tmp_path / "last"), "--any-cut", "--batch-size", "16")
+    options += ("--unlike",) * (form == "unlike")
     job = elastic_chaos.Job(tmp_path, elastic_chaos.MOST_STEPS, 0.1, [0.4, 0.4, 0.4], options)
     try:
         job.wait(elastic_chaos.runs, "the first generation")
