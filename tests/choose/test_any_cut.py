@@ -1,5 +1,7 @@
 """What `numerics.cut` of `any` plans, and what it refuses before or when a session opens."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from flax import nnx
 
 import hxla
 from support import any_cut
-from support.any_cut import job, planned
+from support.any_cut import job, planned, planned_stages
 
 
 def test_numerics_are_one_for_every_size_of_tensor():
@@ -138,6 +140,38 @@ def test_what_is_not_lowered_is_refused_with_the_remedy(name):
     options = {"microbatch_size": 2, "rules": "decoder", **options}
     with pytest.raises(hxla.HxlaError, match=message):
         own.plan(cluster, mesh=mesh, **options)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda stages: stages[0]["axes"][0].update(granules=8), "the same name, roles and gran"),
+        (lambda stages: stages[0].update(axes=[]), "the same name, roles and granules"),
+        (
+            lambda stages: next(
+                x for x in stages[0]["parameters"] if x["name"] == "up/kernel"
+            ).update(spec=[["tensor"], []]),
+            "stages cut up/kernel in unlike dimensions",
+        ),
+    ],
+    ids=["granules", "no axis", "dimensions"],
+)
+def test_an_edited_plan_whose_stages_disagree_is_refused(edit, message):
+    plan = planned_stages(job("mlp"), [[{"devices": 1}], [{"tensor": 2}]])
+    fields = json.loads(plan.to_json())
+    edit(fields["pipeline"]["replicas"][0]["stages"])
+    with pytest.raises(hxla.PlanError, match=message):
+        hxla.Plan.from_json(json.dumps(fields))
+
+
+def test_plans_of_unlike_stages_have_the_numerics_of_one_device():
+    one = planned(job("mlp"), {"data": 1})
+    tables = [{"devices": 1}, {"tensor": 2}], [[{"tensor": 4}], [{"devices": 1}, {"tensor": 2}]]
+    for stages in tables:
+        assert planned_stages(job("mlp"), stages).numerics == one.numerics
+        usual = planned_stages(job("mlp", cut="planned"), stages)
+        whole = planned(job("mlp", cut="planned"), {"data": 1, "tensor": 2})
+        assert usual.numerics != whole.numerics
 
 
 def test_accelerators_and_searches_are_refused():

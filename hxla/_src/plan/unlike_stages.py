@@ -159,13 +159,9 @@ def unlike_stage_faults(plan: Any, pipeline: PlannedPipeline) -> Iterator[str]:
         yield from _part_faults(where, form, pipeline, have_several=bool(replicas))
         for s, stage in enumerate(form):
             yield from _stage_faults(f"{where}.{s}", stage, known)
-    every = [stage for form in forms for stage in form]
-    granules = {next((axis.granules for axis in stage.axes), None) for stage in every}
-    if len(granules) > 1:
-        yield (
-            f"{'pipeline.replicas' if replicas else 'pipeline.stages'}: bits are free of the cut "
-            "only if every stage, also of one device, has an axis of the same granules"
-        )
+    if plan.is_cut_free:
+        key = "pipeline.replicas" if replicas else "pipeline.stages"
+        yield from _cut_free_faults(key, [stage for form in forms for stage in form])
     if replicas:
         yield from _replica_faults(plan, pipeline)
     for key, value, allowed in (
@@ -183,6 +179,20 @@ def unlike_stage_faults(plan: Any, pipeline: PlannedPipeline) -> Iterator[str]:
             "pipeline.schedule: unlike stages have no separate weight gradients "
             "yet: use '1f1b' or 'gpipe', or stages of one form"
         )
+
+
+def _cut_free_faults(key: str, stages: Sequence[PlannedStage]) -> Iterator[str]:
+    """Where stages differ in more than the size of their axis, although no bit may depend on it."""
+    if len({str([axis.deciding for axis in stage.axes]) for stage in stages}) > 1:
+        yield (
+            f"{key}: bits are free of the cut only if every stage, also of one device, has an axis "
+            "of the same name, roles and granules"
+        )
+    specs: dict[str, set[Any]] = {}
+    for layout in (layout for stage in stages for layout in stage.parameters):
+        specs.setdefault(layout.name, set()).add(layout.spec)
+    for name in (name for name, found in specs.items() if len(found) > 1):
+        yield f"{key}: stages cut {name} in unlike dimensions, and bits would depend on that"
 
 
 def _part_faults(
