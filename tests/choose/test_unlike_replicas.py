@@ -235,7 +235,7 @@ def test_what_does_not_go_with_them_is_refused():
             lambda p: p["pipeline"]["replicas"][1]["stages"][0].update(
                 axes=[{"name": "tensor", "size": 1, "roles": ["split"], "granules": 4}]
             ),
-            "pipeline.replicas.1.stages.0.axes.tensor.granules: unlike stages",
+            "pipeline.replicas: bits are free of the cut only if every stage",
         ),
     ],
 )
