@@ -5,6 +5,7 @@ Cuts between stages follow times that are measured on their devices.
 
 import dataclasses
 import itertools
+import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, SupportsIndex
@@ -350,6 +351,42 @@ def least_maximum(num: int, size: int, cost: Callable[[int, int, int], float]) -
     return best[size][1]
 
 
+_MOST_WORK = 3e7  # of a dynamic programme over groups of devices, of which a cut solves some
+
+
+def _alike(seconds: Sequence[float], room: Sequence[float], num_layers: int) -> list[list[int]]:
+    """Groups of devices that a cut may take for equal: as few as its search needs.
+
+    Its search grows exponentially with the groups. Equal devices are one group. While there are too
+    many groups, the two that are most alike in seconds and memory become one.
+
+    Args:
+        seconds: Of the whole model on each device.
+        room: The memory of each device, in bytes.
+
+    Returns:
+        For each group the places of its devices.
+    """
+
+    def distance(a: list[int], b: list[int]) -> float:
+        each = [[[x[i] for i in group] for group in (a, b)] for x in (seconds, room)]
+        return sum(abs(math.log(np.mean(one) / np.mean(other))) for one, other in each)
+
+    def work(groups: list[list[int]]) -> float:
+        num = len(groups)
+        states = math.prod(len(group) + 1 for group in groups)
+        return float(states * num * ((num_layers + 1) * (num + 1)) ** 2)
+
+    same: dict[tuple[float, float], list[int]] = {}
+    for i, key in enumerate(zip(seconds, room, strict=True)):
+        same.setdefault(key, []).append(i)
+    groups = list(same.values())
+    while len(groups) > 1 and work(groups) > _MOST_WORK:
+        a, b = min(itertools.combinations(groups, 2), key=lambda pair: distance(*pair))
+        groups = [group for group in groups if group is not a and group is not b] + [sorted(a + b)]
+    return sorted(groups)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageCut:
     """Stages on devices.
@@ -404,18 +441,20 @@ def best_cut(
             ranks.sort(key=lambda d: (-(memory_bytes[d] or 0), float(seconds[d].sum())))
     means = [np.mean([seconds[ranks[i]] for ranks in pipelines], axis=0) for i in range(num)]
     known = [[m for ranks in pipelines if (m := memory_bytes[ranks[i]])] for i in range(num)]
+    room = [min(each, default=UNBOUNDED) for each in known]
+    alike = _alike([float(x.sum()) for x in means], room, len(sizes))
     groups = tuple(
         Group(
-            kind=f"device {i}",
-            num_devices=1,
-            memory_bytes=min(known[i], default=UNBOUNDED),
-            forward_seconds=tuple(means[i][:, 0].tolist()),
-            backward_seconds=tuple(means[i][:, 1].tolist()),
+            kind=f"devices {members}",
+            num_devices=len(members),
+            memory_bytes=min(room[i] for i in members),
+            forward_seconds=tuple(np.mean([means[i][:, 0] for i in members], axis=0).tolist()),
+            backward_seconds=tuple(np.mean([means[i][:, 1] for i in members], axis=0).tolist()),
             update_seconds=(0.0,) * len(sizes),
             parameter_bytes=tuple(s.parameter_bytes for s in sizes),
             stash_bytes=tuple(s.stash_bytes for s in sizes),
         )
-        for i in range(num)
+        for members in alike
     )
     param_bytes = sum(s.parameter_bytes for s in sizes)
     problem = Chain(
@@ -430,10 +469,12 @@ def best_cut(
     (replica,) = staging.replicas
     ends = (*staging.cuts[1:], len(sizes))
     layers = tuple(b - a for a, b in zip(staging.cuts, ends, strict=True))
-    pipelines = [[ranks[g] for g in replica.groups] for ranks in pipelines]
-    spans = zip(replica.groups, staging.cuts, ends, strict=True)
-    busy = [float(means[g][a:b].sum()) for g, a, b in spans]
-    whole = [float(means[g].sum()) for g in replica.groups]
+    left = list(map(iter, alike))
+    chosen = [next(left[g]) for g in replica.groups]
+    pipelines = [[ranks[i] for i in chosen] for ranks in pipelines]
+    spans = zip(chosen, staging.cuts, ends, strict=True)
+    busy = [float(means[i][a:b].sum()) for i, a, b in spans]
+    whole = [float(means[i].sum()) for i in chosen]
     return StageCut(
         order=tuple(itertools.chain(*pipelines)),
         layers=layers,
