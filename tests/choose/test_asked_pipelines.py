@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 import hxla
@@ -13,8 +14,8 @@ WIDTH, LENGTH, LAYERS, BATCH = 16, 8, 8, 16
 
 
 class Blocks(nnx.Module):
-    def __init__(self, rngs):
-        self.blocks = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(LAYERS)])
+    def __init__(self, rngs, num):
+        self.blocks = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(num)])
 
     def __call__(self, x):
         for block in self.blocks:
@@ -27,22 +28,27 @@ def loss(model, batch):
 
 
 @functools.cache
-def traced(batch_size=BATCH, length=LENGTH, *, recompute=None, **pipeline):
-    model = nnx.eval_shape(lambda: Blocks(nnx.Rngs(0)))
+def traced(batch_size=BATCH, length=LENGTH, layers=LAYERS, *, recompute=None, **pipeline):
+    model = nnx.eval_shape(lambda: Blocks(nnx.Rngs(0), layers))
     data = {"x": jax.ShapeDtypeStruct((batch_size, length, WIDTH), np.float32)}
     config = {"pipeline": pipeline, "memory": {"recompute": recompute}}
     return hxla.Job(model, data, loss, optax.sgd(0.1), batch_size=batch_size, config=config)
 
 
-def cluster(*memory_bytes, kinds=None):
+def cluster(*memory_bytes, kinds=None, speeds=None):
     devices = tuple(
         hxla.Device(
             kind=kind,
             memory_bytes=memory,
             memory_bytes_per_second=1e11,
-            rates=(hxla.Rate(dtype="float32", flops_per_second=1e10),),
+            rates=(hxla.Rate(dtype="float32", flops_per_second=1e10 * speed),),
         )
-        for kind, memory in zip(kinds or "A" * len(memory_bytes), memory_bytes, strict=True)
+        for kind, memory, speed in zip(
+            kinds or "A" * len(memory_bytes),
+            memory_bytes,
+            speeds or (1,) * len(memory_bytes),
+            strict=True,
+        )
     )
     node = hxla.Node(name="n", link=hxla.Link(bytes_per_second=1e10))
     return hxla.Cluster(name="described", devices=devices, nodes=(node,))
@@ -98,6 +104,30 @@ def test_a_profile_cuts_stages_that_take_as_long_and_larger_memory_comes_first()
     each = [seconds["AB"[rank]] * num for rank, num in zip(ranks, (a, b), strict=True)]
     assert max(each) <= 3e-3 * len(names) / 4 + 3e-3
     assert any("cut by measured times" in reason for reason in plan.reasons)
+
+
+@pytest.mark.parametrize(
+    "speeds", [(2,) * 8 + (1,) * 8, tuple(1 + i / 8 for i in range(12))], ids=["two kinds", "all"]
+)
+def test_many_devices_get_stages_by_their_speed(speeds):
+    """A search that told all devices apart would have 65,536 sets of them."""
+    num = len(speeds)
+    described = cluster(*[ROOM] * num, kinds=[f"K{x}" for x in speeds], speeds=speeds)
+    plan = traced(64, 64, 48).plan(described, stages=num, microbatch_size=1)
+    layers = dict(zip(plan.replicas[0].devices, layers_of(plan), strict=True))
+    assert sorted(layers) == list(range(num))
+    slowest = max(count / speeds[rank] for rank, count in layers.items())
+    whole = 1 / min(speeds)  # of a layer, on the slowest
+    assert slowest <= sum(layers.values()) / sum(speeds) + whole
+
+
+def test_a_pipeline_that_does_not_fit_is_refused_before_anything_runs():
+    options = {"stages": 2, "microbatch_size": 2, "counts": "even"}
+    kept = traced().plan(TWO, **options)
+    most = max(device.memory_bytes for device in kept.prediction.devices)
+    assert traced().plan(cluster(*[int(most)] * 2), **options).numerics == kept.numerics
+    with pytest.raises(hxla.PlanError, match=r"does not fit .* or memory\.recompute = 'auto'"):
+        traced().plan(cluster(*[int(most) - 1] * 2), **options)
 
 
 def test_sizes_of_microbatches_that_are_tried_are_made_finer_until_one_fits():

@@ -115,7 +115,8 @@ def with_memory(
     """
     plan = with_open_calls(work, plan)  # each layout gets its number
     asked, described = asked_candidates(work, plan, cluster), is_described(plan, cluster)
-    if plan.pipeline is not None and plan.stage_forms and measure is None:
+    is_searched = plan.prediction is not None and bool(plan.prediction.devices)
+    if plan.pipeline is not None and measure is None and not is_searched:
         # Nothing is compiled here to see what the planned stages need.
         own: Recompute = "boundaries" if plan.pipeline.recompute else "none"
         asked = [dataclasses.replace(x, recompute=x.recompute or own) for x in asked]
@@ -539,6 +540,8 @@ def _no_fit(layout: MemoryLayout, devices: Sequence[ReplicaDevice], plan: Plan) 
     is_stash = needed.activations > needed.optimizer
     if layout.candidate.stash == "device" and is_stash and not plan.axes:
         remedy += ", or memory.offload.stash = 'host'"
+    if plan.pipeline is not None and layout.candidate.recompute == "none":
+        remedy += ", or memory.recompute = 'auto'"
     kept = "inputs" if layout.candidate.recompute == "boundaries" else "residuals"
     best = f"that whose stages keep their {kept}" if plan.stage_forms else layout
     return (
