@@ -341,7 +341,7 @@ def test_the_example_of_unlike_stages_runs():
 def test_the_example_of_unlike_replicas_runs():
     script = str(EXAMPLES / "18_unlike_replicas.py")
     _runs(
-        ["-m", "hxla", "run", "-n", "3", script, "--steps", "2"], ["replica 1: ", "microbatches ["]
+        ["-m", "hxla", "run", "-n", "3", script, "--steps", "2"], ["replica 1: ", "microbatches ("]
     )
 
 

@@ -799,7 +799,10 @@ def test_an_automatic_plan_is_measured_says_its_runners_up_and_trains_to_the_sam
     def finish(*counts):
         return max(c * s for c, s in zip(counts, found["seconds"], strict=True))
 
-    assert finish(*found["counts"]) == min(finish(c, 16 - c) for c in range(17))
+    if len(found["counts"]) == 1:  # beside other work the slow process may not be worth its sums
+        assert "the job starts again without" in ran.stderr
+    else:
+        assert finish(*found["counts"]) == min(finish(c, 16 - c) for c in range(17))
     assert found["runners_up"]
     for description in found["runners_up"]:
         assert f"runner-up: {description}" in ran.stderr
