@@ -126,7 +126,7 @@ class PipelineRequest:
         """The request with the axis `tensor` in each unlike stage, also of one device.
 
         Raises:
-            ConfigError: With every stage that granules are not for.
+            ConfigError: With every stage that has no whole granules.
         """
         forms, faults = stages_in_granules(self.forms, granules, "stages")
         replicas = []
@@ -383,7 +383,9 @@ def _alike(seconds: Sequence[float], room: Sequence[float], num_layers: int) -> 
     groups = list(same.values())
     while len(groups) > 1 and work(groups) > _MOST_WORK:
         a, b = min(itertools.combinations(groups, 2), key=lambda pair: distance(*pair))
-        groups = [group for group in groups if group is not a and group is not b] + [sorted(a + b)]
+        groups.remove(a)
+        groups.remove(b)
+        groups.append(sorted(a + b))
     return sorted(groups)
 
 

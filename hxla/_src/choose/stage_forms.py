@@ -18,7 +18,7 @@ from ..core.keywords import as_whole_number
 from ..core.types import DATA_AXIS, TENSOR_AXIS, TOKEN_AXIS
 from ..graph.graph import Graph
 from ..graph.parts import ChainPart, stacked_dims
-from ..plan.axis_assignment import Axes, shard_graph
+from ..plan.axis_assignment import Axes
 from ..plan.layout import Layout, dtype_name, from_spec
 from ..plan.parts import Axis, PlannedStage, Role
 from ..plan.rules import RuleSet
@@ -159,7 +159,7 @@ def _ratio(value: Any) -> Sequence[Any]:
 def stages_in_granules(
     forms: Sequence[StageForm], granules: int, key: str
 ) -> tuple[tuple[StageForm, ...], list[str]]:
-    """The forms with the axis `tensor`, also those of one device, and what granules are not for."""
+    """The forms with the axis `tensor`, also for one device, and the faults."""
     out, faults = [], []
     for s, form in enumerate(forms):
         others = [name for name, _ in form.axes if name != TENSOR_AXIS]
@@ -252,10 +252,8 @@ def planned_stages(
             lines += [f"stage {s}: {line}" for line in resolved.report()]
         elif not cutting:
             dims = [{} for _ in graph.param_names]
-        if granules is None:
-            sharded = shard_stage(ordered, part, form.axes, roles, dims, unlike=is_uneven)
-        else:
-            sharded = shard_graph(graph, form.axes, roles, dims, granules=granules).over(ordered)
+        cut = graph, ordered, part, form.axes, roles, dims
+        sharded = shard_stage(*cut, unlike=is_uneven, granules=granules)
         sent = max(sent, sum(axis.sent_bytes for axis in sharded.axes.values()))
         axes = [
             Axis(name=name, size=size, roles=roles[name], shares=form.shares, granules=granules)

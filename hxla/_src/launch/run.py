@@ -533,7 +533,7 @@ class Run:
             else:
                 if number == signal.SIGINT:  # every rank would report the interrupt
                     ranks.quieten()
-                    ranks.hear()  # what is known may be of before the first step
+                    ranks.hear()  # the last poll may be older than the first step
                     if ranks.trains:
                         self._streams.say(_INTERRUPTED)
                 ranks.kill(number)

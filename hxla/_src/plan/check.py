@@ -31,7 +31,6 @@ from .parts import (
     Placement,
     PlannedChain,
     PlannedPipeline,
-    are_cut_free,
     granule_faults,
     size_faults,
 )
@@ -240,7 +239,7 @@ def _axis_faults(plan: Any) -> Iterator[str]:
 
 
 def _granule_faults(plan: Any, axis: Axis) -> Iterator[str]:
-    """What no granules, whose bits depend on no cut, are lowered for."""
+    """Sums, dtypes and devices for which no granules are lowered."""
     key = f"axes.{axis.name}.granules"
     if plan.sums.kind != "exact":
         yield f"{key}: {plan.sums.kind} sums depend on the cut, use kind 'exact'"
@@ -405,7 +404,7 @@ def _pipeline_faults(plan: Any, pipeline: PlannedPipeline) -> Iterator[str]:
     if len({segment.keep for segment in pipeline.segments}) > 1:
         yield "pipeline.segments: all must `keep` the same"
     inner = math.prod(axis.size for axis in plan.axes) // max(num_stages, 1)
-    in_granules = are_cut_free(plan.axes)
+    in_granules = plan.is_cut_free
     if (inner > 1 or in_granules) and not pipeline.recompute and not plan.stage_forms:
         yield (
             f"pipeline.segments: stages of {inner} devices{' in granules' * in_granules} keep "

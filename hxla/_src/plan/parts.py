@@ -138,7 +138,7 @@ def size_faults(key: str, layout: Layout, dim: int, axes: Sequence[Axis]) -> Ite
 def granule_faults(
     key: str, axes: Sequence[Axis], layouts: Sequence[Layout], key_of_layouts: str
 ) -> Iterator[str]:
-    """What granules, whose bits depend on no cut, are not lowered for.
+    """Axes and shapes for which no granules are lowered.
 
     Args:
         key: The key of the axes in the plan.

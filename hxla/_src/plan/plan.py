@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -79,24 +79,21 @@ def deciding(plan: "Plan") -> dict[str, Any]:
     if plan.sums.kind == "exact" and kinds != {"cpu"}:
         # Else they are as the loss was traced.
         found["scatters"], found["activations"] = "in order, or selected", "recomputed"
-    if plan.axes:
-        axes = [free] if (free := plan.granule_axis) is not None else plan.axes
-        found["axes"] = [axis.deciding for axis in axes]
-        # What is stored where between the steps of a pipeline may depend on an axis' size.
-        decide = [axis.name for axis in axes]
+    if (free := plan.granule_axis) is not None:
         inside = {x.name: x for f in plan.stage_forms for stage in f for x in stage.parameters}
-        layouts = [inside.get(x.name, x) if free else x for x in plan.parameters]
-        found["specs"] = [
-            [[name for name in names if name in decide] for names in layout.spec]
-            for layout in layouts
-        ]
-    if plan.is_uneven and not plan.is_cut_free:
-        found["shares"] = [axis.shares for axis in plan.axes]
-        found["sizes"] = [layout.sizes for layout in plan.parameters]
-    if plan.unlike_replicas and not plan.is_cut_free:
-        found["stages"] = decided_by_stages(plan.unlike_replicas)
-    elif plan.stage_forms and not plan.is_cut_free:
-        found["stages"] = [deciding_stage(stage) for stage in plan.stage_forms[0]]
+        layouts = [inside.get(layout.name, layout) for layout in plan.parameters]
+        # What is stored where between the steps of a pipeline may depend on an axis' size.
+        found["axes"], found["specs"] = [free.deciding], _specs_over([free.name], layouts)
+    elif plan.axes:
+        found["axes"] = [axis.deciding for axis in plan.axes]
+        found["specs"] = _specs_over(plan.axis_sizes, plan.parameters)
+        if plan.is_uneven:
+            found["shares"] = [axis.shares for axis in plan.axes]
+            found["sizes"] = [layout.sizes for layout in plan.parameters]
+        if plan.unlike_replicas:
+            found["stages"] = decided_by_stages(plan.unlike_replicas)
+        elif plan.stage_forms:
+            found["stages"] = [deciding_stage(stage) for stage in plan.stage_forms[0]]
     found |= _deciding_cut(plan)
     # Each that devices of a copy put together is compiled apart from what else the copy owns, and
     # copies of several devices update in parts in every stage.
@@ -119,6 +116,11 @@ def deciding(plan: "Plan") -> dict[str, Any]:
     if plan.sums.kind == "float":
         found["sums"] = [plan.sums.model_dump(), plan.counts, plan.placement.waves]
     return found
+
+
+def _specs_over(axes: Collection[str], layouts: Sequence[Layout]) -> list[list[list[str]]]:
+    """For each dimension of each layout the axes, of these, that cut it."""
+    return [[[name for name in names if name in axes] for names in x.spec] for x in layouts]
 
 
 def _deciding_cut(plan: "Plan") -> dict[str, Any]:

@@ -34,23 +34,30 @@ ACTIVATION_AXES = (DATA_AXIS, TOKEN_AXIS)
 
 def shard_stage(
     graph: Graph,
+    ordered: Graph,
     part: ChainPart,
     axes: Axes,
     roles: Roles,
     dims: Sequence[Mapping[str, int]] | None,
     *,
     unlike: bool = False,
+    granules: int | None = None,
 ) -> Sharded:
     """The equations of a stage sharded over its axes; values of other stages arrive whole.
 
+    In granules the whole graph is sharded, so that all stages cut it alike.
+
     Args:
-        graph: In the order in which it is cut.
+        ordered: The graph in the order in which it is cut.
         dims: For each parameter the dimension that each axis cuts; None: the least communication.
         unlike: Whether shards may be uneven.
+        granules: See `Axis.granules`.
     """
-    of_entries = None if dims is None else [dims[p] for p in params_of(graph)]
-    solved = shard_graph(stage_graph(graph, part), axes, roles, of_entries, unlike=unlike)
-    return Sharded(graph, solved.axes)
+    if granules is not None:
+        return shard_graph(graph, axes, roles, dims, granules=granules).over(ordered)
+    of_entries = None if dims is None else [dims[p] for p in params_of(ordered)]
+    solved = shard_graph(stage_graph(ordered, part), axes, roles, of_entries, unlike=unlike)
+    return Sharded(ordered, solved.axes)
 
 
 def stage_graph(graph: Graph, part: ChainPart) -> Graph:
@@ -80,8 +87,6 @@ def sharded_stages(
 ) -> list[Sharded]:
     """The graph sharded as each stage of a plan says.
 
-    Where bits depend on no cut, all stages are sharded as one: by the whole graph.
-
     Args:
         ordered: The graph in the order in which it is cut.
         parts: Of the stages, each with all that its stage runs.
@@ -90,16 +95,14 @@ def sharded_stages(
     whole = {layout.name: _dims(layout) for stage in stages for layout in stage.parameters}
     out = []
     for part, stage in zip(parts, stages, strict=True):
+        granules = next((axis.granules for axis in stage.axes), None)
         inside = {layout.name: _dims(layout) for layout in stage.parameters}
-        dims = [inside.get(parameter.name, {}) for parameter in parameters]
+        known = inside if granules is None else whole
+        dims = [known.get(parameter.name, {}) for parameter in parameters]
         axes = tuple((axis.name, axis.size) for axis in stage.axes)
         roles = {axis.name: axis.roles for axis in stage.axes}
-        granules = next((axis.granules for axis in stage.axes), None)
-        if granules is None:
-            out.append(shard_stage(ordered, part, axes, roles, dims, unlike=bool(stage.shares)))
-            continue
-        dims = [whole.get(parameter.name, {}) for parameter in parameters]
-        out.append(shard_graph(graph, axes, roles, dims, granules=granules).over(ordered))
+        cut = graph, ordered, part, axes, roles, dims
+        out.append(shard_stage(*cut, unlike=bool(stage.shares), granules=granules))
     return out
 
 

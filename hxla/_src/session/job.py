@@ -4,6 +4,7 @@
 """
 
 import contextvars
+import copy
 import dataclasses
 import datetime
 import functools
@@ -173,8 +174,7 @@ class Job(JobArguments):
     @functools.cached_property
     def _context(self) -> JobContext:
         # A copy: a cycle would keep the model's arrays until Python looks for cycles.
-        arguments = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
-        return JobContext(JobArguments(**arguments))
+        return JobContext(copy.copy(self))
 
     def graph(self, microbatch_size: int) -> Graph:
         """Trace the loss for microbatches of a size; nothing is computed.
