@@ -110,7 +110,7 @@ def test_a_pipeline_of_one_microbatch_holds_one_on_every_stage():
     """A stage's state and one microbatch fill its device."""
     chain = short_chain(num_microbatches=1, memory_bytes=8.0)
     assert _search.search({"only": chain}).ranked[0].staging.cuts == (0, 1)
-    with pytest.raises(_search.NothingFitsError):
+    with pytest.raises(_errors.NothingFitsError):
         _search.search({"only": dataclasses.replace(chain, num_microbatches=2)})
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ..cluster.cluster import Cluster
 from ..cluster.kinds import are_unlike, in_words
-from ..core.errors import PlanError
+from ..core.errors import NothingFitsError, PlanError
 from ..core.format import num_bytes
 from ..graph.parts import graph_at, parts_of
 from ..lower.chain_spec import direct_parts
@@ -111,7 +111,8 @@ def with_memory(
         timed_form: The layout of the measured times, which include its recomputation and transfers.
 
     Raises:
-        PlanError: If the settings cannot be met, or no layout that they allow fits.
+        PlanError: If the settings cannot be met, or (`NothingFitsError`) no layout that they
+            allow fits.
     """
     plan = with_open_calls(work, plan)  # each layout gets its number
     asked, described = asked_candidates(work, plan, cluster), is_described(plan, cluster)
@@ -131,7 +132,7 @@ def with_memory(
 
     layout, chosen = _first_as_compiled(ranked, in_layout, compiled_lack)
     if not layout.fits and work.settings.memory.recompute in (None, "auto"):
-        raise PlanError(_no_fit(layout, step.devices, plan))
+        raise NothingFitsError(_no_fit(layout, step.devices, plan))
     if microbatch_seconds(plan) and chosen.memory_form != timed_form:
         chosen = chosen.replaced(prediction=_with_extra_seconds(chosen.prediction, layout))
     if not described or not layout.held:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..cluster.cluster import Cluster, Link
-from ..core.errors import PlanError
+from ..core.errors import NothingFitsError, PlanError
 from ..core.format import num_bytes
 from ..plan.parts import DevicePrediction, Prediction, RunnerUp
 from ..plan.plan import name_of_devices
@@ -40,7 +40,7 @@ from .placement import (
     busiest_card_seconds,
     copy_seconds,
 )
-from .search import NothingFitsError, RankedPlan, SearchResult, search
+from .search import RankedPlan, SearchResult, search
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -557,7 +557,7 @@ def _chain(
             )
         )
     leaders = [[group[0] for group in places] for places in kinds.values()]
-    links = [[_links(cluster, a, b, reasons, key.tensor) for b in leaders] for a in leaders]
+    links = [[links_between(cluster, a, b, reasons, key.tensor) for b in leaders] for a in leaders]
     # The places of a plan are not known yet: no transfer is faster than over the best link.
     fastest = [
         [max((x for x, _ in row), key=_rate, default=None) for row in rows] for rows in links
@@ -631,7 +631,7 @@ def _card_seconds(
 
 def _slowest_link(cluster: Cluster, ranks: Sequence[int]) -> Link | None:
     """The slowest link between any two of the devices."""
-    links = _links(cluster, ranks, ranks, [])
+    links = links_between(cluster, ranks, ranks, [])
     return min((link for link, _ in links), key=_rate, default=None)
 
 
@@ -639,7 +639,7 @@ def _rate(link: Link) -> float:
     return link.bytes_per_second
 
 
-def _links(
+def links_between(
     cluster: Cluster, a: Sequence[int], b: Sequence[int], reasons: list[str], num_at_once: int = 1
 ) -> list[tuple[Link, bool]]:
     """Links between the devices of two groups, for so many transfers at once.

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.errors import PlanError
+from ..core.errors import NothingFitsError, PlanError
 from .branch import Branching
 from .chain import Chain, Staging, best_pipeline, explain_infeasible, roomiest_pipeline, tables
 from .homogeneous_replicas import homogeneous_plans
@@ -90,10 +90,6 @@ class Goal:
     def worthwhile(self) -> float:
         """The time that a plan must beat to matter."""
         return self.fastest / (1 + self.good_enough)
-
-
-class NothingFitsError(PlanError):
-    """No searched alternative has a plan; finer ones may have."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,20 +1,19 @@
 """Plans of a job by search: for a described cluster, or for the devices here.
 
-The search over stages and groups of devices counts the whole state of a stage on each of its
-devices. Replicas of one device each may fit where that does not: if they shard the state, run
-forwards again, or offload some of it to their hosts (`with_memory`).
+Three searches, of which the fastest plan is taken: stages and groups of devices in one form
+(`proposals`), replicas of one device each that shard their state (`sharded_search`), and pipelines
+of unlike stages (`unlike_search`).
 """
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..cluster.cluster import Cluster, Device
 from ..core.config import Config
-from ..core.errors import AnnotationError, ConfigError, PlanError
+from ..core.errors import AnnotationError, ConfigError, NothingFitsError, PlanError
 from ..core.format import span
 from ..graph.parts import graph_of
 from ..graph.segments import segments
@@ -25,250 +24,20 @@ from ..plan.axis_assignment import shard_graph
 from ..plan.parts import RunnerUp, SumsForm
 from ..plan.plan import Plan, name_of_devices
 from ..plan.sharding import Sharded
-from ..profile.profile import LayerSize, Profile, measured_sum, with_measured
+from ..profile.profile import LayerSize, Profile, with_measured
 from ..profile.segment_times import kept_bytes, layer_sizes
+from ..schedule.replay import Timeline
 from .apportionment import candidate_sizes
-from .chain import UNBOUNDED
 from .complete import complete
-from .device_times import layer_times
 from .memory import with_sums_and_memory
-from .memory_layout import MemoryLayout, asked_candidates, candidates_on_hosts
-from .memory_model import predicted_microbatches, step_memory, travel_of, with_open_calls
-from .memory_price import ReplicaDevice, StepMemory, price, upper_bound
+from .memory_model import travel_of
 from .mesh_axes import split_over
 from .pipeline_request import PipelineRequest
 from .proposals import ChainWork, Proposal, propose
-from .search import NothingFitsError
+from .sharded_search import ShardedReplicas, least_seconds, sharded_replicas
 from .structures import ReplicaGroups, check_unannotated
-from .workload import Measure, PlanResult, SearchOptions, Workload, Workloads
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShardedReplicas:
-    """The fastest plan of replicas that shard their state.
-
-    Attributes:
-        plan: Its step counts the extra seconds of its memory layout.
-        bound_seconds: A bound on all replicas that do not fit with whole state, in any layout.
-    """
-
-    plan: Plan
-    bound_seconds: float
-
-
-def sharded_replicas(
-    work: ChainWork,
-    cluster: Cluster,
-    profile: Profile | None,
-    complete: Callable[[Proposal], Plan],
-    in_form: Callable[[Plan], Plan],
-    least_seconds: Callable[[Plan, float], float],
-    *,
-    faster_than: float,
-    all_devices: bool,
-    seconds: float,
-) -> ShardedReplicas | None:
-    """The fastest replicas of one device each that fit in some layout; None: none is fast enough.
-
-    For each microbatch size the search deals microbatches to devices with unlimited memory, sums
-    and updates free. That bounds every layout; the least recomputation of a layout raises the
-    bound. The most promising size gets its layout first. Reductions count as rings over all
-    replicas, or as measured.
-
-    Args:
-        complete: Makes a plan, with the state whole on every replica.
-        in_form: Gives a plan the cheapest layout that fits.
-        least_seconds: A bound for all layouts that fit, from a plan with whole state and a bound
-            without limits of memory.
-        faster_than: Seconds of the best plan with whole state; infinite if there is none.
-        all_devices: Whether every device must take part.
-        seconds: Time budget of each search.
-    """
-    if own_member() is not None:
-        return None  # the next generation might choose another layout, with other bits
-    roomy = cluster.model_copy(
-        update={
-            "devices": tuple(
-                device.model_copy(update={"memory_bytes": int(UNBOUNDED)})
-                for device in cluster.devices
-            )
-        }
-    )
-    times = None if profile is None else dataclasses.replace(profile, reductions={})
-    proposals: list[Proposal] = []
-    for (size, tensor), layers in sorted(work.sizes.items()):
-        if tensor > 1 or (faster_than < math.inf and _fit_whole(work, layers, cluster)):
-            continue
-        alone = dataclasses.replace(
-            work, sizes={(size, 1): layers}, reduce_factor=0.0, counts_updates=False
-        )
-        with contextlib.suppress(PlanError):  # a slow device would be left out
-            proposal, _ = propose(
-                alone,
-                roomy,
-                times,
-                max_stages=1,
-                recompute=(False,),
-                all_devices=all_devices,
-                time_budget_seconds=seconds,
-            )
-            proposals.append(proposal)
-    best: Plan | None = None
-    least = faster_than
-    proposals.sort(key=lambda proposal: proposal.prediction.step_seconds)
-    plans_by_size: dict[int, Plan] = {}
-    for proposal in proposals:
-        if proposal.prediction.step_seconds >= least:
-            break
-        whole_plan = _timed(complete(proposal))
-        # One limb needs less memory, so a bound with one limb also bounds two.
-        sums = whole_plan.sums.model_copy(
-            update={"limbs": 1} if whole_plan.sums.kind == "exact" else {}
-        )
-        least_held = plans_by_size[whole_plan.microbatch_size] = whole_plan.replaced(sums=sums)
-        summing = _sum_seconds(least_held, cluster, profile)
-        if proposal.prediction.step_seconds + summing >= least:
-            continue  # no layout is faster
-        try:
-            plan = in_form(whole_plan)
-        except PlanError:
-            continue
-        plans_by_size[whole_plan.microbatch_size] = whole_plan.replaced(sums=plan.sums)
-        plan = _with_rest(plan, work, proposal, cluster, profile)
-        assert plan.prediction is not None
-        if plan.prediction.step_seconds < least:
-            best, least = plan, plan.prediction.step_seconds
-    if best is None:
-        return None
-    bounds = [least]
-    for proposal in proposals:
-        size, bound = proposal.alternative.microbatch_size, proposal.prediction.bound_seconds
-        bounds.append(least_seconds(plans_by_size[size], bound) if size in plans_by_size else bound)
-    return ShardedReplicas(plan=best, bound_seconds=min(bounds))
-
-
-def _fit_whole(work: ChainWork, layers: Sequence[LayerSize], cluster: Cluster) -> bool:
-    """Whether every device holds a replica with whole state: the search has that plan already."""
-    needed = sum(work.state_factor * x.parameter_bytes + x.stash_bytes for x in layers)
-    return all(needed <= (device.memory_bytes or math.inf) for device in cluster.devices)
-
-
-def _timed(plan: Plan) -> Plan:
-    """The plan with the seconds of a microbatch on each replica, by its devices' times."""
-    assert plan.prediction is not None
-    each = predicted_microbatches(plan, plan.prediction)
-    known = {"microbatch_seconds": each, "fixed_seconds": (0.0,) * len(each)}
-    return plan.replaced(prediction=plan.prediction.model_copy(update=known))
-
-
-def _sum_seconds(plan: Plan, cluster: Cluster, profile: Profile | None) -> float:
-    """Seconds of a ring all-reduce over all replicas, or as measured."""
-    labels = [cluster.devices[replica.devices[0]].label for replica in plan.replicas]
-    measured = measured_sum(profile, labels)
-    if measured is not None:
-        return measured
-    return 2 * plan.sums.travel_factor * travel_of(plan, cluster, 1).all_copies
-
-
-def _with_rest(
-    plan: Plan, work: ChainWork, proposal: Proposal, cluster: Cluster, profile: Profile | None
-) -> Plan:
-    """The plan with reductions and updates in its step, of whole state or of shards."""
-    known, alternative = plan.prediction, proposal.alternative
-    assert known is not None
-    layers = work.sizes[alternative.microbatch_size, 1]
-    leaders = [replica.devices[0] for replica in plan.replicas]
-    labels = [cluster.devices[rank].label for rank in leaders]
-    whole: dict[str, float] = {}
-    for rank, label in zip(leaders, labels, strict=True):
-        if label not in whole:
-            device, factor = cluster.devices[rank], work.state_factor
-            times, _ = layer_times(device, alternative, layers, profile, state_factor=factor)
-            whole[label] = float(times[2].sum())
-    parts = plan.owned_parts if plan.placement.zero else (1.0,) * len(labels)
-    updates = [whole[label] * part for label, part in zip(labels, parts, strict=True)]
-    sums = _sum_seconds(plan, cluster, profile)
-    each, longest = dict(zip(leaders, updates, strict=True)), max(updates)
-    devices = tuple(
-        spent.model_copy(
-            update={
-                "reduction_seconds": sums,
-                "update_seconds": each[spent.rank],
-                "wait_seconds": spent.wait_seconds + longest - each[spent.rank],
-            }
-        )
-        for spent in known.devices
-    )
-    rest = {
-        "step_seconds": known.step_seconds + sums + longest,
-        "closed_form_seconds": 0.0,
-        "fixed_seconds": tuple(updates),
-        "devices": devices,
-    }
-    return plan.replaced(prediction=known.model_copy(update=rest))
-
-
-def least_seconds(work: Workload, plan: Plan, cluster: Cluster, seconds: float) -> float:
-    """A bound on replicas of one device each that fit, of any number, counts and layout.
-
-    In a layout all replicas recompute the same, so every step is longer by one factor than without
-    limits of memory. The least factor is that of a layout that fits the roomiest replicas: one on
-    every device, each with the largest memory; one of them runs an even share of the microbatches,
-    as some replica must, and each other a single one. Transfers to hosts take at least the time in
-    which all links together move their bytes.
-
-    Args:
-        plan: Any replicas with this microbatch size and form of sums.
-        seconds: A bound for devices of unlimited memory.
-
-    Returns:
-        Infinity if no layout fits.
-    """
-    plan = with_open_calls(work, plan)
-    busiest = _even_share(plan, cluster)
-    flops = busiest * work.microbatch_flops
-    if not flops:
-        return seconds  # the factor is not known
-    rates = sum(device.host_bytes_per_second or math.inf for device in cluster.devices)
-    least = math.inf
-    for layout in _roomiest_layouts(work, plan, cluster):
-        if not layout.fits:
-            continue
-        factor = 1 + max(layout.extra_seconds, 0.0) / flops
-        moved = layout.moved.get("stash", (0,))[0] * plan.num_microbatches / busiest
-        moved += sum(sum(layout.moved.get(name, ())) for name in ("parameters", "optimizer"))
-        least = min(least, seconds * factor + moved / rates)
-        if least <= seconds:
-            break
-    return least
-
-
-def _even_share(plan: Plan, cluster: Cluster) -> int:
-    """The fewest microbatches of the busiest replica."""
-    return math.ceil(plan.num_microbatches / len(cluster.devices))
-
-
-def _roomiest_layouts(work: Workload, plan: Plan, cluster: Cluster) -> Iterator[MemoryLayout]:
-    """The layouts of the roomiest replicas, one program first."""
-    sizes = [device.memory_bytes for device in cluster.devices]
-    most = None if None in sizes else max(size for size in sizes if size is not None)
-    counts = (_even_share(plan, cluster), *(1 for _ in cluster.devices[1:]))
-    known = step_memory(work, plan, cluster)
-    step = StepMemory(
-        model=dataclasses.replace(known.model, keeps_sums=False),
-        devices=tuple(
-            ReplicaDevice(name="", num_microbatches=num, memory_bytes=most) for num in counts
-        ),
-        waves=None,
-    )
-    asked = asked_candidates(work, plan, cluster)
-    if asked[0].recompute is None:
-        yield upper_bound(asked[0], step)  # without a look at its chain
-    groups = min(candidate.shard_groups for candidate in asked)
-    for candidate in (*asked, *candidates_on_hosts(work, plan, cluster)):
-        if candidate.shard_groups == groups:
-            yield price(candidate, step)
-
+from .unlike_search import unlike_plan, with_runners_up
+from .workload import Measure, PlanResult, SearchOptions, Workloads
 
 _MAX_TENSOR = 8  # a node of NVLinked cards
 _MEASURED_SEGMENTS = 8  # each takes a compilation
@@ -331,21 +100,26 @@ def search_plan(
             profile.check(work.layers)
         whole: PlanResult | None = None
         refused: PlanError | None = None
+        lines = (*measured, *notes, *uncut)
+        proposed = functools.partial(
+            propose,
+            work,
+            profile=profile,
+            max_stages=options.max_stages,
+            recompute=_of_stages(options, jobs.settings),
+            uncounted=bool(options.tensors),
+            all_devices=all_devices,
+            time_budget_seconds=options.seconds,
+            most_seconds=options.most_seconds,
+        )
         try:
-            proposal, timelines = propose(
-                work,
+            whole = _fitting(
+                proposed,
+                lambda proposal: in_form(
+                    _completed(jobs, described, proposal, num_segments, sums, lines)
+                ),
                 cluster,
-                profile,
-                max_stages=options.max_stages,
-                recompute=_of_stages(options, jobs.settings),
-                uncounted=bool(options.tensors),
-                all_devices=all_devices,
-                time_budget_seconds=options.seconds,
-                most_seconds=options.most_seconds,
             )
-            lines = (*measured, *notes, *uncut)
-            plan = _completed(jobs, described, proposal, num_segments, sums, lines)
-            whole = PlanResult(plan=in_form(plan), timelines=timelines)
         except PlanError as error:  # nothing fits, or the settings refuse the plan
             refused = error
         shared = sharded_replicas(
@@ -361,11 +135,22 @@ def search_plan(
             all_devices=all_devices,
             seconds=options.seconds,
         )
-        if shared is not None:
-            found = PlanResult(plan=_with_runner_up(shared, whole))
-        elif whole is not None:
-            found = whole
-        else:
+        found = whole if shared is None else PlanResult(plan=_with_runner_up(shared, whole))
+        unlike = unlike_plan(
+            jobs,
+            work,
+            cluster,
+            profile,
+            in_form,
+            best=None if found is None else found.plan,
+            described=described,
+            num_segments=num_segments,
+            recompute=_of_stages(options, jobs.settings),
+            max_stages=options.max_stages,
+            sums=sums,
+        )
+        found = found if unlike is None else PlanResult(plan=unlike)
+        if found is None:
             assert refused is not None
             raise refused
         apart = _note_of_islands(
@@ -392,6 +177,52 @@ def search_plan(
         larger = ", ".join(map(str, sizes))
         why = f"nothing fits of sizes {larger} in {num_segments} segments: finer ones were tried"
         return search(finer, segments, (why,))
+
+
+_PARTS_OF_MEMORY = (1.0, 0.85, 0.7, 0.55)  # that the search may fill
+
+
+def _fitting(
+    proposed: Callable[[Cluster], tuple[Proposal, Mapping[int, Timeline]]],
+    planned: Callable[[Proposal], Plan],
+    cluster: Cluster,
+) -> PlanResult:
+    """The fastest plan that fits in fact.
+
+    The search knows less of memory than a complete plan: where that does not fit, it gets less.
+
+    Args:
+        proposed: The fastest plan for a cluster, and its timelines.
+        planned: Completes it.
+
+    Raises:
+        NothingFitsError: If none fits.
+    """
+    fault: NothingFitsError | None = None
+    bound = 0.0
+    for part in _PARTS_OF_MEMORY:
+        devices = [
+            d
+            if d.memory_bytes is None
+            else d.model_copy(update={"memory_bytes": int(part * d.memory_bytes)})
+            for d in cluster.devices
+        ]
+        try:
+            some = cluster.model_copy(update={"devices": tuple(devices)})
+            proposal, timelines = proposed(some)
+            known = proposal.prediction
+            bound = bound or known.bound_seconds  # with all memory: a bound with less is none
+            whole = tuple(
+                d.model_copy(update={"capacity_bytes": cluster.devices[d.rank].memory_bytes or 0.0})
+                for d in known.devices
+            )
+            known = known.model_copy(update={"devices": whole, "bound_seconds": bound})
+            plan = planned(dataclasses.replace(proposal, prediction=known))
+            return PlanResult(plan=plan, timelines=timelines)
+        except NothingFitsError as error:
+            fault = fault or error
+    assert fault is not None
+    raise fault
 
 
 def auto_plan(
@@ -595,9 +426,7 @@ def _with_runner_up(shared: ShardedReplicas, whole: PlanResult | None) -> Plan:
         before = whole.plan.prediction
         assert before is not None
         bound = min(bound, before.bound_seconds)
-        words = f"microbatches of {whole.plan.microbatch_size}, {whole.plan.mesh_in_words}"
-        best = RunnerUp(description=words, step_seconds=before.step_seconds)
-        others = (best, *whole.plan.runners_up)
+        others = with_runners_up(whole.plan)
         note = f"without sharded state the best plan takes {before.step_seconds:.4g} s"
     return plan.replaced(
         prediction=known.model_copy(update={"bound_seconds": bound}),

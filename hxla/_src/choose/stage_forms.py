@@ -188,12 +188,8 @@ def forms_annotated(virtual: VirtualDevices, graph: Graph) -> tuple[StageForm, .
     return tuple(forms)
 
 
-def check_settings(settings: Config) -> None:
-    """Refuse settings that unlike stages do not have yet.
-
-    Raises:
-        ConfigError: With every such setting.
-    """
+def faults_of(settings: Config) -> list[str]:
+    """The settings that unlike stages do not have yet."""
     memory, offload = settings.memory, settings.memory.offload
     asked = {
         "memory.zero": memory.zero if (memory.zero or 0) > 1 else None,
@@ -207,7 +203,16 @@ def check_settings(settings: Config) -> None:
     schedule = settings.pipeline.schedule
     if isinstance(schedule, str) and schedule not in ("gpipe", "1f1b"):
         faults.append(f"pipeline.schedule={schedule!r}")
-    if faults:
+    return faults
+
+
+def check_settings(settings: Config) -> None:
+    """Refuse settings that unlike stages do not have yet.
+
+    Raises:
+        ConfigError: With every such setting.
+    """
+    if faults := faults_of(settings):
         raise ConfigError(
             f"unlike stages do not run with {', '.join(faults)} yet: leave this "
             "out, or use stages of one form"

@@ -46,6 +46,10 @@ class PlanError(HxlaError):
     """No plan fits the devices, or a plan is for another job or cannot be run."""
 
 
+class NothingFitsError(PlanError):
+    """No plan fits the devices' memory; finer ones may."""
+
+
 class NonFiniteError(HxlaError):
     """A gradient was not finite and the user asked to stop."""
 

@@ -634,7 +634,7 @@ def _work_in_words(plan: Plan, i: int) -> str:
 def _prediction_in_words(plan: Plan, known: Prediction) -> Iterator[str]:
     if known.step_seconds:
         has_choice = known.bound_seconds and len(plan.devices) > 1
-        other = {"plans": "any plan", "counts": "other counts", "cuts": "any cut"}
+        other = {"plans": "any plan of like stages", "counts": "other counts", "cuts": "any cut"}
         above = f", at most {max(known.gap, 0.0):.1%} above {other[known.bound_over]}"
         bound = above if has_choice else ""
         rate = plan.batch_size / known.step_seconds

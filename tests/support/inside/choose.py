@@ -90,6 +90,7 @@ from hxla._src.choose.recompute import (
     least_memory,
 )
 from hxla._src.choose.search import search
-from hxla._src.choose.search_plan import least_seconds
+from hxla._src.choose.sharded_search import least_seconds
 from hxla._src.choose.structures import pipelined, replicated
+from hxla._src.choose.unlike_search import unlike_pipelines
 from hxla._src.profile.profile import with_measured
