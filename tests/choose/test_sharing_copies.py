@@ -115,7 +115,7 @@ def test_where_whole_state_fits_the_search_is_as_it_was():
 
 @pytest.mark.parametrize("mebibytes", rows([4.25, 4.5], 4.25))
 def test_copies_that_share_are_taken_where_they_are_faster(mebibytes):
-    plan, pipeline = planned(mebibytes), planned(4)
+    plan, pipeline = planned(mebibytes), planned(3.5)
     assert (pipeline.num_stages, plan.num_stages, len(plan.replicas)) == (2, 1, 2)
     assert plan.placement.zero >= 2
     assert all(d.memory_bytes <= mebibytes * 2**20 for d in plan.prediction.devices)
@@ -219,9 +219,8 @@ def test_what_fits_in_no_form_is_refused_with_what_the_search_says():
 
 def test_settings_that_only_copies_can_have_leave_nothing_else():
     """A pipeline of one replica has nobody to share its state with."""
-    slow = {"rate": RATE / 4}
-    assert planned(1024, described=slow).num_stages == 2
-    plan = planned(1024, job(zero=3, recompute="boundaries"), described=slow)
+    assert planned(3.5).num_stages == 2
+    plan = planned(3.5, job(zero=3, recompute="boundaries"))
     assert (plan.num_stages, plan.placement.zero, len(plan.replicas)) == (1, 3, 2)
 
 

@@ -1,10 +1,8 @@
-"""From a described cluster and a profiled chain to the search's numbers, and back to devices.
-
-The search uses closed formulas; `staging_cost` is the slower and truer figure of its result.
-"""
+"""From a described cluster and a profiled chain to the search's numbers, and back to devices."""
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,8 +13,7 @@ from ..core.format import num_bytes
 from ..plan.parts import DevicePrediction, Prediction, RunnerUp
 from ..plan.plan import name_of_devices
 from ..profile.profile import LayerSize, Profile, Setting, are_all_known, measured_sum
-from ..schedule.replay import Timeline, blocking_replay
-from ..schedule.schedules import one_f_one_b
+from ..schedule.replay import Timeline
 from .apportionment import best_counts
 from .chain import (
     UNBOUNDED,
@@ -25,7 +22,6 @@ from .chain import (
     ReplicaSort,
     Rings,
     Staging,
-    reductions,
     step_seconds,
     tables,
 )
@@ -36,113 +32,10 @@ from .placement import (
     DevicePlacement,
     PlacedStaging,
     Ranks,
-    Traffic,
     busiest_card_seconds,
-    copy_seconds,
 )
 from .search import RankedPlan, SearchResult, search
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepCost:
-    """Predicted time of a step.
-
-    Attributes:
-        step_seconds: From one step's reduction to the next one's, where steps follow one another.
-        stages: Per sort of replicas and stage, the seconds and bytes of one device, as if its rank
-            were 0: state, workspace and the stash of the microbatches in flight.
-        timelines: One per sort of replicas: the replay of the replica that begins last.
-        start_seconds: Per sort, when each of its replicas begins.
-    """
-
-    step_seconds: float
-    stages: tuple[tuple[DevicePrediction, ...], ...]
-    timelines: tuple[Timeline, ...]
-    start_seconds: tuple[tuple[float, ...], ...]
-
-
-def staging_cost(chain: Chain, staging: Staging, traffic: Traffic | None = None) -> StepCost:
-    """A step of pipelines that train one model together, under 1F1B, by replay.
-
-    Transfers hold up both stages, as the search's formula has it (`fill_and_period`).
-
-    A stage's reduction starts when the stage is done in every replica, its update when the
-    reduction is done, and the next step of each replica after its update.
-
-    Args:
-        traffic: The least seconds of transfers that share network cards; None: they share none.
-
-    References:
-        Under 1F1B stage s of S keeps min(M, S - s) microbatches: Narayanan et al., "Efficient
-        Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021, 2.2.1.
-    """
-    t = tables(chain)
-    num_stages, ends = len(staging.cuts), (*staging.cuts[1:], t.num_layers)
-    stages = [list(zip(r.groups, staging.cuts, ends, strict=True)) for r in staging.replicas]
-    least_sent = traffic.send_seconds if traffic else [[0.0] * num_stages for _ in stages]
-    least_reduced = traffic.reduction_seconds if traffic else [0.0] * num_stages
-    begun = [[0.0] * r.count for r in staging.replicas]
-    busiest = 0.0
-    if traffic is not None:
-        _, begun = copy_seconds(t, staging, traffic)
-        busiest = busiest_card_seconds(staging, traffic)
-    timelines = tuple(
-        blocking_replay(
-            one_f_one_b(num_stages, replica.num_microbatches),
-            [sum(chain.groups[k].forward_seconds[a:b]) for k, a, b in spans],
-            [sum(chain.groups[k].backward_seconds[a:b]) for k, a, b in spans],
-            [  # one way
-                max(float(t.cross[cut, k, after]) / 2, least)
-                for cut, (k, after), least in zip(
-                    ends, itertools.pairwise(replica.groups), sent, strict=False
-                )
-            ],
-            start_seconds=max(last, default=0.0),
-        )
-        for replica, spans, sent, last in zip(
-            staging.replicas, stages, least_sent, begun, strict=True
-        )
-    )
-    summed = [
-        max(least, alone)
-        for least, alone in zip(
-            least_reduced, reductions(t, staging.cuts, staging.replicas), strict=True
-        )
-    ]
-    # No replica waits for the update of another, so each counts its update only.
-    step = max(
-        max(done, busiest) + reduction + float(t.update[s])
-        for timeline, spans in zip(timelines, stages, strict=True)
-        for done, reduction, s in zip(timeline.finish_seconds, summed, spans, strict=True)
-    )
-    costs = []
-    for replica, timeline, spans in zip(staging.replicas, timelines, stages, strict=True):
-        costs.append(
-            tuple(
-                DevicePrediction(
-                    rank=0,
-                    compute_seconds=busy,
-                    wait_seconds=max(0.0, step - busy - reduction - float(t.update[s])),
-                    reduction_seconds=reduction,
-                    update_seconds=float(t.update[s]),
-                    memory_bytes=float(
-                        t.state_bytes[s]
-                        + min(num_stages - i, replica.num_microbatches) * t.stash_bytes[s]
-                    ),
-                    capacity_bytes=t.memory[s[0]] if t.memory[s[0]] < UNBOUNDED else 0.0,
-                )
-                for i, (busy, reduction, s) in enumerate(
-                    zip(timeline.busy_seconds, summed, spans, strict=True)
-                )
-            )
-        )
-    return StepCost(
-        step_seconds=step,
-        stages=tuple(costs),
-        timelines=timelines,
-        start_seconds=tuple(map(tuple, begun)),
-    )
-
+from .staging_cost import StepCost, staging_cost, state_seconds
 
 _NUM_RUNNERS_UP = 7
 _NEAR, _NUM_REPLAYED = 1.02, 8  # replayed: plans within this ratio of the best, at most so many
@@ -276,15 +169,16 @@ def propose(
     else:
         result, reason = _without_stages(searched)
         reasons.append(reason)
+    runner_up = functools.partial(_runner_up, chains)
     ranked = _on_all_devices(result.ranked, chains) if all_devices else result.ranked
     if not ranked:
         raise PlanError(
             "no plan in which all devices take part was found; the best is "
-            f"{_runner_up(result.ranked[0]).description}: write it with hxla plan --write, and "
+            f"{runner_up(result.ranked[0]).description}: write it with hxla plan --write, and "
             "start its devices only, with hxla run --plan"
         )
     if ranked[0].staging.step_seconds > result.ranked[0].staging.step_seconds:
-        better = _runner_up(result.ranked[0])
+        better = runner_up(result.ranked[0])
         reasons.append(
             f"{better.description} would take {better.step_seconds:.4g} s, but leaves devices out "
             "whose processes have been started: write that plan with hxla plan --profile --write, "
@@ -307,7 +201,10 @@ def propose(
         reasons.append("the search ran out of time: the bound holds, a longer search may find more")
     reasons += [f"{which}: {why}" for which, why in result.infeasible.items()]
     firsts = itertools.accumulate((r.count for r in staging.replicas), initial=0)
-    others = [_runner_up(f) for f in result.ranked if f is not chosen]
+    others = sorted(
+        (runner_up(f) for f in result.ranked if f is not chosen),
+        key=lambda other: other.step_seconds,
+    )
     return (
         Proposal(
             alternative=best.alternative,
@@ -352,8 +249,9 @@ def _fastest_by_replay(
 ) -> tuple[RankedPlan, PlacedStaging, StepCost]:
     """The plan of the shortest replay among the best by the search's formula.
 
-    The formula is above the replay, by more for some plans than for others. If the best plan is
-    near the bound, only plans near the bound count, so the gap stays small.
+    Without the state's moves the formula is above the replay, by more for some plans than for
+    others. If the best plan is near the bound, only plans near the bound count, so the gap stays
+    small. Where moves make its replay longer, plans that the formula has slower count too.
 
     Returns:
         The plan as searched, on its devices, and its cost.
@@ -370,9 +268,11 @@ def _fastest_by_replay(
             if best is not None and staging.step_seconds > most:
                 continue
         placed = placement.known[key, staging]
-        cost = staging_cost(chains[key], staging, placed.traffic)
+        parts = len(staging.cuts)
+        cost = staging_cost(chains[key], staging, placed.traffic, state_parts=parts)
         if best is None or cost.step_seconds < best[2].step_seconds * (1 - 1e-3):
             best = plan, placed, cost
+        most = max(most, best[2].step_seconds)
     assert best is not None
     return best
 
@@ -487,11 +387,14 @@ def _device_predictions(
     return tuple(replicas), tuple(counts), tuple(out)
 
 
-def _runner_up(plan: RankedPlan) -> RunnerUp:
+def _runner_up(chains: Mapping[Alternative, Chain], plan: RankedPlan) -> RunnerUp:
+    t = tables(chains[plan.alternative])
+    seconds = plan.staging.step_seconds
+    seconds += max(state_seconds(t, plan.staging, len(plan.staging.cuts)))
     stages = len(plan.staging.cuts)
     counts = [f"{r.count} x {r.num_microbatches} microbatches" for r in plan.staging.replicas]
     words = f"{plan.alternative}, {stages} stage{'s' * (stages > 1)}, {', '.join(counts)}"
-    return RunnerUp(description=words, step_seconds=plan.staging.step_seconds)
+    return RunnerUp(description=words, step_seconds=seconds)
 
 
 def _groups_by_kind(cluster: Cluster, tensor: int) -> dict[str, list[Ranks]]:

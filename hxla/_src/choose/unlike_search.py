@@ -18,14 +18,15 @@ from ..core.types import DATA_AXIS, TENSOR_AXIS
 from ..launch.channel import own_member
 from ..plan.parts import Prediction, RunnerUp, SumsForm
 from ..plan.plan import Plan
-from ..profile.profile import Profile, are_all_known
+from ..profile.profile import Profile, are_all_known, measured_sum
 from .chain import UNBOUNDED, Chain, Group, ReplicaSort, Staging, best_pipeline
 from .complete import complete
 from .device_times import Alternative, layer_times
 from .pipeline_request import PipelineRequest
 from .placement import Ranks
-from .proposals import ChainWork, links_between, staging_cost
+from .proposals import ChainWork, links_between
 from .stage_forms import StageForm, faults_of
+from .staging_cost import staging_cost
 from .structures import unlike_stages
 from .workload import Workloads
 
@@ -191,7 +192,7 @@ def unlike_pipelines(
         for again in sorted({*recompute}):
             groups = [costs(cell, size, again) for cell in cells]
             try:
-                found = _solved(work, cluster, Alternative(size, 1, again), cells, groups)
+                found = _solved(work, cluster, profile, Alternative(size, 1, again), cells, groups)
             except PlanError:  # they do not fit
                 continue
             if found.prediction.step_seconds < least:
@@ -296,6 +297,7 @@ def _group(
 def _solved(
     work: ChainWork,
     cluster: Cluster,
+    profile: Profile | None,
     alternative: Alternative,
     cells: Sequence[_Cell],
     groups: Sequence[Group],
@@ -304,6 +306,7 @@ def _solved(
     pipelines = len(cells[0].ranks)
     num = work.batch_size // alternative.microbatch_size
     links = [[_link(cluster, a, b) for b in cells] for a in cells]
+    measured = measured_sum(profile, (device.label for device in cluster.devices))
     gathers = [
         (cell.size - 1) / cell.size / inside.bytes_per_second
         if cell.axis == TENSOR_AXIS and (inside := cluster.link(*cell.ranks[0][:2])) is not None
@@ -329,7 +332,10 @@ def _solved(
         reduce_seconds=tuple(
             2 * work.reduce_factor / min((x.bytes_per_second for x in row if x), default=math.inf)
             for row in links
-        ),
+        )
+        if measured is None
+        else (),
+        meeting_seconds=measured or 0.0,
     )
     stages = sum(cell.num_stages for cell in cells)
     one = best_pipeline(chain, num_stages=stages)
@@ -341,21 +347,16 @@ def _solved(
         if count
     )
     ends = (*one.cuts[1:], len(chain.output_bytes))
-    # A pipeline shares its state among all devices: sums go there, parameters come back.
-    state_seconds = max(
-        chain.reduce_seconds[g] * sum(groups[g].parameter_bytes[a:b])
-        for g, a, b in zip(sort.groups, one.cuts, ends, strict=True)
-    )
     cost = staging_cost(
         dataclasses.replace(
             chain,
             num_microbatches=num,
-            meeting_seconds=state_seconds,
             groups=tuple(
                 dataclasses.replace(g, num_devices=g.num_devices * pipelines) for g in groups
             ),
         ),
         Staging(cuts=one.cuts, replicas=sorts, step_seconds=one.step_seconds),
+        state_parts=sum(len(cell.ranks[0]) for cell in cells),
     )
     order = _order(cells, sort.groups)
     replicas, counts, devices = [], [], []

@@ -81,7 +81,7 @@ from hxla._src.choose.placement import (
     shared_step_seconds,
     traffic_of,
 )
-from hxla._src.choose.proposals import ChainWork, propose, staging_cost
+from hxla._src.choose.proposals import ChainWork, propose
 from hxla._src.choose.recompute import (
     best_sequence,
     boundary_texts,
@@ -91,6 +91,7 @@ from hxla._src.choose.recompute import (
 )
 from hxla._src.choose.search import search
 from hxla._src.choose.sharded_search import least_seconds
+from hxla._src.choose.staging_cost import staging_cost
 from hxla._src.choose.structures import pipelined, replicated
 from hxla._src.choose.unlike_search import unlike_pipelines
 from hxla._src.profile.profile import with_measured
