@@ -5,9 +5,10 @@
 For each pair of a model and a cluster of processes on this machine there are three chosen plans:
 `profile` is that of `hxla profile`, `hxla plan` and `hxla run --plan`; `auto` is `plan="auto"`;
 `default` is a script without a plan. Beside them are plans of all forms made by rule: one device
-alone, even counts, other microbatch sizes, ZeRO, recomputation, pipelines, and for decoders tensor
-parallelism. All take turns of some steps, so the machine's drift meets all of them. The measured
-step is the mean of the middle half of a plan's steps.
+alone, even counts, other microbatch sizes, ZeRO, recomputation, pipelines, with three devices or
+more those whose first two share a stage, and for decoders tensor parallelism. All take turns of
+some steps, so the machine's drift meets all of them. The measured step is the mean of the middle
+half of a plan's steps.
 
 The regret of a plan is its measured step over the least one of its pair, minus one. `default` is
 also compared with the plans of as many replicas of one device. A plan that cannot run is listed
@@ -17,6 +18,7 @@ experts and clusters whose links differ are not among the pairs.
 """
 
 import contextlib
+import json
 import os
 import pathlib
 import statistics
@@ -71,6 +73,11 @@ def rules(model: str, num: int) -> dict[str, dict[str, Any]]:
             "settings": {"HXLA_MEMORY_RECOMPUTE": "boundaries"},
         },
     }
+    if num > 2:
+        rest = [{"devices": 1}] * (num - 2)
+        for name, axis in (("by parameters", "tensor"), ("by examples", "data")):
+            forms = json.dumps([{axis: 2}, *rest])
+            made[f"two share a stage {name}"] = {"options": ["--forms", forms]}
     if model in DECODERS:
         made["tensor"] = {"options": ["--tensor", num]}
     return made

@@ -100,6 +100,7 @@ parser.add_argument("--chunk", type=int, default=4, help="steps of a turn")
 parser.add_argument("--plan", help="auto")
 parser.add_argument("--microbatches", type=int, help="so many in a step")
 parser.add_argument("--stages", help="of a pipeline: their number, or shares such as 1,1")
+parser.add_argument("--forms", help="of unlike stages, as JSON")
 parser.add_argument("--tensor", help="a split by rules: the number of devices, or parts")
 parser.add_argument("--counts", help="even")
 args = parser.parse_args()
@@ -111,6 +112,8 @@ if args.microbatches:
     form["microbatch_size"] = batch_size // args.microbatches
 if args.stages:
     form["stages"] = numbers(args.stages)
+if args.forms:
+    form["stages"] = json.loads(args.forms)
 if args.tensor:
     form |= {"mesh": {"data": 1, "tensor": numbers(args.tensor)}, "rules": "decoder"}
 if args.counts:
