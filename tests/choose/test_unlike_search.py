@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import hxla
+from support import scanned_models
 from support.blocks import ONE, trained
 from support.inside.choose import Alternative, ChainWork, layer_times, unlike_pipelines
 from support.tiers import examples
@@ -218,3 +219,12 @@ def test_the_best_of_all_forms_orders_and_cuts_is_found(seed):
     # A replay takes at most what the formula says.
     assert found.prediction.step_seconds <= best * (1 + 1e-9)
     assert found.prediction.step_seconds >= 0.8 * best
+
+
+def test_a_scan_over_layers_is_cut_for_them():
+    own = scanned_models.job(scanned_models.NnxNet())
+    plan = own.plan(LARGE_AND_TWO, auto=True, microbatch_size=2)
+    assert [stage.axis_sizes for stage in plan.pipeline.stages] == [{}, {"tensor": 2}]
+    text = plan.explain()
+    assert "stage 0: embed .. layers[1]" in text
+    assert "stage 1: layers[2] .. head" in text

@@ -1,7 +1,9 @@
 """Unlike stages and replicas: a card alone beside two that share a stage, or a replica."""
 
 import dataclasses
+import itertools
 import json
+import math
 
 import jax
 import numpy as np
@@ -158,6 +160,33 @@ def test_stages_inside_a_scan_over_layers_run_what_the_plan_says(stages):
     assert said[-1].endswith(f": {shares}")
 
 
+SCANNED_FORMS = {
+    "parameters": [ONE, {"tensor": 2}],
+    "examples": [{"tensor": 2}, {"data": 2}],
+    "both": [{"data": 2, "tensor": 2}, ONE],
+    "tokens": [ONE, {"sequence": 2}],
+    "replicas": [[ONE], [ONE, {"tensor": 2}]],
+}
+SCANNED = list(itertools.product(("NnxNet", "LinenNet"), SCANNED_FORMS))
+
+
+@pytest.mark.parametrize(
+    "case", rows(SCANNED, ("NnxNet", "examples"), ("LinenNet", "replicas"), ids="-".join)
+)
+def test_stages_that_share_a_part_of_a_scan_train_as_one_device(case):
+    """They stopped with an error of Python as they were planned."""
+    make, form = getattr(scanned_models, case[0]), case[1]
+    stages = SCANNED_FORMS[form]
+    each = [stage for row in stages for stage in row] if form == "replicas" else stages
+    num = sum(
+        math.prod(size for name, size in stage.items() if name != "devices") for stage in each
+    )
+    counts = "measured" if form == "replicas" else "even"
+    result = scanned_models.train(make(), stages, num, counts=counts)
+    assert "layers[" in "".join(segment.name for segment in result.plan.pipeline.segments)
+    scanned_models.same(result, scanned_models.train(make(), None, 1))
+
+
 COUNTS = ((5, 3), (1, 7), (8, 0), (0, 8), (4, 4))
 
 
@@ -198,7 +227,9 @@ MOVED_CODE = """
 import hxla
 hxla.join()
 import jax
+import itertools
 import json
+import math
 import optax
 import os
 from flax import nnx

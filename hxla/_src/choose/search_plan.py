@@ -136,7 +136,7 @@ def search_plan(
             seconds=options.seconds,
         )
         found = whole if shared is None else PlanResult(plan=_with_runner_up(shared, whole))
-        unlike = unlike_plan(
+        unlike, why_not = unlike_plan(
             jobs,
             work,
             cluster,
@@ -163,7 +163,7 @@ def search_plan(
             state_bytes=work.state_factor - 2 - sums.num_parts,
             seconds=options.seconds,
         )
-        reasons = (*found.plan.reasons, *([apart] if apart else []))
+        reasons = (*found.plan.reasons, *why_not, *([apart] if apart else []))
         return dataclasses.replace(found, plan=found.plan.replaced(reasons=reasons))
 
     if tried or size is not None:

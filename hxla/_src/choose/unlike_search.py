@@ -13,7 +13,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from ..cluster.cluster import Cluster, Link
-from ..core.errors import PlanError
+from ..core.errors import AnnotationError, PlanError
+from ..core.format import span
 from ..core.types import DATA_AXIS, TENSOR_AXIS
 from ..launch.channel import own_member
 from ..plan.parts import Prediction, RunnerUp, SumsForm
@@ -86,7 +87,7 @@ def unlike_plan(
     recompute: Sequence[bool],
     max_stages: int | None,
     sums: SumsForm,
-) -> Plan | None:
+) -> tuple[Plan | None, tuple[str, ...]]:
     """The plan of the fastest pipelines of unlike stages, if they are clearly the fastest.
 
     Args:
@@ -95,6 +96,9 @@ def unlike_plan(
         described: The cluster without measured links.
         recompute: Whether stages run forwards again: what to try.
         max_stages: Most stages of a pipeline; None: any number.
+
+    Returns:
+        The plan, or a line why it is not taken although it would be faster.
     """
     settings = jobs.settings
     if (
@@ -104,7 +108,7 @@ def unlike_plan(
         or settings.communication.microbatch_clip_norm is not None
         or faults_of(settings)
     ):
-        return None
+        return None, ()
     known = None if best is None else best.prediction
     found = unlike_pipelines(
         work,
@@ -115,7 +119,7 @@ def unlike_plan(
         faster_than=math.inf if known is None else known.step_seconds,
     )
     if found is None:
-        return None
+        return None, ()
     job = jobs.at(found.alternative.microbatch_size)
     request = PipelineRequest(
         num=len(found.forms),
@@ -123,22 +127,23 @@ def unlike_plan(
         num_segments=num_segments,
         cut=found.layers,
     )
-    plan = complete(
-        job.graph,
-        unlike_stages([*itertools.chain(*found.replicas)], request, found.forms, None),
-        cluster=described,
-        batch_size=job.batch_size,
-        microbatch_size=job.microbatch_size,
-        sums=sums,
-        optimizer_bytes=job.optimizer_bytes,
-        counts=found.counts,
-        prediction=found.prediction,
-        runners_up=() if best is None else with_runners_up(best),
-    )
     try:
-        return in_form(plan)
-    except PlanError:  # they do not fit in fact
-        return None
+        plan = complete(
+            job.graph,
+            unlike_stages([*itertools.chain(*found.replicas)], request, found.forms, None),
+            cluster=described,
+            batch_size=job.batch_size,
+            microbatch_size=job.microbatch_size,
+            sums=sums,
+            optimizer_bytes=job.optimizer_bytes,
+            counts=found.counts,
+            prediction=found.prediction,
+            runners_up=() if best is None else with_runners_up(best),
+        )
+        return in_form(plan), ()
+    except (AnnotationError, PlanError) as error:  # the model, or its memory
+        why = str(error).splitlines()[0]
+        return None, (f"unlike stages of {span(found.prediction.step_seconds)} a step: {why}",)
 
 
 def with_runners_up(plan: Plan) -> tuple[RunnerUp, ...]:

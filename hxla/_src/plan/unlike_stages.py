@@ -45,7 +45,8 @@ def shard_stage(
 ) -> Sharded:
     """The equations of a stage sharded over its axes; values of other stages arrive whole.
 
-    In granules the whole graph is sharded, so that all stages cut it alike.
+    In granules the whole graph is sharded, so that all stages cut it alike. So it is for a stage
+    with a part of a scan over layers, which is sharded as the scan is.
 
     Args:
         ordered: The graph in the order in which it is cut.
@@ -53,8 +54,9 @@ def shard_stage(
         unlike: Whether shards may be uneven.
         granules: See `Axis.granules`.
     """
-    if granules is not None:
-        return shard_graph(graph, axes, roles, dims, granules=granules).over(ordered)
+    if granules is not None or any(op.iterations for op in part.segment.ops):
+        whole = shard_graph(graph, axes, roles, dims, unlike=unlike, granules=granules)
+        return whole.over(ordered)
     of_entries = None if dims is None else [dims[p] for p in params_of(ordered)]
     solved = shard_graph(stage_graph(ordered, part), axes, roles, of_entries, unlike=unlike)
     return Sharded(ordered, solved.axes)
