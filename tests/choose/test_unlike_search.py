@@ -1,5 +1,6 @@
 """Searched pipelines of unlike stages, beside all of them."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -11,7 +12,7 @@ from flax import nnx
 import hxla
 from support import scanned_models
 from support.blocks import ONE, trained
-from support.inside.choose import Alternative, ChainWork, layer_times, unlike_pipelines
+from support.inside.choose import Alternative, ChainWork, layer_times, propose, unlike_pipelines
 from support.tiers import examples
 
 WIDTH, LENGTH, LAYERS, BATCH = 64, 16, 8, 8
@@ -228,3 +229,14 @@ def test_a_scan_over_layers_is_cut_for_them():
     text = plan.explain()
     assert "stage 0: embed .. layers[1]" in text
     assert "stage 1: layers[2] .. head" in text
+
+
+def test_where_every_device_must_take_part_none_is_left_out():
+    """Tensor groups have no place for a device that is alone of its kind."""
+    where = cluster(("slow", 2e9, 1e12), ("fast", 1e10, 1e12), ("fast", 1e10, 1e12))
+    work = dataclasses.replace(chain_of(np.random.default_rng(0), [2], 5), batch_size=4)
+    used = {}
+    for every in (False, True):
+        proposal, _ = propose(work, where, None, all_devices=every, time_budget_seconds=0.5)
+        used[every] = sorted(itertools.chain(*proposal.replicas))
+    assert used == {False: [1, 2], True: [0, 1, 2]}

@@ -170,7 +170,8 @@ def propose(
         result, reason = _without_stages(searched)
         reasons.append(reason)
     runner_up = functools.partial(_runner_up, chains)
-    ranked = _on_all_devices(result.ranked, chains) if all_devices else result.ranked
+    num = len(cluster.devices)
+    ranked = _on_all_devices(result.ranked, chains, num) if all_devices else result.ranked
     if not ranked:
         raise PlanError(
             "no plan in which all devices take part was found; the best is "
@@ -317,23 +318,24 @@ def _reduction_reasons(
 
 
 def _on_all_devices(
-    ranked: Sequence[RankedPlan], chains: Mapping[Alternative, Chain]
+    ranked: Sequence[RankedPlan], chains: Mapping[Alternative, Chain], num_devices: int
 ) -> list[RankedPlan]:
     """Plans in which every device takes part, the fastest first.
 
     A search has one plan for each number of stages. If its replicas leave devices out, those on
     every device are not among its plans.
     """
-    plans = [plan for plan in ranked if _uses_all_devices(plan, chains[plan.alternative])]
+    plans = list(ranked)
     for key, chain in chains.items():
         staging = None if key.recompute else _replica_on_each(chain)
         if staging is not None:
             plans.append(RankedPlan(alternative=key, staging=staging))
-    return sorted(plans, key=lambda plan: plan.staging.step_seconds)
+    every = [plan for plan in plans if _num_devices(plan) == num_devices]
+    return sorted(every, key=lambda plan: plan.staging.step_seconds)
 
 
 def _replica_on_each(chain: Chain) -> Staging | None:
-    """A whole replica on every device, with a microbatch at least; None: it does not fit."""
+    """A replica on every device of the chain, with a microbatch at least; None: none fits."""
     t, num = tables(chain), chain.num_microbatches
     kinds = [k for k, count in enumerate(t.num_devices) for _ in range(count)]
     if len(kinds) > num or not all(t.fits(1)[k, 0, -1] for k in kinds):
@@ -349,9 +351,9 @@ def _replica_on_each(chain: Chain) -> Staging | None:
     return Staging(cuts=(0,), replicas=replicas, step_seconds=step_seconds(chain, (0,), replicas))
 
 
-def _uses_all_devices(plan: RankedPlan, chain: Chain) -> bool:
-    used = sum(replica.count * len(replica.groups) for replica in plan.staging.replicas)
-    return used == sum(group.num_devices for group in chain.groups)
+def _num_devices(plan: RankedPlan) -> int:
+    groups = sum(replica.count * len(replica.groups) for replica in plan.staging.replicas)
+    return groups * int(plan.alternative.tensor)
 
 
 def _device_predictions(
