@@ -40,8 +40,9 @@ BESIDE = {
     "stages": [[{"devices": 1}], [{"devices": 1}, {"devices": 1}]],
     "config": {"cluster": {"visible_devices": [0, 1, 2]}},
 }
+SHARDED = {"rules": COLUMNS, "config": {"cluster": {"visible_devices": [0, 1, 2, 3]}}}
+#: `3 + 1` is trained on one device too.
 FORMS = {
-    "one device": ONE,
     "3 + 1": TWO,
     "whole": ONE | {"microbatch_size": BATCH},
     "chain": ONE | {"config": {"memory": {"recompute": "boundaries"}}},
@@ -50,6 +51,8 @@ FORMS = {
     "zero": TWO | ZERO,
     "tensor": {"mesh": {"data": 1, "tensor": 2}, "rules": COLUMNS},
     "unlike replicas": BESIDE | {"counts": (3, 1)},
+    "sharded stages": SHARDED | {"stages": [{"tensor": 2}, {"data": 2}]},
+    "stages the other way": SHARDED | {"stages": [{"data": 2}, {"tensor": 2}]},
 }
 #: Forms, and others of the same bits.
 TWINS = {"3 + 1": ONE, "zero": TWO | ZERO | {"counts": (2, 2)}}

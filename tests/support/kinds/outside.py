@@ -10,6 +10,9 @@ from jax.experimental import pallas as pl
 
 from .kind import LENGTH, layer
 
+#: Forms with programs of several devices, in which jax keeps no order.
+_OF_SEVERAL = "tensor", "unlike replicas", "sharded stages", "stages the other way"
+
 
 @layer()
 def pure_callback(x):
@@ -42,7 +45,7 @@ def unordered_callback(x):
     return jnp.sin(x)
 
 
-@layer(refused={"tensor": "ordered=True", "unlike replicas": "ordered=True"})
+@layer(refused=dict.fromkeys(_OF_SEVERAL, "ordered=True"))
 def ordered_callback(x):
     io_callback(lambda x: None, None, jax.lax.stop_gradient(x).sum(), ordered=True)
     return jnp.sin(x)
@@ -54,7 +57,7 @@ def debug_callback(x):
     return jnp.sin(x)
 
 
-@layer(refused={"tensor": "ordered=True", "unlike replicas": "ordered=True"})
+@layer(refused=dict.fromkeys(_OF_SEVERAL, "ordered=True"))
 def ordered_debug_callback(x):
     jax.debug.callback(lambda x: None, x.sum(), ordered=True)
     return jnp.sin(x)
