@@ -109,6 +109,30 @@ def test_two_devices_share_a_row(name):
     as_plain(name, result)
 
 
+UNLIKE = {
+    "parameters, examples": [{"tensor": 2}, {"data": 2}],
+    "one, parameters": [{"devices": 1}, {"tensor": 2}],
+    "examples, one": [{"data": 2}, {"devices": 1}],
+}
+#: Each row in a form, in turns.
+UNLIKE_ROWS = [
+    (name, [*UNLIKE][i % len(UNLIKE)])
+    for i, name in enumerate(zoo.ROWS)
+    if name != "ensemble"  # all of it is one part
+]
+
+
+@pytest.mark.parametrize(
+    "case", rows(sorted({*UNLIKE_ROWS, ("dropout", "examples, one")}), ("dropout", "examples, one"))
+)
+def test_unlike_stages_train_a_row(case):
+    """In the quick row no parameter is left for the last stage, which is one device."""
+    name, form = case
+    num = sum(stage.get("tensor", 1) * stage.get("data", 1) for stage in UNLIKE[form])
+    config = {"cluster": {"visible_devices": list(range(num))}}
+    as_plain(name, train(zoo.ROWS[name], stages=UNLIKE[form], counts="even", config=config))
+
+
 def test_the_losses_of_a_gan_are_refused_aloud():
     def both(model, batch):
         return model(batch["x"]).mean(), (model(batch["y"][:, :1] * batch["x"]) ** 2).mean()

@@ -229,7 +229,8 @@ class SegmentPrograms:
             specs = each, each, spec.sums_specs(self.shared)
             # The donated arrays are not read, but their memory is to be reused.
             begin = self._jit(self._begun, specs, donate_argnums=1, keep_unused=True)
-            self._around = [begin, self._jit(self._whole_peaks, P())]
+            # The peaks of parts without parameters are not read either, but say on which device.
+            self._around = [begin, self._jit(self._whole_peaks, P(), keep_unused=True)]
         #: Clips the gradients of all parts and adds them to the sums.
         self._clip: Any = None
         if spec.joins_at_end:
