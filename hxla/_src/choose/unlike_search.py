@@ -33,6 +33,7 @@ from .workload import Workloads
 
 _MOST_PIPELINES = 8  # of equal form
 _MOST_FORMS = 2000  # of the stages of one number of pipelines
+_MOST_WORK = 3e7  # of a dynamic programme, as `_work` counts it: about a second
 _MOST_SOLVED = 8  # cuts of the most promising forms, each a dynamic programme
 _LEAST_GAIN = 0.05  # of a step, relative: less is within what estimates are off
 
@@ -185,6 +186,8 @@ def unlike_pipelines(
             pipelines = len(cells[0].ranks)
             if pipelines > num or not 2 <= stages <= most:
                 continue
+            if _work(cells, len(work.layers)) > _MOST_WORK:
+                continue
             groups = [costs(cell, size, False) for cell in cells]
             rate = sum(c.num_stages / _seconds(g) for c, g in zip(cells, groups, strict=True))
             seconds = (math.ceil(num / pipelines) - 1 + stages) / rate
@@ -204,6 +207,12 @@ def unlike_pipelines(
                 best, least = found, found.prediction.step_seconds
             break
     return best
+
+
+def _work(cells: Sequence[_Cell], num_layers: int) -> float:
+    """Of `best_pipeline`: its states, and the steps from each."""
+    states = math.prod(cell.num_stages + 1 for cell in cells)
+    return float(states * len(cells) * ((num_layers + 1) * (len(cells) + 1)) ** 2)
 
 
 def _seconds(group: Group) -> float:
