@@ -59,7 +59,7 @@ def planned(model: str, mesh: str) -> dict[str, Any]:
     ranks = {rank for replica in plan.replicas for rank in replica.devices}
     idle = sorted(set(range(len(hxla.load_cluster(mesh).devices))) - ranks)
     return row | {
-        "gap": round(known.gap, 4),
+        "gap": round(known.gap, 4) if known.bound_seconds else None,
         "step_seconds": known.step_seconds,
         "microbatch_size": plan.microbatch_size,
         "stages": plan.num_stages,
