@@ -107,9 +107,8 @@ def test_a_model_larger_than_all_devices_is_refused_with_what_is_lacking():
 @pytest.mark.slow
 def test_the_command_refuses_it_without_a_traceback(tmp_path):
     script = tmp_path / "script.py"
-    text = SCRIPT.format(
-        examples=str(ROOT / "examples"), batch_size=256, width=16384, heads=128, layers=2
-    )
+    own = {"examples": str(ROOT / "examples"), "batch_size": 256, "peak": str(tmp_path / "peak")}
+    text = SCRIPT.format(**own, width=16384, heads=128, layers=2)
     script.write_text(text)
     done = subprocess.run(
         [sys.executable, "-m", "hxla", "plan", "--mesh", "workstation-3090-4090", str(script)],

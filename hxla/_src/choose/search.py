@@ -13,7 +13,16 @@ import numpy as np
 
 from ..core.errors import NothingFitsError, PlanError
 from .branch import Branching
-from .chain import Chain, Staging, best_pipeline, explain_infeasible, roomiest_pipeline, tables
+from .chain import (
+    Chain,
+    ReplicaSort,
+    Staging,
+    best_pipeline,
+    explain_infeasible,
+    roomiest_pipeline,
+    step_seconds,
+    tables,
+)
 from .homogeneous_replicas import homogeneous_plans
 from .lower_bound import FINE, Alive, Bound, most_stages
 from .packing import (
@@ -323,6 +332,18 @@ class _Search:
         if self._small and self._t.num_layers <= _SMALL_LAYERS:
             with contextlib.suppress(PlanError):
                 self._keep(best_pipeline(self.chain))
+        if self._t.meeting and 1 in self._order:  # of which a device alone has none
+            self._keep_alone()
+
+    def _keep_alone(self) -> None:
+        """One replica on the fastest device alone."""
+        t = self._t
+        fitting = [k for k, fits in enumerate(t.fits(1)[:, 0, -1]) if fits and t.num_devices[k]]
+        if fitting:
+            kind = min(fitting, key=lambda k: self._num * t.seconds[k, 0, -1] + t.update[k, 0, -1])
+            alone = (ReplicaSort(groups=(kind,), count=1, num_microbatches=self._num),)
+            seconds = step_seconds(self.chain, (0,), alone)
+            self._keep(Staging(cuts=(0,), replicas=alone, step_seconds=seconds))
 
     def _first_plan(self, num: int) -> None:
         """The best plan of so many stages for a few cuts, and its prices of devices."""
