@@ -9,30 +9,17 @@ import pytest
 from flax import nnx
 
 import hxla
+from support.models import Blocks, mean_square
 
 WIDTH, LENGTH, LAYERS, BATCH = 16, 8, 8, 16
 
 
-class Blocks(nnx.Module):
-    def __init__(self, rngs, num):
-        self.blocks = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(num)])
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = nnx.relu(block(x))
-        return x
-
-
-def loss(model, batch):
-    return (model(batch["x"]) ** 2).mean((1, 2))
-
-
 @functools.cache
 def traced(batch_size=BATCH, length=LENGTH, layers=LAYERS, *, recompute=None, **pipeline):
-    model = nnx.eval_shape(lambda: Blocks(nnx.Rngs(0), layers))
+    model = nnx.eval_shape(lambda: Blocks(nnx.Rngs(0), WIDTH, layers))
     data = {"x": jax.ShapeDtypeStruct((batch_size, length, WIDTH), np.float32)}
     config = {"pipeline": pipeline, "memory": {"recompute": recompute}}
-    return hxla.Job(model, data, loss, optax.sgd(0.1), batch_size=batch_size, config=config)
+    return hxla.Job(model, data, mean_square, optax.sgd(0.1), batch_size=batch_size, config=config)
 
 
 def cluster(*memory_bytes, kinds=None, speeds=None):

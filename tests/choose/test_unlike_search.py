@@ -13,30 +13,17 @@ import hxla
 from support import scanned_models
 from support.blocks import ONE, trained
 from support.inside.choose import Alternative, ChainWork, layer_times, propose, unlike_pipelines
+from support.models import Blocks, mean_square
 from support.tiers import examples
 
 WIDTH, LENGTH, LAYERS, BATCH = 64, 16, 8, 8
 
 
-class Blocks(nnx.Module):
-    def __init__(self, rngs):
-        self.blocks = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(LAYERS)])
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = nnx.relu(block(x))
-        return x
-
-
-def loss(model, batch):
-    return (model(batch["x"]) ** 2).mean((1, 2))
-
-
 def job(**config):
-    model = nnx.eval_shape(lambda: Blocks(nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Blocks(nnx.Rngs(0), WIDTH, LAYERS))
     data = {"x": jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), np.float32)}
     config = {"memory": {"zero": 0}} | config
-    return hxla.Job(model, data, loss, optax.adam(0.1), batch_size=BATCH, config=config)
+    return hxla.Job(model, data, mean_square, optax.adam(0.1), batch_size=BATCH, config=config)
 
 
 def cluster(*devices, bytes_per_second=1e10):
@@ -98,7 +85,12 @@ def test_a_plan_trains_as_one_device_does():
     rng = np.random.default_rng(0)
     data = {"x": rng.normal(size=(3 * BATCH, LENGTH, WIDTH)).astype(np.float32)}
     own = hxla.Job(
-        lambda: Blocks(nnx.Rngs(0)), data, loss, optax.sgd(0.1), batch_size=BATCH, config={}
+        lambda: Blocks(nnx.Rngs(0), WIDTH, LAYERS),
+        data,
+        mean_square,
+        optax.sgd(0.1),
+        batch_size=BATCH,
+        config={},
     )
     found = planned(LARGE_AND_TWO, own).replaced(cluster="")
     alone = own.plan(ONE, auto=False, microbatch_size=2)

@@ -124,3 +124,19 @@ class Layers(nnx.Module):
 
 def squared_error(model, batch):
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2, axis=-1)
+
+
+class Blocks(nnx.Module):
+    """Dense layers of one width over tokens, to be cut into stages."""
+
+    def __init__(self, rngs, width, num):
+        self.blocks = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(num)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = nnx.relu(block(x))
+        return x
+
+
+def mean_square(model, batch):
+    return (model(batch["x"]) ** 2).mean((1, 2))

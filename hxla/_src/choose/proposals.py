@@ -301,7 +301,7 @@ def _reduction_reasons(
 ) -> list[str]:
     """The best algorithm for the largest all-reduce, by the slowest link's figures."""
     ranks = tuple(itertools.chain(*replicas))
-    link = _slowest_link(cluster, ranks)
+    link = slowest_link(cluster, ranks, ranks)
     if len(replicas) == 1 or link is None or not work.reduce_factor:
         return []
     smallest = min(size for size, tensor in work.sizes if tensor == 1)
@@ -462,7 +462,7 @@ def _chain(
             )
         )
     leaders = [[group[0] for group in places] for places in kinds.values()]
-    links = [[links_between(cluster, a, b, reasons, key.tensor) for b in leaders] for a in leaders]
+    links = [[_links(cluster, a, b, reasons, key.tensor) for b in leaders] for a in leaders]
     # The places of a plan are not known yet: no transfer is faster than over the best link.
     fastest = [
         [max((x for x, _ in row), key=_rate, default=None) for row in rows] for rows in links
@@ -534,9 +534,9 @@ def _card_seconds(
     )
 
 
-def _slowest_link(cluster: Cluster, ranks: Sequence[int]) -> Link | None:
-    """The slowest link between any two of the devices."""
-    links = links_between(cluster, ranks, ranks, [])
+def slowest_link(cluster: Cluster, a: Sequence[int], b: Sequence[int]) -> Link | None:
+    """The slowest link between the devices of two groups."""
+    links = _links(cluster, a, b, [])
     return min((link for link, _ in links), key=_rate, default=None)
 
 
@@ -544,7 +544,7 @@ def _rate(link: Link) -> float:
     return link.bytes_per_second
 
 
-def links_between(
+def _links(
     cluster: Cluster, a: Sequence[int], b: Sequence[int], reasons: list[str], num_at_once: int = 1
 ) -> list[tuple[Link, bool]]:
     """Links between the devices of two groups, for so many transfers at once.

@@ -36,7 +36,7 @@ from .pipeline_request import PipelineRequest
 from .proposals import ChainWork, Proposal, propose
 from .sharded_search import ShardedReplicas, least_seconds, sharded_replicas
 from .structures import ReplicaGroups, check_unannotated
-from .unlike_search import unlike_plan, with_runners_up
+from .unlike_search import as_runners_up, unlike_plan
 from .workload import Measure, PlanResult, SearchOptions, Workloads
 
 _MAX_TENSOR = 8  # a node of NVLinked cards
@@ -426,7 +426,7 @@ def _with_runner_up(shared: ShardedReplicas, whole: PlanResult | None) -> Plan:
         before = whole.plan.prediction
         assert before is not None
         bound = min(bound, before.bound_seconds)
-        others = with_runners_up(whole.plan)
+        others = as_runners_up(whole.plan)
         note = f"without sharded state the best plan takes {before.step_seconds:.4g} s"
     return plan.replaced(
         prediction=known.model_copy(update={"bound_seconds": bound}),

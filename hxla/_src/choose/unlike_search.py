@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from ..cluster.cluster import Cluster, Link
+from ..cluster.cluster import Cluster
 from ..core.errors import AnnotationError, PlanError
 from ..core.format import span
 from ..core.types import DATA_AXIS, TENSOR_AXIS
@@ -25,7 +25,7 @@ from .complete import complete
 from .device_times import Alternative, layer_times
 from .pipeline_request import PipelineRequest
 from .placement import Ranks
-from .proposals import ChainWork, links_between
+from .proposals import ChainWork, slowest_link
 from .stage_forms import StageForm, faults_of
 from .staging_cost import staging_cost
 from .structures import unlike_stages
@@ -139,7 +139,7 @@ def unlike_plan(
             optimizer_bytes=job.optimizer_bytes,
             counts=found.counts,
             prediction=found.prediction,
-            runners_up=() if best is None else with_runners_up(best),
+            runners_up=() if best is None else as_runners_up(best),
         )
         return in_form(plan), ()
     except (AnnotationError, PlanError) as error:  # the model, or its memory
@@ -147,8 +147,8 @@ def unlike_plan(
         return None, (f"unlike stages of {span(found.prediction.step_seconds)} a step: {why}",)
 
 
-def with_runners_up(plan: Plan) -> tuple[RunnerUp, ...]:
-    """A searched plan, for one that is faster, and its own runners-up."""
+def as_runners_up(plan: Plan) -> tuple[RunnerUp, ...]:
+    """A searched plan and its runners-up, as those of a faster plan."""
     assert plan.prediction is not None
     words = f"microbatches of {plan.microbatch_size}, {plan.mesh_in_words}"
     seconds = plan.prediction.step_seconds
@@ -319,7 +319,7 @@ def _solved(
     """The best order and cut of stages, and its replay."""
     pipelines = len(cells[0].ranks)
     num = work.batch_size // alternative.microbatch_size
-    links = [[_link(cluster, a, b) for b in cells] for a in cells]
+    links = [[slowest_link(cluster, a.ranks[0], b.ranks[0]) for b in cells] for a in cells]
     measured = measured_sum(profile, (device.label for device in cluster.devices))
     gathers = [
         (cell.size - 1) / cell.size / inside.bytes_per_second
@@ -406,9 +406,3 @@ def _order(cells: Sequence[_Cell], groups: Sequence[int]) -> list[tuple[int, int
         out.append((group, used[group]))
         used[group] += cells[group].size
     return out
-
-
-def _link(cluster: Cluster, a: _Cell, b: _Cell) -> Link | None:
-    """The slowest link between two cells of a pipeline."""
-    found = links_between(cluster, a.ranks[0], b.ranks[0], [])
-    return min((link for link, _ in found), key=lambda link: link.bytes_per_second, default=None)
