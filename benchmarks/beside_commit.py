@@ -2,13 +2,14 @@
 
     python benchmarks/beside_commit.py COMMIT [--rounds 30] [--only data ...]
 
-Jobs that train the model of examples/gpt.py: data parallel over two processes with even counts, the
-same with its layers as one scan, a model that rules cut over two fake devices of one process or in
-a ratio over two unlike processes, and a pipeline of two stages in two processes. The other commit
-is checked out into a folder of its own, which is removed in the end. Each job runs with both at
-once; they take turns of a step, until its update is done. A ratio is of the other's seconds to this
-one's, round by round: above 1 this checkout is faster. Losses must be alike. The other commit may
-be of 0.1.0 or later: benchmarks/train_in_turns.py, which both run, knows what they call things.
+Jobs that train the model of examples/gpt.py: data parallel over two processes with even counts,
+also with its layers as one scan, with ZeRO 1 to 3, recomputed, or with the optimizer's state on the
+host; a model that rules cut over two fake devices of one process, or in a ratio over two unlike
+processes; and a pipeline of two stages in two processes. The other commit is checked out into a
+folder of its own, which is removed in the end. Each job runs with both at once; they take turns of
+a step, until its update is done. A ratio is of the other's seconds to this one's, round by round:
+above 1 this checkout is faster. Losses must be alike. The other commit may be of 0.1.0 or later:
+benchmarks/train_in_turns.py, which both run, knows what they call things.
 Writes benchmarks/results/beside_commit.json.
 """
 
@@ -26,6 +27,16 @@ import turns
 
 JOBS = {
     "data": {"options": ["--counts", "even"], "mesh": "cpu-1.0-1.0"},
+    **{
+        name: {"options": ["--counts", "even"], "mesh": "cpu-1.0-1.0", "settings": settings}
+        for name, settings in {
+            "zero 1": {"HXLA_MEMORY_ZERO": "1"},
+            "zero 2": {"HXLA_MEMORY_ZERO": "2"},
+            "zero 3": {"HXLA_MEMORY_ZERO": "3"},
+            "recompute": {"HXLA_MEMORY_RECOMPUTE": "boundaries"},
+            "offload": {"HXLA_MEMORY_OFFLOAD": '{"optimizer": "host"}'},
+        }.items()
+    },
     "tensor": {"options": ["--tensor", 2], "mesh": None},
     "scanned": {"options": ["--counts", "even", "--scanned"], "mesh": "cpu-1.0-1.0"},
     "uneven": {"options": ["--shares", "3,1"], "mesh": "cpu-1.0-0.33"},
@@ -61,6 +72,7 @@ def measured(name: str, other: pathlib.Path, args: argparse.Namespace) -> dict:
             "script": [jobs.GPT, *options],
             "mesh": JOBS[name]["mesh"],
             "checkout": checkout,
+            "settings": JOBS[name].get("settings"),
         }
         for side, checkout in (("other", other), ("this", jobs.ROOT))
     }

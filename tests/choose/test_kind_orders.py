@@ -82,7 +82,7 @@ def test_no_order_of_runs_has_a_cut_of_less_period(runs, memory):
     for _ in range(6):
         t = tables(random_chain(rng, 8, memory=memory))
         least, _ = least_period(t, units, 5)
-        order = best_order(t, runs, 5, lambda: None)
+        order = best_order(t, runs, 5)
         assert (order is None) == (least == np.inf)
         if order is None:
             continue
@@ -103,4 +103,4 @@ def least_period_of(t, groups, way):
 
 def test_too_many_orders_are_left_alone():
     t = tables(random_chain(np.random.default_rng(0), 8))
-    assert best_order(t, {k: (40, 1) for k in range(3)}, 5, lambda: None) is None
+    assert best_order(t, {k: (40, 1) for k in range(3)}, 5) is None

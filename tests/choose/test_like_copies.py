@@ -35,7 +35,7 @@ KEY = Alternative(1, 1, False)
 
 def arrangements(t):
     for copies, kinds in _like_copies._choices(t, 48, t.num_layers):
-        yield from _like_copies._arrangements(t, copies, kinds, 48, lambda: None)
+        yield from _like_copies._arrangements(t, copies, kinds, 48)
 
 
 def mixed(rng, sizes=((4, 2), (2, 2))):
@@ -175,8 +175,7 @@ def test_a_copy_inside_of_a_node_sends_over_no_card():
     described = cluster(inside=hxla.Link(bytes_per_second=1e10), rate=1e8)
     small = tuple(d.model_copy(update={"memory_bytes": int(1.5e9)}) for d in described.devices)
     described = described.model_copy(update={"devices": small})
-    budget = examples(1, 1000) / 1000  # first plans are the best
-    found = proposed(described, chain, max_stages=4, time_budget_seconds=budget)
+    found = proposed(described, chain, max_stages=4)
     assert sorted(found.replicas) == [(0, 1, 2, 3), (4, 5, 6, 7)]
     # Layers of 3 ms and, at each side of a stage, there and back over the link inside; then through
     # either card one ring of each stage, half of its bytes twice; then the update.
@@ -186,7 +185,7 @@ def test_a_copy_inside_of_a_node_sends_over_no_card():
     fill = 8 * 3e-3 + 3 * crossing
     period = max(3e-3 * n + crossing * (2 if 0 < i < 3 else 1) for i, n in enumerate(sizes))
     step = fill + 31 * period + 8 * 1e8 / 1e8 + max(sizes) * 1e-6
-    assert found.prediction.closed_form_seconds == pytest.approx(step)
+    assert found.prediction.step_seconds == pytest.approx(step, rel=0.02)
     assert found.prediction.bound_seconds <= step
 
 
@@ -250,14 +249,10 @@ def test_of_plans_that_the_formula_has_alike_the_replay_decides():
         where = DevicePlacement(
             chains={KEY: chain}, places={KEY: places}, cluster=described, reduce_factor=1.0
         )
-        # First plans are enough for the law, and a longer search for one that is not the first.
-        budget = examples(0, 15) or 1e-6
-        found = search({KEY: chain}, time_budget_seconds=budget, place=where.place)
-        chosen, there, cost = _propose._fastest_by_replay(
-            found.ranked, found.bound_seconds, where, {KEY: chain}
-        )
-        least, bound = found.ranked[0].staging.step_seconds, found.bound_seconds
-        near = 1.02 * bound if least <= 1.02 * bound else 1.02 * least
+        found = search({KEY: chain}, place=where.place)
+        chosen, there, cost = _propose._fastest_by_replay(found.ranked, where, {KEY: chain})
+        least = found.ranked[0].staging.step_seconds
+        near = 1.02 * least
         replayed = []
         for own in found.ranked[:8]:
             staging = own.staging

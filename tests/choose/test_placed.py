@@ -50,7 +50,7 @@ def test_a_plan_that_suits_its_transfers_is_one_and_no_slower():
         chain = chains.random_chain(rng, max_devices=8, max_layers=8, max_microbatches=24)
         described, places = cluster(chain, rng, per_node=int(rng.integers(1, 4)))
         try:
-            found = _search.search({"only": chain}, good_enough=0.05)
+            found = _search.search({"only": chain})
         except _errors.PlanError:
             continue
         t, staging = tables(chain), found.ranked[-1].staging
@@ -218,30 +218,29 @@ def every_placement(replicas, places, described):
         yield [[free[k][next(wanted[k])].pop(0) for k in kinds] for kinds in replicas]
 
 
-def test_no_plan_on_any_places_is_faster_than_its_bound():
-    """Small clusters of all sorts; of those whose every kind is a node cards are in the bound."""
+def test_plans_are_the_best_of_all_places():
+    """Small clusters of all sorts, also those whose every kind is a node."""
     rng = np.random.default_rng(17)
-    ratios, num_pinned, num = [], 0, examples(7, 100)
+    ratios, num = [], examples(7, 100)
     for seed in range(num):
         described = random_cluster(rng)
         work, times = random_work(rng, described)
-        try:
-            found, _ = _propose.propose(
-                work, described, times, recompute=(False,), time_budget_seconds=10
-            )
-        except _errors.PlanError:
-            continue
         kinds = _propose._groups_by_kind(described, 1)
         key = _propose.Alternative(1, 1, recompute=False)
         chain = _propose._chain(work, key, described, kinds, times, [])
-        best = best_placed(chain, list(kinds.values()), described)
-        known = found.prediction
-        assert known.bound_seconds <= best * (1 + 1e-9), seed
-        assert known.closed_form_seconds >= best * (1 - 1e-9), seed
-        ratios.append(known.closed_form_seconds / best)
-        num_pinned += tables(chain).shared is not None
+        places = list(kinds.values())
+        where = _placed.DevicePlacement(
+            chains={key: chain}, places={key: places}, cluster=described, reduce_factor=1.0
+        )
+        try:
+            found = _search.search({key: chain}, place=where.place)
+        except _errors.PlanError:
+            continue
+        best, step = best_placed(chain, places, described), found.ranked[0].staging.step_seconds
+        assert found.bound_seconds <= best * (1 + 1e-9), seed
+        assert step >= best * (1 - 1e-9), seed
+        ratios.append(step / best)
     assert len(ratios) > 0.5 * num
-    assert num_pinned > 0.2 * num
     assert np.mean(np.array(ratios) < 1.02) > 0.8
 
 
@@ -293,4 +292,3 @@ def test_a_stage_on_each_node_is_found_where_sums_between_nodes_take_long():
     best = found.ranked[0].staging
     assert best.cuts == (0, 2)
     assert {own.groups for own in best.replicas} <= {(0, 1), (1, 0)}
-    assert found.gap < 0.02

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import subprocess
 import sys
 
@@ -49,7 +48,7 @@ def test_a_cluster_that_is_not_here_is_planned_for_and_compared(tmp_path):
     assert "x as fast" in ran.stdout
     found = hxla.Plan.read(tmp_path / "plan.json")
     assert sum(found.counts) == found.batch_size // found.microbatch_size
-    assert found.prediction.closed_form_seconds >= found.prediction.bound_seconds * (1 - 1e-9)
+    assert found.prediction.step_seconds >= found.prediction.bound_seconds * (1 - 1e-9)
     for d in found.prediction.devices:
         parts = (d.compute_seconds, d.wait_seconds, d.reduction_seconds, d.update_seconds)
         assert sum(parts) == pytest.approx(found.prediction.step_seconds)
@@ -143,7 +142,6 @@ def test_a_model_that_fits_everywhere_is_copied_and_its_microbatches_follow_the_
     assert found.counts == (9, 3)
     known = found.prediction
     assert known.step_seconds == pytest.approx(9 * 4 * 2 * 1.0, rel=1e-5)
-    assert known.closed_form_seconds == pytest.approx(known.step_seconds)
     assert known.gap == pytest.approx(0, abs=0.02)
     assert len(timelines) == 2
 
@@ -155,7 +153,6 @@ def test_no_stages_are_proposed_over_links_that_nobody_knows(tmp_path):
     unlinked, linked = cluster(tmp_path, 1, 1), cluster(tmp_path, 1, 1, node=NODE)
     found, _ = propose(work(), unlinked, slow_sum)
     assert len(found.cuts) == 1
-    assert math.isnan(found.prediction.gap)
     assert any(line.startswith("no pipeline is proposed: some links") for line in found.reasons)
     known, _ = propose(work(), linked, slow_sum)
     assert known.prediction.gap >= 0

@@ -6,7 +6,7 @@ import scipy.optimize
 
 from support import chains
 from support.inside.choose import _best_pipeline as _stages
-from support.inside.choose import _bound, _branch, _chain_tables, _packing, _search
+from support.inside.choose import _search, fractional_packing
 from support.inside.core import _errors
 from support.tiers import examples
 
@@ -43,12 +43,10 @@ def gpt(*, devices, memory, speeds, microbatches, parameters, stash, layers=96):
     )
 
 
-def test_plans_and_bounds_hold_against_exhaustive_search():
+def test_plans_are_the_best_of_an_exhaustive_search():
     """Instances of the whole space; of every second one sums take long."""
-    equal = exact = feasible = 0
-    # In 480 the devices' meeting takes longer than their sums.
     ratios, seeds = [], sorted({*range(examples(15, 500)), 480})
-    for seed in seeds:
+    for seed in seeds:  # in 480 the devices' meeting takes longer than their sums
         rng = np.random.default_rng(1000 + seed)
         chain = chains.random_chain(
             rng, max_devices=6 if seed % 10 == 0 else 4, max_layers=4, max_microbatches=6
@@ -62,25 +60,25 @@ def test_plans_and_bounds_hold_against_exhaustive_search():
                 chain = dataclasses.replace(chain, rings=rings)
         if seed % 3 == 0:  # as with measured sums, which have no rings
             chain = dataclasses.replace(chain, rings=None, meeting_seconds=rng.uniform(0, 5))
-        best = chains.brute_search(chain)
-        if best is None:
-            with pytest.raises(_errors.PlanError):
-                _search.search({"only": chain})
-            continue
-        is_exact = seed % 7 == 0
-        found = _search.search({"only": chain}, good_enough=0.0 if is_exact else 0.02)
-        plan = found.ranked[0].staging
-        assert not chains.faults(chain, plan), seed
-        assert found.bound_seconds <= best * (1 + 1e-9), seed
-        assert plan.step_seconds >= best * (1 - 1e-9), seed
-        assert plan.step_seconds == pytest.approx(found.bound_seconds * (1 + found.gap), rel=1e-9)
-        feasible += 1
-        if is_exact:
-            exact += 1
-            equal += plan.step_seconds <= best * (1 + 1e-6)
-            ratios.append(plan.step_seconds / best)
-    assert feasible > len(seeds) // 2
-    assert equal >= 0.95 * exact, (equal, exact, max(ratios))
+        ratios += above_the_best(chain, seed)
+    assert len(ratios) > len(seeds) // 2
+    assert np.mean(np.array(ratios) < 1 + 1e-6) > 0.95
+    assert np.mean(ratios) < 1.01
+
+
+def above_the_best(chain, seed):
+    """The step of the plan found over that of the best; nothing if no plan fits."""
+    best = chains.brute_search(chain)
+    if best is None:
+        with pytest.raises(_errors.NothingFitsError):
+            _search.search({"only": chain})
+        return []
+    found = _search.search({"only": chain})
+    plan = found.ranked[0].staging
+    assert not chains.faults(chain, plan), seed
+    assert found.bound_seconds <= best * (1 + 1e-9), seed
+    assert plan.step_seconds >= best * (1 - 1e-9), seed
+    return [plan.step_seconds / best]
 
 
 def short_chain(**changes):
@@ -100,10 +98,8 @@ def short_chain(**changes):
     return chains.Chain(groups=(group,), output_bytes=(0.0, 0.0), **own)
 
 
-def test_a_layer_that_is_dear_to_cut_off_is_bounded_within_a_longer_stage():
-    chain = short_chain()
-    assert chains.brute_search(chain) == pytest.approx(8.0)
-    assert 1 in bound_of(chain).refute(8.001, [1.0])
+def test_a_layer_that_is_dear_to_cut_off_stays_in_a_longer_stage():
+    assert above_the_best(short_chain(), 0) == [pytest.approx(1)]
 
 
 def test_a_pipeline_of_one_microbatch_holds_one_on_every_stage():
@@ -114,7 +110,7 @@ def test_a_pipeline_of_one_microbatch_holds_one_on_every_stage():
         _search.search({"only": dataclasses.replace(chain, num_microbatches=2)})
 
 
-def test_two_devices_with_no_twins_are_bounded_by_the_link_between_them():
+def test_two_devices_with_no_twins_meet_over_the_link_between_them():
     """Nothing is sent between devices of a kind that has one."""
     group = chains.Group(
         kind="A",
@@ -132,94 +128,20 @@ def test_two_devices_with_no_twins_are_bounded_by_the_link_between_them():
         output_bytes=(0.0, 0.0),
         send_latency_seconds=((0.0, 0.1), (0.1, 0.0)),
     )
-    found = _search.search({"only": chain}, good_enough=0.0)
-    assert found.gap == pytest.approx(0.0, abs=1e-4)
+    assert above_the_best(chain, 0) == [pytest.approx(1)]
 
 
-def test_bounds_hold_where_devices_are_too_many_for_exact_packing(monkeypatch):
-    monkeypatch.setattr(_packing, "_SMALL", 0)
+def test_devices_that_are_too_many_for_exact_packing_get_good_plans(monkeypatch):
+    monkeypatch.setattr("hxla._src.choose.packing._SMALL", 0)
     monkeypatch.setattr(_search, "_SMALL_LAYERS", 0)
-    feasible, num = 0, examples(8, 60)
+    ratios, num = [], examples(8, 60)
     for seed in range(num):
         chain = chains.random_chain(
             np.random.default_rng(5000 + seed), max_devices=4, max_layers=4, max_microbatches=6
         )
-        best = chains.brute_search(chain)
-        try:
-            found = _search.search({"only": chain}, good_enough=0.0)
-        except _errors.PlanError:
-            continue
-        feasible += 1
-        assert found.bound_seconds <= best * (1 + 1e-9), seed
-        assert found.ranked[0].staging.step_seconds >= best * (1 - 1e-9), seed
-        assert not chains.faults(chain, found.ranked[0].staging), seed
-    assert feasible > 0.4 * num
-
-
-def feasible_chains(seeds):
-    """Seed, its random numbers, chain, bounds of it, and the seconds of the best plan, if any."""
-    for seed in seeds:
-        rng = np.random.default_rng(seed)
-        chain = chains.random_chain(rng, max_devices=5, max_layers=4, max_microbatches=8)
-        best = chains.brute_search(chain)
-        if best is not None:
-            yield seed, rng, chain, bound_of(chain), best
-
-
-def bound_of(chain):
-    return _bound.Bound(_chain_tables.tables(chain), chain.num_microbatches, lambda: None)
-
-
-def test_what_prices_bound_holds_before_any_cut_is_parted():
-    """Asked for plans that take up to 1.3 times as long as the best."""
-    ratios, num_seeds = [], examples(14, 150)
-    for seed, rng, chain, bound, best in feasible_chains(range(9000, 9000 + num_seeds)):
-        seconds, floors = best * rng.uniform(1.01, 1.3), []
-        for num in range(1, bound.max_stages + 1):
-            own = _branch.Branching(
-                bound, num, seconds, None, [1.0] * len(chain.groups), lambda: None
-            )
-            for _ in range(own.num_roots):
-                own.step(seconds)
-            floors.append(own.floor)
-        assert bound.refute(best * (1 + 1e-9), rng.uniform(0, 4, len(chain.groups))), seed
-        assert min(floors) <= best * (1 + 1e-9), seed
-        ratios.append(min(floors) / best)
-    assert len(ratios) > 0.4 * num_seeds
-    assert np.median(ratios) > 0.65
-
-
-def test_one_pass_at_any_prices_says_how_fast_no_plan_is():
-    """Of all numbers of stages together, again where the last pass left periods, on others'."""
-    ratios, num_seeds = [], examples(20, 200)
-    for seed, rng, chain, bound, best in feasible_chains(range(12_000, 12_000 + num_seeds)):
-        seconds = best * rng.uniform(1.01, 2.0)
-        first = bound.refute(seconds, 1 / bound.t.seconds[:, 0, -1])
-        again = bound.refute(seconds, rng.uniform(0, 4, len(chain.groups)), first)
-        for found in (first, again):
-            assert min(x.floor for x in found.values()) <= best * (1 + 1e-9), seed
-        assert all(x.floor >= first[num].floor for num, x in again.items()), seed
-        ratios.append(min(x.floor for x in again.values()) / best)
-    assert len(ratios) > 0.4 * num_seeds
-    assert np.median(ratios) > 0.6
-
-
-def test_so_it_does_where_memory_holds_fewer_microbatches_than_stages():
-    num_tight, num_seeds = 0, examples(60, 500)
-    for seed in range(num_seeds):
-        rng = np.random.default_rng(12_500 + seed)
-        chain = chains.random_chain(rng, max_devices=5, max_layers=4, max_microbatches=3)
-        less = rng.uniform(0.3, 1)
-        groups = (dataclasses.replace(g, memory_bytes=less * g.memory_bytes) for g in chain.groups)
-        chain = dataclasses.replace(chain, groups=tuple(groups))
-        bound = bound_of(chain)
-        always = np.array_equal(bound.t.fits(1), bound.t.fits(4))
-        best = None if always else chains.brute_search(chain)
-        if best is not None:
-            num_tight += 1
-            found = bound.refute(1.2 * best, rng.uniform(0, 4, len(chain.groups)))
-            assert min(x.floor for x in found.values()) <= best * (1 + 1e-9), seed
-    assert num_tight > 0.05 * num_seeds
+        ratios += above_the_best(chain, seed)
+    assert len(ratios) > 0.4 * num
+    assert np.mean(ratios) < 1.05
 
 
 MIXED = {
@@ -237,45 +159,14 @@ LARGE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
-def test_768_devices_of_three_kinds_are_planned_within_two_per_cent(name):
+def test_768_devices_of_three_kinds_are_busy_most_of_a_step(name):
     chain = gpt(**LARGE[name])
-    found = _search.search({"only": chain}, time_budget_seconds=120, good_enough=0.0195)
-    assert found.gap <= 0.02
-    assert not found.exhausted
-    assert not chains.faults(chain, found.ranked[0].staging)
+    found = _search.search({"only": chain})
+    fastest = found.ranked[0].staging
+    assert fastest.step_seconds < 1.25 * found.bound_seconds
+    assert not chains.faults(chain, fastest)
     # A model that fits one device of each kind needs no stages.
-    assert (len(found.ranked[0].staging.cuts) == 1) == (name == "shallow")
-
-
-def test_few_cuts_are_bounded_one_by_one():
-    """The relaxation, in which every replica has a cut of its own, stays 30 % below the best."""
-    chain = gpt(
-        devices=(3, 3),
-        memory=(3.4, 3.4),
-        speeds=(1.0, 0.5),
-        microbatches=16,
-        parameters=1e8,
-        stash=1e8,
-        layers=2,
-    )
-    assert _search.search({"only": chain}).gap < 0.011
-
-
-def test_sums_that_follow_the_largest_stage_are_bounded_with_the_cut():
-    """A faster device takes more layers, and the sum then waits for its stage."""
-    chain = gpt(
-        devices=(8, 8),
-        memory=(32, 16),
-        speeds=(1.0, 0.6),
-        microbatches=32,
-        parameters=1e8,
-        stash=3e8,
-        layers=24,
-    )
-    chain = dataclasses.replace(chain, reduce_seconds=(1e-9,) * 2)
-    found = _search.search({"only": chain}, time_budget_seconds=60, good_enough=0.02)
-    assert found.gap <= 0.0201
-    assert not found.exhausted
+    assert (len(fastest.cuts) == 1) == (name == "shallow")
 
 
 def test_the_same_input_gives_the_same_plans():
@@ -326,25 +217,6 @@ def test_many_devices_that_are_too_small_are_said_to_be_so_with_the_missing_byte
         _search.search({"only": chain})
 
 
-def test_time_that_runs_out_is_said_and_the_bound_still_holds():
-    chain = gpt(**LARGE["deep"])
-    found = _search.search({"only": chain}, time_budget_seconds=0.01)
-    assert found.exhausted
-    assert 0 < found.bound_seconds <= found.ranked[0].staging.step_seconds
-    assert not chains.faults(chain, found.ranked[0].staging)
-
-
-def test_a_search_may_take_as_long_as_does_not_matter_beside_a_step():
-    fewer = {"devices": (32, 32, 32), "microbatches": 512, "layers": 24}
-    chain = gpt(**{**LARGE["deep"], **fewer})
-    budget = {"time_budget_seconds": 0.01, "good_enough": 0.02}
-    assert _search.search({"only": slower(chain, 1e-4)}, most_seconds=600.0, **budget).exhausted
-    slow = {"only": slower(chain, 1e4)}
-    assert _search.search(slow, **budget).exhausted
-    found = _search.search(slow, most_seconds=600.0, **budget)
-    assert not found.exhausted
-
-
 def test_one_replica_is_never_faster_than_what_the_search_finds():
     rng = np.random.default_rng(6)
     for _ in range(examples(3, 20)):
@@ -355,16 +227,9 @@ def test_one_replica_is_never_faster_than_what_the_search_finds():
         assert found.step_seconds <= _stages.best_pipeline(chain).step_seconds * 1.02
 
 
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [({"chains": {}}, "nothing to search"), ({"time_budget_seconds": 0}, "time_budget_seconds")],
-)
-def test_a_search_for_nothing_is_refused(arguments, part):
-    chain = chains.random_chain(
-        np.random.default_rng(0), max_devices=2, max_layers=2, max_microbatches=2
-    )
-    with pytest.raises(_errors.PlanError, match=part):
-        _search.search(**{"chains": {"only": chain}, **arguments})
+def test_a_search_for_nothing_is_refused():
+    with pytest.raises(_errors.PlanError, match="nothing to search"):
+        _search.search({})
 
 
 def test_programmes_of_few_rows_are_solved_as_by_a_general_solver():
@@ -374,11 +239,10 @@ def test_programmes_of_few_rows_are_solved_as_by_a_general_solver():
         used = rng.multinomial(stages, [1 / kinds] * kinds, size=columns)
         value = rng.integers(0, 50, columns).astype(float)
         available = rng.integers(0, 40, kinds).tolist()
-        counts, prices, upper = _packing.fractional_packing(used, value, available)
+        counts, upper = fractional_packing(used, value, available)
         rows = np.vstack([used.T, np.ones(columns)])
         right = [*available, sum(available) // stages]
         best = -scipy.optimize.linprog(-value, A_ub=rows, b_ub=right).fun
         assert value @ counts == pytest.approx(best, abs=1e-6)
         assert upper == pytest.approx(best, abs=1e-6)
         assert (rows @ counts <= np.array(right) + 1e-6).all()
-        assert (prices >= 0).all()

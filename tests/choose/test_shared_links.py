@@ -211,10 +211,8 @@ def test_a_plan_is_chosen_for_what_its_transfers_take_together():
         node.model_copy(update={"network_card": hxla.NetworkCard(bytes_per_second=1e12)})
         for node in described.nodes
     )
-    # Its first plans are the best; what a longer search raises is their bound.
-    budget = {"max_stages": 2, "time_budget_seconds": examples(1, 1000) / 1000}
-    apart = proposed(described.model_copy(update={"nodes": alone}), chain, **budget)
-    shared = proposed(described, chain, **budget)
+    apart = proposed(described.model_copy(update={"nodes": alone}), chain, max_stages=2)
+    shared = proposed(described, chain, max_stages=2)
     assert apart.cuts == shared.cuts == (0, 4)
     extra = shared.prediction.step_seconds - apart.prediction.step_seconds
     # 4 / 3 of 4e8 bytes of either stage, instead of one.
@@ -241,8 +239,6 @@ def test_sharing_is_not_spoken_of_on_one_node():
 
 def test_one_ring_over_all_devices_is_as_the_search_has_it():
     proposal = proposed(cluster(), work(), max_stages=1)
-    prediction = proposal.prediction
-    assert prediction.closed_form_seconds == pytest.approx(prediction.step_seconds)
     assert not any("network card" in reason for reason in proposal.reasons)
 
 

@@ -1,9 +1,7 @@
 """Searches that also know copies which share their state, where whole state fits no device."""
 
-import contextlib
 import dataclasses
 import functools
-import math
 import os
 import re
 import subprocess
@@ -17,12 +15,11 @@ from flax import nnx
 
 import hxla
 from hxla import LayerTime, Profile, Setting
-from support.inside.choose import least_seconds, with_memory, workloads
 from support.inside.graph import graph_of, segments
 from support.inside.job import JobContext
 from support.inside.profile import model_name
 from support.paths import PYTHONPATH
-from support.tiers import examples, rows
+from support.tiers import rows
 
 BATCH, SIZE, RATE = 12, 1, 1e10
 WIDTH, LENGTH, LAYERS = 64, 32, 6
@@ -175,41 +172,6 @@ def test_state_that_fits_on_hosts_alone_is_left_there_and_bounded():
     assert (plan.num_stages, len(plan.replicas), plan.placement.optimizer) == (1, 2, "host")
     assert all(d.memory_bytes <= 2 << 20 for d in plan.prediction.devices)
     assert 0 < plan.prediction.bound_seconds <= plan.prediction.step_seconds
-
-
-#: MiB of the fast device and of the slow one, the hosts' memory, and whether the bound is close.
-ROOMS = [
-    ((2, 2), {}, False),  # nothing fits
-    ((2.5, 3), {}, True),
-    ((3, 3), {}, True),
-    ((4, 5), {}, True),
-    ((4.5, 3), {}, False),  # what suits the larger device alone does not suit both
-    ((2, 2), HOST, True),
-    ((2, 2.5), HOST, True),
-]
-
-
-@pytest.mark.parametrize("row", rows(ROOMS, ROOMS[1]))
-def test_no_counts_are_faster_in_the_form_they_get_than_the_bound(row):
-    rooms, host, is_close = row
-    seconds, own = (1e-3, 2e-3), job()
-    work = workloads(JobContext(own)).at(SIZE)
-    roomy = own.plan(cluster(1 << 30), microbatch_size=SIZE, mesh={"data": 2})
-    here, found = cluster(*(int(room * 2**20) for room in rooms), **host), []
-    for fast in (1, 4, 6, 7, 8, 9, 11)[:: examples(2, 1)]:
-        counts = fast, BATCH - fast
-        step = max(c * s for c, s in zip(counts, seconds, strict=True))
-        known = hxla.Prediction(
-            step_seconds=step, microbatch_seconds=seconds, fixed_seconds=(0.0, 0.0)
-        )
-        plan = roomy.with_counts(counts).replaced(prediction=known)
-        with contextlib.suppress(hxla.PlanError):
-            found.append(with_memory(work, plan, here).prediction.step_seconds)
-    base = 8e-3  # without limits of memory: eight on the fast device
-    bound, best = least_seconds(work, roomy, here, base), min(found, default=math.inf)
-    assert base <= bound <= best * (1 + 1e-9)
-    if is_close:
-        assert best < 1.1 * bound
 
 
 def test_what_fits_in_no_form_is_refused_with_what_the_search_says():

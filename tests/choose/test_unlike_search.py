@@ -229,6 +229,6 @@ def test_where_every_device_must_take_part_none_is_left_out():
     work = dataclasses.replace(chain_of(np.random.default_rng(0), [2], 5), batch_size=4)
     used = {}
     for every in (False, True):
-        proposal, _ = propose(work, where, None, all_devices=every, time_budget_seconds=0.5)
+        proposal, _ = propose(work, where, None, all_devices=every)
         used[every] = sorted(itertools.chain(*proposal.replicas))
     assert used == {False: [1, 2], True: [0, 1, 2]}

@@ -106,7 +106,6 @@ MISUSES = {
     "run --elastic --min 3 --max 2 train.py": "--min 3 --max 2: use 1 <= min <= max",
     "run --elastic --heartbeat soon train.py": "'--heartbeat': 'soon' is not a number of seconds.",
     "run --elastic --heartbeat 0.1 train.py": "--heartbeat 0.1: use more than one second",
-    "plan --mesh cpu-4-equal --seconds 0 train.py": "hxla: --seconds 0: use more than zero seconds",
     "plan --mesh cpu-4-equal --stages 0 train.py": "'--stages': 0 is not in the range x>=1.",
     "plan --mesh cpu-4-equal --tensor 2,x train.py": "'2,x' is not a list of whole numbers from 1",
     "profile --microbatch-sizes 0 train.py": "'0' is not a list of whole numbers from 1",

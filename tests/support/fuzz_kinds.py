@@ -158,7 +158,7 @@ def use_profile(path: pathlib.Path) -> None:
     devices = tuple(hxla.Device(kind=s.kind) for s in own if s.microbatch_size == size)
     cluster = hxla.Cluster(name="of the profile", devices=devices[:_SEARCHED])
     work = chain(profile.layers, (size,))
-    propose(work, cluster, profile, time_budget_seconds=0.1)[0].prediction.model_dump_json()
+    propose(work, cluster, profile)[0].prediction.model_dump_json()
 
 
 def use_mesh(path: pathlib.Path) -> None:
@@ -174,7 +174,7 @@ def use_mesh(path: pathlib.Path) -> None:
             if link is not None:
                 assert link.latency_seconds + 1e6 / link.bytes_per_second >= 0
     if len(cluster.devices) <= _SEARCHED:
-        found, _ = propose(chain(("a", "b", "c")), cluster, None, time_budget_seconds=0.1)
+        found, _ = propose(chain(("a", "b", "c")), cluster, None)
         found.prediction.model_dump_json()
 
 

@@ -49,11 +49,9 @@ class Rings:
         inside_seconds: Per group, seconds per byte of gradient if all replicas of a stage are in
             one node.
         copies_inside: Per group, the most replicas of a stage in one node.
-        num_nodes: Per group.
+        num_nodes: Per group; empty: not known.
         card_seconds: `card_seconds[a][b]`: seconds per byte from a node of group a to another of
             group b; empty if some node has two groups.
-        card_sum_seconds: With `card_seconds`, seconds per byte of gradient on a card for the ring
-            of a stage of very many replicas in several nodes.
 
     References:
         Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 69, 2009, section 3.
@@ -63,7 +61,6 @@ class Rings:
     copies_inside: tuple[int, ...]
     num_nodes: tuple[int, ...] = ()
     card_seconds: tuple[tuple[float, ...], ...] = ()
-    card_sum_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,8 +154,6 @@ class Tables:
         num_nodes: [K] Nodes of a kind; empty: not known.
         shared: [L+1, K, K] `shared[l, b, a]`: the least seconds over a boundary from a node of kind
             b to another of kind a and back; None: some node has devices of two kinds.
-        card_sums: [L+1, L+1] With `shared`, seconds of a card for the ring of a stage of very many
-            replicas in several nodes.
         state_bytes: [K, L+1, L+1] Parameters, gradients, optimizer state, workspace, and the
             stash that a backward recomputes.
         stash_bytes: [K, L+1, L+1] The stash of one microbatch in flight.
@@ -176,7 +171,6 @@ class Tables:
     copies_inside: tuple[int, ...]
     num_nodes: tuple[int, ...]
     shared: Array | None
-    card_sums: Array
     state_bytes: Array
     stash_bytes: Array
     cross: Array
@@ -192,11 +186,6 @@ class Tables:
     def num_kinds(self) -> int:
         """Kinds of devices."""
         return len(self.num_devices)
-
-    @property
-    def knows_cards(self) -> bool:
-        """Whether every kind is a separate node, so that kinds determine the cards on the way."""
-        return self.shared is not None and max(self.num_nodes) == 1
 
     def least_reduce(self, num_copies: int) -> Array:
         """[K, L+1, L+1] The least reduction over so many replicas, or more (0: a single one)."""
@@ -268,7 +257,6 @@ def tables(chain: Chain) -> Tables:
         copies_inside=chain.rings.copies_inside if chain.rings else (),
         num_nodes=chain.rings.num_nodes if chain.rings else (),
         shared=shared,
-        card_sums=parameters.min(axis=0) * (chain.rings.card_sum_seconds if chain.rings else 0.0),
         state_bytes=state,
         stash_bytes=stash,
         cross=cross,

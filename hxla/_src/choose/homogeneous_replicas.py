@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -23,14 +23,12 @@ from .chain import (
     tail_seconds,
     times_with_edges,
 )
-from .relaxation import best_cut
+from .cuts import best_cut
 
 _MOST_MIXES, _MOST_STAGES = 150, 16  # larger problems cost a search more than they gain
 
 
-def best_order(
-    t: Tables, runs: Mapping[int, tuple[int, int]], most: int, check: Callable[[], None]
-) -> tuple[int, ...] | None:
+def best_order(t: Tables, runs: Mapping[int, tuple[int, int]], most: int) -> tuple[int, ...] | None:
     """The kind of each stage, where stages of a kind come in runs inside one node.
 
     Layers are whole, so another order may give a slow device too much or a fast one too little. A
@@ -76,7 +74,6 @@ def best_order(
     rest = {mixes[0]: first}
     taken: dict[tuple[int, ...], tuple[Array, Array]] = {}  # [L+1] the first run, and its end
     for mix in mixes[1:]:
-        check()
         options, which, ends = [], [], []
         for i, (kind, length, _) in enumerate(lengths):
             if not mix[i]:
@@ -137,9 +134,7 @@ class _Arrangement:
     block: int
 
 
-def homogeneous_plans(
-    t: Tables, num_microbatches: int, most_stages: int, check: Callable[[], None]
-) -> list[Staging]:
+def homogeneous_plans(t: Tables, num_microbatches: int, most_stages: int) -> list[Staging]:
     """The best plans by number of replicas, order of kinds and block in nodes, likely best first.
 
     Each has the cut of least period for its stages, by a dynamic programme.
@@ -152,8 +147,7 @@ def homogeneous_plans(
     for least, _, copies, kinds in choices:
         if least > best * _NEAR or num_tried >= _MOST:
             break
-        for arrangement in _arrangements(t, copies, kinds, -(-num_microbatches // copies), check):
-            check()
+        for arrangement in _arrangements(t, copies, kinds, -(-num_microbatches // copies)):
             num_tried += 1
             numbers = _sharing(t, arrangement)
             key = (
@@ -192,7 +186,7 @@ def _choices(
 
 
 def _arrangements(
-    t: Tables, copies: int, kinds: Sequence[int], most: int, check: Callable[[], None]
+    t: Tables, copies: int, kinds: Sequence[int], most: int
 ) -> Iterator[_Arrangement]:
     """Orders of the kinds, and blocks; of many kinds only the cyclic orders."""
     orders: Iterable[tuple[int, ...]] = itertools.permutations(kinds)
@@ -209,7 +203,7 @@ def _arrangements(
     for block in blocks:
         some = _Arrangement(copies, stage_kinds[0], block)
         runs = {k: (stage_kinds[0].count(k), _in_node(t, some, k)[0]) for k in kinds}
-        best = best_order(t, runs, most, check)
+        best = best_order(t, runs, most)
         if best is not None and best not in stage_kinds:
             yield _Arrangement(copies, best, block)
 

@@ -11,7 +11,6 @@ import scipy
 
 from .apportionment import best_counts
 from .chain import Array, ReplicaSort, Staging, Tables, fill_and_period, tail_seconds
-from .relaxation import Relaxation, best_cut, bisected, clusters, mixes_of, suffixes
 
 _MOST_PIVOTS = 60  # many more than a few rows need
 _SMALL = 4000  # states up to which the exact table is used
@@ -47,7 +46,7 @@ def best_packing(
         columns = columns[(used[columns] <= left).all(axis=1)]
         if not len(columns):
             return chosen, bound
-        shares, _, upper = fractional_packing(used[columns], value[columns], left)
+        shares, upper = fractional_packing(used[columns], value[columns], left)
         bound = bound or float(np.floor(upper + 1e-6))
         counts = np.floor(shares + 1e-9).astype(int)
         if not counts.any():
@@ -59,18 +58,10 @@ def best_packing(
 
 
 def fractional_packing(
-    used: Array,
-    value: Array,
-    available: Sequence[float],
-    *,
-    whole: bool = True,
-) -> tuple[Array, Array, float]:
-    """The same with fractions: counts, price of a device of each kind, and the maximum.
-
-    Args:
-        whole: Whether to limit the number of columns to that of whole columns.
-    """
-    most = sum(available) // int(used[0].sum()) if whole else sum(available)
+    used: Array, value: Array, available: Sequence[float]
+) -> tuple[Array, float]:
+    """The same with fractions, of at most as many columns: counts, and the maximum."""
+    most = sum(available) // int(used[0].sum())
     rows = np.vstack([used.T, np.ones(len(used))])
     right = np.array([*available, most], float)
     scale = float(value.max()) or 1.0
@@ -82,7 +73,7 @@ def fractional_packing(
     # Any prices bound the maximum; so do these, however exact the solver was.
     excess = float(np.max(value - rows.T @ prices))
     upper = float(right @ prices) + most * max(0.0, excess)
-    return counts, prices[:-1], upper
+    return counts, upper
 
 
 def _simplex(value: Array, rows: Array, right: Array) -> tuple[Array, Array] | None:
@@ -178,6 +169,11 @@ class CutPipelines:
     first: Array
     after: tuple[Mapping[tuple[int, ...], Array], ...]
 
+    @property
+    def work(self) -> int:
+        """The elements of the dynamic programme."""
+        return sum(way.size for ways in self.after for way in ways.values())
+
     def microbatches(self, seconds: float) -> tuple[Array, Array]:
         """[C] The most microbatches of each mix in `seconds`, a real number, and [C] its limit."""
         count = 1 + (seconds - self.fill) / self.period[:, None]
@@ -198,7 +194,7 @@ class CutPipelines:
         return tuple(kinds)
 
 
-def cut_pipelines(t: Tables, cuts: tuple[int, ...], check: Callable[[], None]) -> CutPipelines:
+def cut_pipelines(t: Tables, cuts: tuple[int, ...]) -> CutPipelines:
     """All pipelines of a cut that can be best: the exact least fill by mix and period.
 
     A dynamic programme from the last stage to the first; its state is (devices used per kind, kind
@@ -217,7 +213,7 @@ def cut_pipelines(t: Tables, cuts: tuple[int, ...], check: Callable[[], None]) -
         # The full depth comes first: a lesser one matters only if more stages fit.
         if fits.tobytes() not in seen:
             seen.add(fits.tobytes())
-            parts.append(_solve(t, cuts, fits, _ANY if depth == num else depth, check))
+            parts.append(_solve(t, cuts, fits, _ANY if depth == num else depth))
     return CutPipelines(
         cuts=cuts,
         used=parts[0].used,
@@ -232,9 +228,7 @@ def cut_pipelines(t: Tables, cuts: tuple[int, ...], check: Callable[[], None]) -
     )
 
 
-def _solve(
-    t: Tables, cuts: tuple[int, ...], fits: Array, most: int, check: Callable[[], None]
-) -> CutPipelines:
+def _solve(t: Tables, cuts: tuple[int, ...], fits: Array, most: int) -> CutPipelines:
     num, kinds = len(cuts), t.num_kinds
     ends = (*cuts[1:], t.num_layers)
     busy = np.array([t.seconds[:, a, b] for a, b in zip(cuts, ends, strict=True)])  # [S, a]
@@ -256,9 +250,8 @@ def _solve(
     rest[:, :, :, kinds] = 0.0
     after: list[dict[tuple[int, ...], Array]] = []
     for i in reversed(range(num)):
-        check()
         index = {mix: j for j, mix in enumerate(mixes)}
-        mixes = mixes_of(num - i, t.num_devices)
+        mixes = _mixes_of(num - i, t.num_devices)
         here = np.full((len(limits), len(mixes), kinds + 1, kinds + 1), np.inf)
         way = np.zeros(here.shape, np.int8)
         for a in range(kinds):
@@ -289,9 +282,29 @@ def _solve(
 def _thinned(values: Array, kept: Sequence[float]) -> Array:
     """Few of many periods: the last of each cluster, and those in `kept`."""
     ratio = 1.0005
-    while len(lasts := clusters(values, ratio)[1]) > _MAX_PERIODS:
+    while len(lasts := _lasts(values, ratio)) > _MAX_PERIODS:
         ratio = 1 + 1.5 * (ratio - 1)
     return np.union1d(lasts, kept)
+
+
+def _lasts(values: Array, ratio: float) -> Array:
+    """The last of each run of ascending values, each run within a ratio."""
+    ends = np.searchsorted(values, values * ratio, side="right").tolist()
+    lasts, at = [], 0
+    while at < len(ends):
+        at = ends[at]
+        lasts.append(at - 1)
+    return values[lasts]
+
+
+def _mixes_of(total: int, available: Sequence[int]) -> list[tuple[int, ...]]:
+    if len(available) == 1:
+        return [(total,)] if total <= available[0] else []
+    return [
+        (n, *rest)
+        for n in range(min(total, available[0]) + 1)
+        for rest in _mixes_of(total - n, available[1:])
+    ]
 
 
 def fractional_seconds(p: CutPipelines, available: Sequence[int], num_microbatches: int) -> float:
@@ -299,7 +312,7 @@ def fractional_seconds(p: CutPipelines, available: Sequence[int], num_microbatch
 
     def lacking(seconds: float) -> float:
         value, _ = p.microbatches(seconds)
-        return num_microbatches * (1 - 1e-9) - fractional_packing(p.used, value, available)[2]
+        return num_microbatches * (1 - 1e-9) - fractional_packing(p.used, value, available)[1]
 
     low = high = start = float(p.fill.min())
     while high < np.inf and lacking(high) > 0:
@@ -324,7 +337,6 @@ def best_replicas(
     kinds: Sequence[int],
     start: float,
     tolerance: float,
-    check: Callable[[], None],
 ) -> Staging | None:
     """The fastest plan with one cut, on devices of some kinds.
 
@@ -336,7 +348,6 @@ def best_replicas(
 
     def enough(seconds: float) -> bool:
         nonlocal best
-        check()
         value, at = p.microbatches(seconds * (1 + 1e-12))
         value = np.minimum(np.floor(value + 1e-9), num_microbatches)
         chosen, _ = best_packing(p.used, value, available)
@@ -347,7 +358,7 @@ def best_replicas(
         best = dealt if best is None else min(best, dealt, key=lambda plan: plan.step_seconds)
         return True
 
-    least(enough, start, tolerance)
+    _least(enough, start, tolerance)
     return best
 
 
@@ -381,40 +392,7 @@ def _deal_microbatches(
     return Staging(cuts=cuts, replicas=replicas, step_seconds=step_seconds)
 
 
-def pure_periods(r: Relaxation, max_stages: int) -> Array:
-    """[K, max_stages] The least period of a pipeline of one kind (inf: it does not fit)."""
-    periods = np.where(np.isfinite(r.cost), r.period, np.inf)
-
-    def of_kind(k: int) -> list[float]:
-        def score(position: int) -> Array:
-            return np.where(r.t.fits(position)[k], periods[k], np.inf)
-
-        return [float(rest[0]) for rest, _ in suffixes(max_stages, score, np.maximum)]
-
-    return np.array([of_kind(k) for k in range(r.t.num_kinds)])
-
-
-def even_cut(r: Relaxation, num_stages: int, periods: Array) -> tuple[int, ...] | None:
-    """The best cut for all kinds that can run whole pipelines of so many stages.
-
-    It minimises the largest ratio of a stage's period to the least period of its kind.
-
-    Args:
-        periods: [K] Least period of each kind (inf: it cannot run whole pipelines).
-    """
-    kinds = [k for k in range(r.t.num_kinds) if np.isfinite(periods[k])]
-    if not kinds:
-        return None
-    ratio = (r.period[kinds] / periods[kinds][:, None, None]).max(axis=0)
-
-    def score(position: int) -> Array:
-        ok = (r.t.fits(position)[kinds] & np.isfinite(r.cost[kinds])).all(axis=0)
-        return np.where(ok, ratio, np.inf)
-
-    return best_cut(num_stages, score, np.maximum)
-
-
-def least(enough: Callable[[float], bool], start: float, tolerance: float) -> float:
+def _least(enough: Callable[[float], bool], start: float, tolerance: float) -> float:
     """The least time from `start` on that is enough, to a relative tolerance (inf: none)."""
     if not np.isfinite(start) or not enough(start * 2.0**60):
         return np.inf
@@ -423,4 +401,7 @@ def least(enough: Callable[[float], bool], start: float, tolerance: float) -> fl
     low, step = start, 0.01
     while not enough(high := low * (1 + step)):
         low, step = high, 2 * step
-    return bisected(enough, low, high, tolerance)[1]
+    while high - low > tolerance * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high

@@ -38,6 +38,7 @@ from .chain import (
     tail_seconds,
     times_with_edges,
 )
+from .cuts import neighbours
 
 Ranks = tuple[int, ...]  # devices of one tensor-parallel group
 Copies = Sequence[Sequence[Ranks]]  # per replica and stage
@@ -486,7 +487,7 @@ def improved(
     is_better = True
     while is_better:
         is_better = False
-        for cuts in _neighbours(best.staging.cuts, t.num_layers):
+        for cuts in neighbours(best.staging.cuts, t.num_layers):
             if num_left <= 0:
                 return best
             num_left -= 1
@@ -495,17 +496,6 @@ def improved(
                 best, is_better = candidate, True
                 break
     return best
-
-
-def _neighbours(cuts: tuple[int, ...], num_layers: int) -> Iterator[tuple[int, ...]]:
-    """Cuts with neighbouring boundaries shifted by a layer: few of them before many."""
-    for num in range(1, len(cuts)):
-        for first in range(1, len(cuts) - num + 1):
-            for step in (-1, 1):
-                moved = (c + step * (first <= i < first + num) for i, c in enumerate(cuts))
-                new = tuple(moved)
-                if all(a < b for a, b in itertools.pairwise((*new, num_layers))):
-                    yield new
 
 
 def _with_cuts(

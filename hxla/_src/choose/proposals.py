@@ -102,10 +102,8 @@ def propose(
     recompute: Sequence[bool] = (False, True),
     uncounted: bool = False,
     all_devices: bool = False,
-    time_budget_seconds: float = 10.0,
-    most_seconds: float = 0.0,
 ) -> tuple[Proposal, dict[int, Timeline]]:
-    """The fastest plan for a cluster, its runners-up, and a bound on any.
+    """The fastest plan for a cluster, and its runners-up.
 
     Args:
         work: The model's chain at every microbatch size and tensor parallelism to try.
@@ -155,14 +153,13 @@ def propose(
         # A measured reduction is not predicted.
         reduce_factor=work.reduce_factor if measured is None else 0.0,
     )
-    budget = {"time_budget_seconds": time_budget_seconds, "most_seconds": most_seconds}
     knows_links = are_all_known(cluster)
 
     def searched(most_stages: int | None) -> SearchResult:
         def may_run(key: Alternative, num_stages: int) -> bool:
             return can_run(key, num_stages) and num_stages <= (most_stages or num_stages)
 
-        return search(chains, **budget, can_run=may_run, place=placement.place)
+        return search(chains, all_stages=all_devices, can_run=may_run, place=placement.place)
 
     if knows_links or max_stages == 1:
         result = searched(None)
@@ -185,7 +182,7 @@ def propose(
             "whose processes have been started: write that plan with hxla plan --profile --write, "
             "and start its devices only, with hxla run --plan"
         )
-    chosen, placed, cost = _fastest_by_replay(ranked, result.bound_seconds, placement, chains)
+    chosen, placed, cost = _fastest_by_replay(ranked, placement, chains)
     best = dataclasses.replace(chosen, staging=placed.staging)
     staging, chain = best.staging, chains[best.alternative]
     reasons += _card_reasons(chain, placed)
@@ -198,8 +195,6 @@ def propose(
         has, it = ("has", "it") if len(idle) == 1 else ("have", "them")
         reasons.append(f"{names} {has} no part: with {it} the step would not be shorter")
     reasons += _reduction_reasons(work, cluster, staging, replicas) if measured is None else ()
-    if result.exhausted:
-        reasons.append("the search ran out of time: the bound holds, a longer search may find more")
     reasons += [f"{which}: {why}" for which, why in result.infeasible.items()]
     firsts = itertools.accumulate((r.count for r in staging.replicas), initial=0)
     others = sorted(
@@ -215,9 +210,7 @@ def propose(
             cuts=staging.cuts,
             prediction=Prediction(
                 step_seconds=cost.step_seconds,
-                closed_form_seconds=staging.step_seconds,
-                # A bound that leaves transfers out is no bound on what a step takes.
-                bound_seconds=result.bound_seconds if knows_links else 0.0,
+                bound_seconds=result.bound_seconds,
                 devices=devices,
             ),
             runners_up=tuple(dict.fromkeys(others))[:_NUM_RUNNERS_UP],
@@ -244,21 +237,18 @@ def _without_stages(searched: Callable[[int | None], SearchResult]) -> tuple[Sea
 
 def _fastest_by_replay(
     ranked: Sequence[RankedPlan],
-    bound_seconds: float,
     placement: DevicePlacement,
     chains: Mapping[Alternative, Chain],
 ) -> tuple[RankedPlan, PlacedStaging, StepCost]:
     """The plan of the shortest replay among the best by the search's formula.
 
     Without the state's moves the formula is above the replay, by more for some plans than for
-    others. If the best plan is near the bound, only plans near the bound count, so the gap stays
-    small. Where moves make its replay longer, plans that the formula has slower count too.
+    others. Where moves make its replay longer, plans that the formula has slower count too.
 
     Returns:
         The plan as searched, on its devices, and its cost.
     """
-    least = ranked[0].staging.step_seconds
-    most = _NEAR * (bound_seconds if least <= _NEAR * bound_seconds else least)
+    most = _NEAR * ranked[0].staging.step_seconds
     best: tuple[RankedPlan, PlacedStaging, StepCost] | None = None
     for plan in ranked[:_NUM_REPLAYED]:
         key, staging = plan.alternative, plan.staging
@@ -476,7 +466,6 @@ def _chain(
         """Per byte: a ring's reduce-scatter and all-gather of many devices, over the best link."""
         return 2 * work.reduce_factor / max(map(_rate, links), default=math.inf)
 
-    cards = _card_seconds(cluster, leaders, key.tensor)
     in_node = [sum_seconds(x for x, within in rows[a] if within) for a, rows in enumerate(links)]
     beyond = [  # to another node or kind
         sum_seconds(x for b, row in enumerate(rows) for x, within in row if b != a or not within)
@@ -505,8 +494,7 @@ def _chain(
         rings=Rings(
             inside_seconds=tuple(in_node),
             num_nodes=tuple(len({cluster.devices[r].node for r in ranks}) for ranks in leaders),
-            card_seconds=cards,
-            card_sum_seconds=2 * work.reduce_factor * min(itertools.chain(*cards), default=0.0),
+            card_seconds=_card_seconds(cluster, leaders, key.tensor),
             copies_inside=tuple(
                 max(collections.Counter(cluster.devices[r].node for r in ranks).values())
                 for ranks in leaders

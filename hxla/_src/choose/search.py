@@ -1,104 +1,48 @@
-"""Search over everything at once: stages, replicas, kinds, and what the caller lists."""
+"""Search over stages, replicas and kinds of devices, for each chain that the caller lists."""
 
 import contextlib
 import dataclasses
 import functools
 import itertools
 import math
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import scipy
 
 from ..core.errors import NothingFitsError, PlanError
-from .branch import Branching
 from .chain import (
     Chain,
     ReplicaSort,
     Staging,
+    Tables,
     best_pipeline,
     explain_infeasible,
     roomiest_pipeline,
     step_seconds,
     tables,
 )
+from .cuts import Cutter, neighbours
 from .homogeneous_replicas import homogeneous_plans
-from .lower_bound import FINE, Alive, Bound, most_stages
-from .packing import (
-    CutPipelines,
-    best_replicas,
-    cut_pipelines,
-    enough_for,
-    even_cut,
-    fractional_packing,
-    fractional_seconds,
-    pure_periods,
-)
-from .relaxation import subsets
+from .packing import CutPipelines, best_replicas, cut_pipelines, enough_for, fractional_seconds
 
-_BETWEEN = 0.02  # seconds between two reads of the thread's CPU time, a system call
+_NEAR = 1.1  # estimates within this ratio of the best plan are tried
+_MOST_PLANS, _PATIENCE = 24, 8  # from estimates: in all, and one after another in vain
+_NUM_IMPROVED = 4  # plans whose cuts are improved
 
-
-class OutOfTime(Exception):  # noqa: N818
-    """The time is up; plans and bounds so far are valid."""
-
-
-class Deadline:
-    """A budget of this thread's CPU seconds, so other work on the machine does not count.
-
-    It counts from the start but ends nothing before it is armed.
-
-    Args:
-        most: The longest budget when it is armed.
-    """
-
-    def __init__(self, seconds: float, most: float = 0.0):
-        self._begun, self._most = time.thread_time(), most
-        self._at = self._begun + seconds
-        self._looked = time.monotonic()
-        self.armed = False
-
-    def arm(self, worth: float) -> None:
-        """Let the time run out from now on, extended to `worth` seconds, at most to `most`."""
-        self._at = max(self._at, self._begun + min(worth, self._most))
-        self.armed = True
-
-    def check(self) -> None:
-        """Call this often.
-
-        Raises:
-            OutOfTime: If the time is up.
-        """
-        now = time.monotonic()
-        if self.armed and now > self._looked + _BETWEEN:
-            self._looked = now
-            if time.thread_time() > self._at:
-                raise OutOfTime
-
-    def limit(self, seconds: float) -> None:
-        """End at most so many seconds from now."""
-        self._at = min(self._at, time.thread_time() + seconds)
+_MOST_WORK = 1e8  # of improving plans, in elements of dynamic programmes
+_ALIKE = 6  # plans of equal replicas to place, per chain
+_SMALL_DEVICES, _SMALL_LAYERS = 8, 16  # up to which the best single pipeline is found exactly
+_SLACKS = (1.05, 1.2, 1.5, 2.5, math.inf)  # of the longest period over that of even stages
 
 
 @dataclasses.dataclass
-class Goal:
-    """The target of a search over several chains.
+class _Fastest:
+    """The fastest plan of a search over several chains, and the work spent on improving plans."""
 
-    Attributes:
-        good_enough: Gap at which the search may end.
-        fastest: Seconds of the best plan, with the costs that bounds include.
-        placed: Seconds of the best plan on its devices.
-    """
-
-    good_enough: float
-    fastest: float = math.inf
-    placed: float = math.inf
-
-    @property
-    def worthwhile(self) -> float:
-        """The time that a plan must beat to matter."""
-        return self.fastest / (1 + self.good_enough)
+    seconds: float = math.inf
+    work: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,67 +58,37 @@ class SearchResult:
     """Plans and a bound.
 
     Attributes:
-        ranked: Plans, the fastest first: at most one per alternative and number of stages, without
-            those refuted early.
-        bound_seconds: No plan of any alternative is faster.
-        exhausted: Whether time ran out: plans and bound are valid, but more time may improve them,
-            and another run may give others.
+        ranked: Plans, the fastest first: at most one per alternative and number of stages.
+        bound_seconds: A step if all devices were busy throughout; no plan is faster.
         infeasible: Alternatives without a plan that fits, and why.
     """
 
     ranked: tuple[RankedPlan, ...]
     bound_seconds: float
-    exhausted: bool
     infeasible: Mapping[Any, str]
-
-    @property
-    def gap(self) -> float:
-        """Certified distance from the optimum: the best plan's step over the bound, minus one."""
-        return self.ranked[0].staging.step_seconds / self.bound_seconds - 1
-
-
-_ROUGHLY = 0.0195  # gap to reach for all chains before any goes below it
-_OF_A_STEP = 0.5  # of a step: a search of so many seconds is short
-_ALIKE = 6  # plans of equal replicas to place, per chain
-_FINER = 0.2  # of the time: for a gap below that
-_SMALL_DEVICES, _SMALL_LAYERS = 8, 16
-_ROUGH = 1.01  # ratio of the periods of an interval, at first
-_FEW_MIXES = 4e8  # elements of a dynamic programme over mixes, at most
-_SLACKS = (1.05, 1.2, 1.5, 2.5, math.inf)  # of the longest period over that of even stages
-_NODES = (1, 4, 16, 128, 512, 2048)  # of branching, visit by visit
 
 
 def search(
     chains: Mapping[Any, Chain],
     *,
-    time_budget_seconds: float = 10.0,
-    most_seconds: float = 0.0,
-    good_enough: float = 0.005,
+    all_stages: bool = False,
     can_run: Callable[[Any, int], bool] = lambda _key, _num_stages: True,
     place: Callable[[Any, Staging, float], Staging] = lambda _key, staging, _best: staging,
 ) -> SearchResult:
-    """Find the fastest plan over data x stage parallelism, for any of several chains.
+    """Find a fast plan over data x stage parallelism, for any of several chains.
 
     Alternatives are what changes the chain itself: microbatch size, tensor parallelism,
-    recomputation. The plan space of one chain is that of `Bound`. First the most promising
-    alternative gets a plan, at its most promising number of stages. Every number of stages of all
-    alternatives is compared with it (`Bound.refute`), and each alternative that remains gets a plan
-    too. Then `Branching` refutes the remaining numbers of stages, the most promising first, or
-    names cuts; each cut that may be better gets its best replicas.
+    recomputation. Pairs of an alternative and a number of stages are ordered by an estimate. Each
+    of the most promising pairs gets the best replicas for a few cuts. The cuts of the fastest plans
+    are then improved by descent, a few boundaries at a time. The result depends on the input alone,
+    not on the machine.
 
     Args:
         chains: Alternative to chain; all of the same global batch.
-        time_budget_seconds: CPU seconds. When they run out, plans and bound so far are returned,
-            but never before there is a plan.
-        most_seconds: The budget grows to half a step of the first plan, up to this limit.
-        good_enough: Certified gap at which the search may end.
-        can_run: Whether an alternative may have a number of stages; the bound is for those.
+        all_stages: Whether to try each number of stages of each alternative, however slow.
+        can_run: Whether an alternative may have a number of stages.
         place: Maps an alternative, a plan and the seconds of the best plan to the plan with shared
             network cards counted: never faster.
-
-    Returns:
-        Plans, the bound, and whether time ran out. If it did not, the result depends on the input
-        alone, not on the machine.
 
     Raises:
         NothingFitsError: If no alternative has a plan, with the reason of each.
@@ -185,159 +99,162 @@ def search(
     """
     if not chains:
         raise PlanError("there is nothing to search: give at least one chain")
-    if not time_budget_seconds > 0:
-        raise PlanError(f"time_budget_seconds is {time_budget_seconds}: give a positive number")
-    deadline = Deadline(time_budget_seconds, most_seconds)
-    goal = Goal(max(good_enough, _ROUGHLY))
+    fastest = _Fastest()
     searches = {
-        key: _Search(
-            chain, goal, deadline, functools.partial(can_run, key), functools.partial(place, key)
+        key: _ChainSearch(
+            chain, fastest, functools.partial(can_run, key), functools.partial(place, key)
         )
         for key, chain in chains.items()
     }
-    infeasible: dict[Any, str] = {}
-    try:
-        _run(searches, infeasible, goal, deadline)
-        if good_enough < goal.good_enough:
-            goal.good_enough = good_enough
-            deadline.limit(_FINER * time_budget_seconds)
-            _refine([s for key, s in searches.items() if key not in infeasible])
-        exhausted = False
-    except OutOfTime:
-        exhausted = True
-    if len(infeasible) == len(chains):
+    infeasible = {key: s.why_not() for key, s in searches.items() if not s.estimates}
+    pairs = sorted(
+        (seconds, i, num)
+        for i, s in enumerate(searches.values())
+        for num, seconds in s.estimates.items()
+    )
+    each = list(searches.values())
+    num_plans = num_in_vain = 0
+    for seconds, i, num in pairs:
+        before = fastest.seconds
+        is_enough = num_plans >= _MOST_PLANS or num_in_vain >= _PATIENCE
+        if not all_stages and (is_enough or seconds > _NEAR * before):
+            break
+        each[i].first_plan(num)
+        num_plans += num in each[i].plans
+        num_in_vain = num_in_vain + 1 if fastest.seconds == before < math.inf else 0
+    if fastest.seconds == math.inf:
+        for key, s in searches.items():
+            s.roomiest_plan()
+            if not s.plans:
+                infeasible[key] = s.why_not()
+    if fastest.seconds == math.inf:
         raise NothingFitsError("\n".join(f"{key}: {why}" for key, why in infeasible.items()))
-    feasible = {key: s for key, s in searches.items() if key not in infeasible}
-    plans = [
-        RankedPlan(alternative=key, staging=staging)
-        for key, s in feasible.items()
-        for _, staging in sorted(s.plans.items())
-    ]
-    plans.sort(key=lambda plan: plan.staging.step_seconds)
+    ranked = _ranked(searches)
+    for plan in ranked[:_NUM_IMPROVED]:
+        searches[plan.alternative].improve(len(plan.staging.cuts))
     return SearchResult(
-        ranked=tuple(plans),
-        bound_seconds=min(s.bound_seconds for s in feasible.values()),
-        exhausted=exhausted,
+        ranked=_ranked(searches),
+        bound_seconds=min(
+            work_bound(s.tables, s.chain.num_microbatches)
+            for key, s in searches.items()
+            if key not in infeasible
+        ),
         infeasible=infeasible,
     )
 
 
-def _run(
-    searches: "Mapping[Any, _Search]",
-    infeasible: dict[Any, str],
-    goal: Goal,
-    deadline: Deadline,
-) -> None:
-    """First plans and bounds of all chains, then work on the chain with the least bound."""
-    # The most promising first: its plan refutes others before any time is spent on them.
-    left = sorted(searches.items(), key=lambda item: item[1].estimate)
-    for i, (key, s) in enumerate(left):
-        if not s.can_run or not s.bound.some_plan_fits():
-            infeasible[key] = s.why_not()
-        elif not s.is_refuted():
-            s.first_plans(3 if goal.fastest == math.inf else 1)
-            if not s.plans:
-                infeasible[key] = s.why_not()
-            if not deadline.armed and goal.fastest < math.inf:
-                deadline.arm(_OF_A_STEP * goal.fastest)
-                for _, other in left[i:]:
-                    other.bound_by_prices(_ROUGH)
-    _refine([s for key, s in searches.items() if key not in infeasible])
+def work_bound(t: Tables, num_microbatches: int) -> float:
+    """Seconds of all work, shared without loss between the kinds: a linear programme.
+
+    Every layer's microbatches are dealt to kinds in any fractions, and no kind is busy for longer
+    than the step. This counts no fill, no transfers, no memory and no whole layers.
+    """
+    kinds, layers = t.num_kinds, t.num_layers
+    layer_seconds = t.seconds[:, np.arange(layers), np.arange(layers) + 1]
+    work = np.zeros((kinds, kinds * layers + 1))
+    deal = np.zeros((layers, kinds * layers + 1))
+    for k in range(kinds):
+        work[k, k * layers : (k + 1) * layers] = layer_seconds[k] * num_microbatches
+        deal[:, k * layers : (k + 1) * layers] = np.eye(layers)
+    work[:, -1] = -np.array(t.num_devices)
+    solved = scipy.optimize.linprog(
+        np.eye(kinds * layers + 1)[-1], work, np.zeros(kinds), deal, np.ones(layers)
+    )
+    # The dual is a bound even where the solver stopped a little short.
+    return float(solved.fun) * (1 - 1e-9)
 
 
-def _refine(left: "Sequence[_Search]") -> None:
-    """Raise bounds until the best plan is good enough, or no chain can be improved."""
-    for s in sorted(left, key=lambda s: (s.fastest, s.estimate)):
-        s.first_bounds()
-    while left:
-        urgency, s = min(((s.urgency(), s) for s in left), key=lambda item: item[0])
-        if urgency[0] == math.inf:
-            break
-        s.work()
+def _ranked(searches: "Mapping[Any, _ChainSearch]") -> tuple[RankedPlan, ...]:
+    plans = [
+        RankedPlan(alternative=key, staging=staging)
+        for key, s in searches.items()
+        for _, staging in sorted(s.plans.items())
+    ]
+    return tuple(sorted(plans, key=lambda plan: plan.staging.step_seconds))
 
 
-class _Search:
-    """One chain: the best plan known and the bound for each number of stages."""
+class _ChainSearch:
+    """One chain: the best known plan for each number of stages.
+
+    Attributes:
+        plans: By number of stages.
+        estimates: Seconds of a step by number of stages, if memory may suffice.
+    """
 
     def __init__(
         self,
         chain: Chain,
-        goal: Goal,
-        deadline: Deadline,
+        fastest: _Fastest,
         can_run: Callable[[int], bool],
         place: Callable[[Staging, float], Staging],
     ):
         self.chain = chain
-        self._place = place
-        t = tables(chain)
-        wanted = [num for num in range(1, most_stages(t) + 1) if can_run(num)]
-        most = max(wanted, default=None)
-        self.bound = Bound(t, chain.num_microbatches, deadline.check, most)
+        self.tables = t = tables(chain)
         self.plans: dict[int, Staging] = {}
-        self._t = t
-        self._goal = goal
-        self._check = deadline.check
+        self._fastest = fastest
+        self._place = place
         self._num = chain.num_microbatches
-        self._pure = pure_periods(self.bound.relaxation, self.bound.max_stages)
-        self.has_several_nodes = t.shared is not None and not t.knows_cards
-        self._small = sum(self._t.num_devices) <= _SMALL_DEVICES
-        self._order = sorted(wanted, key=lambda num: (self._estimate(num), num))
-        self.can_run = bool(self._order)
-        self.estimate = self._estimate(self._order[0]) if self._order else math.inf
-        self._bounds = dict.fromkeys(self._order, self.bound.floor)
-        self._promise = {num: i for i, num in enumerate(self._order)}
-        self._visits = dict.fromkeys(self._order, 0)
-        self._known: dict[int, Alive] = {}
-        self._known_for = 0.0  # seconds of those plans
-        self._branchings: dict[int, Branching] = {}
-        self._bounded_for = math.inf  # seconds
-        self._is_priced = False
-        self._wait, self._patience = 0, 1  # prices of one number of stages may not refute others
+        most = min(t.num_layers, sum(t.num_devices))
+        wanted = [num for num in range(1, most + 1) if can_run(num)]
+        self._most_stages = max(wanted, default=0)
+        self._cutter = Cutter(t)
+        self._pure = self._cutter.pure_periods(self._most_stages)
+        fits = self._cutter.fitting(self._most_stages, self._num)
+        self.estimates = {num: self._estimate(num) for num in wanted if fits[num - 1]}
+        self._is_small = sum(t.num_devices) <= _SMALL_DEVICES
+        self._has_common_plans = False
         self._tried: set[tuple[int, ...]] = set()
-        rates = 1 / self._t.seconds[:, 0, -1]
-        scale = self._num / float(np.dot(rates, self._t.num_devices))
-        self._prices: list[float] = (scale * rates).tolist()
-
-    @property
-    def fastest(self) -> float:
-        """Seconds of the best plan."""
-        return min((plan.step_seconds for plan in self.plans.values()), default=math.inf)
-
-    @property
-    def bound_seconds(self) -> float:
-        """No plan of this chain is faster."""
-        return min(*self._bounds.values(), self.fastest)
 
     def why_not(self) -> str:
         """Why there is no plan."""
-        if not self.can_run:
+        if not self._most_stages:
             return "none of the allowed numbers of stages can run it"
         return explain_infeasible(self.chain)
 
-    def is_refuted(self) -> bool:
-        """Whether the bound shows that no plan of this chain matters."""
-        return self.bound_seconds >= self._goal.worthwhile
+    def _estimate(self, num: int) -> float:
+        """Seconds of pipelines of one kind each, or of mixed ones if a kind cannot have its own."""
+        t = self.tables
+        speed = work = mixed_speed = 0.0
+        for k, n in enumerate(t.num_devices):
+            fill = float(t.seconds[k, 0, -1])
+            mixed_speed += n / fill
+            period = self._pure[k, num - 1]
+            if math.isfinite(period) and n >= num:
+                speed += (n // num) / period
+                work += (n // num) * (fill / period - 1)
+        replicas = sum(t.num_devices) // num
+        used = replicas * num / sum(t.num_devices)
+        mixed = (self._num + (num - 1) * replicas) / (used * mixed_speed)
+        pure = (self._num + work) / speed if speed else math.inf
+        return min(pure, mixed) if any(n % num for n in t.num_devices) else pure
 
-    def first_plans(self, num_tried: int) -> None:
-        """Plans of the most promising numbers of stages, of more if none fits."""
-        for i, num in enumerate(self._order):
-            if i < num_tried or not self.plans:
-                self._first_plan(num)
-        alike = homogeneous_plans(self._t, self._num, self.bound.max_stages, self._check)
+    def first_plan(self, num: int) -> None:
+        """The best plan of so many stages for a few cuts; first those of any number of stages."""
+        if not self._has_common_plans:
+            self._has_common_plans = True
+            self._common_plans()
+        t = self.tables
+        starts = [self._cutter.even(num, self._pure[:, num - 1])]
+        if starts == [None]:
+            even = (1 / t.seconds[:, 0, -1]).tolist()
+            for k, slack in itertools.product(range(t.num_kinds), _SLACKS):
+                period = float(t.seconds[k, 0, -1]) / num
+                starts.append(self._cutter.mixed(num, even, period, period * slack))
+        self._try_cuts(starts)
+
+    def _common_plans(self) -> None:
+        alike = homogeneous_plans(self.tables, self._num, self._most_stages)
         for plan in alike[:_ALIKE]:
             self._keep(plan)
-        stages = [] if self.plans else roomiest_pipeline(self.chain)
-        if stages and all(stage.lack_bytes <= 0 for stage in stages):
-            self._try_cuts([tuple(stage.layers[0] for stage in stages)])
-        if self._small and self._t.num_layers <= _SMALL_LAYERS:
+        if self._is_small and self.tables.num_layers <= _SMALL_LAYERS:
             with contextlib.suppress(PlanError):
                 self._keep(best_pipeline(self.chain))
-        if self._t.meeting and 1 in self._order:  # of which a device alone has none
+        if self.tables.meeting and 1 in self.estimates:  # of which a device alone has none
             self._keep_alone()
 
     def _keep_alone(self) -> None:
         """One replica on the fastest device alone."""
-        t = self._t
+        t = self.tables
         fitting = [k for k, fits in enumerate(t.fits(1)[:, 0, -1]) if fits and t.num_devices[k]]
         if fitting:
             kind = min(fitting, key=lambda k: self._num * t.seconds[k, 0, -1] + t.update[k, 0, -1])
@@ -345,205 +262,86 @@ class _Search:
             seconds = step_seconds(self.chain, (0,), alone)
             self._keep(Staging(cuts=(0,), replicas=alone, step_seconds=seconds))
 
-    def _first_plan(self, num: int) -> None:
-        """The best plan of so many stages for a few cuts, and its prices of devices."""
-        t, r = self._t, self.bound.relaxation
-        starts = [even_cut(r, num, self._pure[:, num - 1])]
-        if starts == [None]:
-            even = (1 / t.seconds[:, 0, -1]).tolist()
-            for k, slack in itertools.product(range(t.num_kinds), _SLACKS):
-                period = float(t.seconds[k, 0, -1]) / num
-                starts.append(r.cut(num, even, period, period * slack))
-        self._try_cuts(starts)
+    def roomiest_plan(self) -> None:
+        """The plan of the pipeline with the most room, if it fits."""
+        stages = roomiest_pipeline(self.chain)
+        if stages and all(stage.lack_bytes <= 0 for stage in stages):
+            self._try_cuts([tuple(stage.layers[0] for stage in stages)])
 
     def _try_cuts(self, starts: Sequence[tuple[int, ...] | None]) -> None:
-        """The best plan for a few cuts of as many stages."""
-        t = self._t
+        """The best plan for the two most promising of some cuts."""
         scored = []
         for cuts in filter(None, dict.fromkeys(starts)):
-            pipelines = cut_pipelines(t, cuts, self._check)
-            seconds = fractional_seconds(pipelines, t.num_devices, self._num)
+            self._tried.add(cuts)
+            pipelines = cut_pipelines(self.tables, cuts)
+            seconds = fractional_seconds(pipelines, self.tables.num_devices, self._num)
             if seconds < math.inf:
                 scored.append((seconds, cuts, pipelines))
-        scored.sort(key=lambda item: item[:2])
-        before = self.fastest
-        for seconds, _, pipelines in scored[:2]:
+        for seconds, _, pipelines in sorted(scored, key=lambda item: item[:2])[:2]:
             self._build(pipelines, seconds)
-        if self.fastest < before:
-            seconds, _, pipelines = scored[0]
-            value, _ = pipelines.microbatches(1.05 * seconds)
-            _, prices, _ = fractional_packing(pipelines.used, value, t.num_devices, whole=False)
-            self._prices = prices.tolist()
 
-    def first_bounds(self) -> None:
-        """Bounds for every number of stages at once, by the plans' prices of devices."""
-        if self._known_for < self._goal.worthwhile:
-            self._known = {}  # of plans faster than the present target
-        self._branchings = {}
-        self._visits = dict.fromkeys(self._order, 0)
-        self.bound_by_prices()
-        # Alternate between the best estimates and the fewest stages.
-        for i, num in enumerate(sorted(self._known)):
-            self._promise[num] = min(self._promise[num], i)
+    def improve(self, num: int) -> None:
+        """Move boundaries of the best plan of so many stages while that makes it faster."""
 
-    def bound_by_prices(self, ratio: float = FINE) -> None:
-        """Bounds of all numbers of stages by the prices, for plans faster than the target."""
-        level = self._bounded_for = self._goal.worthwhile
-        left = {num for num in self._order if self._bounds[num] < level}
-        known = {num: x for num, x in self._known.items() if num in left}
-        if left:
-            alive = self.bound.refute(level, self._prices, known or None, ratio=ratio)
-            self._learn(left, alive, level)
+        def lower(cuts: tuple[int, ...]) -> tuple[CutPipelines, float]:
+            self._tried.add(cuts)
+            pipelines = cut_pipelines(self.tables, cuts)
+            self._fastest.work += pipelines.work
+            return pipelines, fractional_seconds(pipelines, self.tables.num_devices, self._num)
 
-    def _learn(self, nums: Iterable[int], alive: Mapping[int, Alive], seconds: float) -> None:
-        """Keep a bound's result for some numbers of stages and plans faster than a time."""
-        self._known = {num: alive[num] for num in self._order if num in alive and num in nums}
-        self._known_for = seconds
-        self._raise_to(nums, alive, seconds)
-
-    def _raise_to(self, nums: Iterable[int], alive: Mapping[int, Alive], seconds: float) -> None:
-        """Raise the bounds of some numbers of stages to their floors, or to the time."""
-        for num in nums:
-            self._raise(num, alive[num].floor if num in alive else seconds)
-
-    def urgency(self) -> tuple[float, float]:
-        """The key by which the next chain is chosen, least first (infinity: done)."""
-        num = self._next()
-        return (math.inf, 0.0) if num is None else (self._visits[num], self._bounds[num])
-
-    def _next(self) -> int | None:
-        enough = self._goal.worthwhile * (1 - 1e-9)
-        left = [
-            num
-            for num in self._order
-            if self._bounds[num] < enough and self._visits[num] < len(_NODES)
-        ]
-
-        def urgency(num: int) -> tuple[float, float, int]:
-            return self._visits[num], self._bounds[num], self._promise[num]
-
-        return min(left, key=urgency, default=None)
-
-    def work(self) -> None:
-        """Raise the bound, or improve the plan, of the most urgent number of stages."""
-        num = self._next()
-        assert num is not None
-        if self._goal.worthwhile < self._bounded_for / (1 + self._goal.good_enough):
-            self.bound_by_prices()
-            return
-        visit = self._visits[num]
-        self._visits[num] += 1
-        if visit == 1:
-            high = self._goal.worthwhile  # longer times have weaker bounds
-            parts = self.bound.limited(num, high)
-            known, work = self._known.get(num), _FEW_MIXES / max(1, len(parts))
-            each = [x.stages(num, high, known, work=work) for x in parts]
-            pairs = [(x, stages) for x, stages in zip(parts, each, strict=True) if stages]
-            if len(pairs) == len(parts):
-                low = self._bounds[num]
-                least = [x.least_seconds(stages, low, high) for x, stages in pairs]
-                self._raise(num, min(least, default=high))
-                return
-        self._branch(num, _NODES[visit])
-
-    def _branch(self, num: int, num_nodes: int) -> None:
-        """Branch on the cuts of so many stages, and try those that may have a better plan."""
-        is_rough = num_nodes == _NODES[0]  # the first look at each number of stages
-        branching = self._branchings.get(num)
-        if branching is None:
-            branching = Branching(
-                self.bound,
-                num,
-                self._goal.worthwhile,
-                self._known.get(num),
-                self._prices,
-                self._check,
-                is_rough=is_rough,
-            )
-            if not is_rough:
-                self._branchings[num] = branching
-        for _ in range(num_nodes + branching.num_roots):
-            if not branching.num_open:
-                break
-            seconds = self._goal.worthwhile
-            worth = self._goal.fastest / (1 + self._goal.good_enough / 2)
-            met = branching.step(seconds)
-            if is_rough and self.has_several_nodes:
-                continue  # a plan without places says little there: bounds come first
-            for cuts in met:
-                if cuts not in self._tried and branching.may_pay(cuts, worth):
-                    self._tried.add(cuts)
-                    pipelines = cut_pipelines(self._t, cuts, self._check)
-                    least = fractional_seconds(pipelines, self._t.num_devices, self._num)
-                    if least < worth:
-                        self._build(pipelines, least)
-        # A programme's first prices bound all numbers of stages better than a plan's, and one pass
-        # for all is cheaper than one for each.
-        self._bounded_for = math.inf if not self._is_priced else self._bounded_for
-        self._prices, self._is_priced = branching.prices, True
-        self._raise(num, min(branching.floor, self._goal.worthwhile))
-        if branching.num_open:
-            return
-        self._raise(num, min(branching.least, self._goal.worthwhile))
-        if branching.least >= self._goal.worthwhile:
-            self._refute_others(branching.prices)
-
-    def _refute_others(self, prices: list[float]) -> None:
-        """The prices that refuted one number of stages may refute others."""
-        self._prices, level = prices, self._goal.worthwhile
-        left = [n for n in self._order if self._bounds[n] < level]
-        known = {n: self._known[n] for n in left if n in self._known}
-        self._wait -= 1
-        if self._wait < 0 and len(left) == len(known) > 2:
-            alive = self.bound.refute(level, prices, known)
-            self._learn(left, alive, level)
-            if len(left) - len(alive) < 4:
-                self._patience = self._wait = 2 * self._patience
-
-    def _raise(self, num: int, seconds: float) -> None:
-        self._bounds[num] = max(self._bounds[num], seconds)
-
-    def _estimate(self, num: int) -> float:
-        """Estimated time of pipelines of one kind each, with the least period of each kind."""
-        speed = work = 0.0
-        for k, n in enumerate(self._t.num_devices):
-            period = self._pure[k, num - 1]
-            if math.isfinite(period) and n >= num:
-                fill = self._t.seconds[k, 0, -1]
-                speed += (n // num) / period
-                work += (n // num) * (fill / period - 1)
-        return (self._num + work) / speed if speed else math.inf
+        is_better = True
+        while is_better:
+            is_better, best = False, self.plans[num]
+            _, least = lower(best.cuts)
+            for cuts in neighbours(best.cuts, self.tables.num_layers):
+                if self._fastest.work > _MOST_WORK:
+                    return
+                if cuts in self._tried:
+                    continue
+                pipelines, seconds = lower(cuts)
+                # On few devices cuts differ by their updates, which this leaves out.
+                if seconds < (best.step_seconds if self._is_small else least):
+                    self._build(pipelines, seconds)
+                    if self.plans[num].step_seconds < best.step_seconds * (1 - 1e-9):
+                        is_better = True
+                        break
 
     def _build(self, pipelines: CutPipelines, seconds: float) -> None:
-        """The best replicas for one cut, on all kinds and on subsets that may pay."""
-        t, num = self._t, len(pipelines.cuts)
-        tolerance = 1e-6 if self._small else 2e-4
-        tails = {kinds: tail for kinds, _, tail in self.bound.tails.by_kinds(num, pipelines.cuts)}
-        for kinds in reversed(subsets(t.num_kinds)):
-            if len(kinds) < t.num_kinds:
-                # Fewer kinds pay only by a shorter reduction or update.
-                best = self.plans[num].step_seconds if num in self.plans else math.inf
-                available = [n if k in kinds else 0 for k, n in enumerate(t.num_devices)]
-                if sum(available) < num or seconds + tails[kinds] >= best:
-                    continue
-                left = best - tails[kinds]
-                if left < math.inf and not enough_for(pipelines, available, self._num, left):
-                    continue
-            plan = best_replicas(t, pipelines, self._num, kinds, seconds, tolerance, self._check)
-            if plan is not None:
-                self._keep(plan)
+        """The best replicas for one cut, on all kinds and on subsets that may pay.
+
+        Args:
+            seconds: The least of any.
+        """
+        t, num = self.tables, len(pipelines.cuts)
+        tolerance = 1e-6 if self._is_small else 2e-4
+        ends = (*pipelines.cuts[1:], t.num_layers)
+        updates = t.update[:, pipelines.cuts, ends]  # [K, S]
+        for size in range(t.num_kinds, 0, -1):
+            for kinds in reversed(list(itertools.combinations(range(t.num_kinds), size))):
+                if size < t.num_kinds:
+                    # Fewer kinds pay only by a shorter reduction or update.
+                    best = self.plans[num].step_seconds if num in self.plans else math.inf
+                    available = [n if k in kinds else 0 for k, n in enumerate(t.num_devices)]
+                    # Each kind has some stage, and each stage some kind.
+                    own = updates[list(kinds)]
+                    tail = max(own.min(axis=1).max(), own.min(axis=0).max())
+                    if sum(available) < num or seconds + tail >= best:
+                        continue
+                    left = best - tail
+                    if left < math.inf and not enough_for(pipelines, available, self._num, left):
+                        continue
+                plan = best_replicas(t, pipelines, self._num, kinds, seconds, tolerance)
+                if plan is not None:
+                    self._keep(plan)
 
     def _keep(self, plan: Staging) -> None:
         """Keep a plan if it is the best of its number of stages."""
         num = len(plan.cuts)
         best = self.plans[num].step_seconds if num in self.plans else math.inf
-        if num in self._bounds and plan.step_seconds < best:
+        if num in self.estimates and plan.step_seconds < best:
             # Shared cards make no plan faster, so a slower plan need not be placed.
-            may_be_best = plan.step_seconds < self._goal.placed
-            on_devices = self._place(plan, self._goal.placed) if may_be_best else plan
-            # A bound without cards cannot be compared with a plan that pays for them.
-            counted = on_devices if self._t.knows_cards else plan
-            self._goal.fastest = min(self._goal.fastest, counted.step_seconds)
-            if on_devices.step_seconds < best:
-                self.plans[num] = on_devices
-                self._goal.placed = min(self._goal.placed, on_devices.step_seconds)
+            if plan.step_seconds < self._fastest.seconds:
+                plan = self._place(plan, self._fastest.seconds)
+            if plan.step_seconds < best:
+                self.plans[num] = plan
+                self._fastest.seconds = min(self._fastest.seconds, plan.step_seconds)

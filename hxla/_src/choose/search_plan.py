@@ -34,7 +34,7 @@ from .memory_model import travel_of
 from .mesh_axes import split_over
 from .pipeline_request import PipelineRequest
 from .proposals import ChainWork, Proposal, propose
-from .sharded_search import ShardedReplicas, least_seconds, sharded_replicas
+from .sharded_search import sharded_replicas
 from .structures import ReplicaGroups, check_unannotated
 from .unlike_search import as_runners_up, unlike_plan
 from .workload import Measure, PlanResult, SearchOptions, Workloads
@@ -87,12 +87,6 @@ def search_plan(
         work = jobs.at(plan.microbatch_size)
         return with_sums_and_memory(work, plan, cluster, measure, timed_form=timed_form)
 
-    def least(plan: Plan, seconds: float) -> float:
-        # Times measured in a layout include its recomputation.
-        if timed_form:
-            return seconds
-        return least_seconds(jobs.at(plan.microbatch_size), plan, cluster, seconds)
-
     def search(sizes: Sequence[int], num_segments: int, notes: Sequence[str] = ()) -> PlanResult:
         tensors = _tensors(options.tensors, cluster)
         work, uncut = chain_work(jobs, sizes, tensors, num_segments, sums)
@@ -109,8 +103,6 @@ def search_plan(
             recompute=_of_stages(options, jobs.settings),
             uncounted=bool(options.tensors),
             all_devices=all_devices,
-            time_budget_seconds=options.seconds,
-            most_seconds=options.most_seconds,
         )
         try:
             whole = _fitting(
@@ -130,10 +122,8 @@ def search_plan(
                 jobs, described, proposal, num_segments, sums, (*measured, *notes)
             ),
             in_form,
-            least,
             faster_than=_step_seconds(whole),
             all_devices=all_devices,
-            seconds=options.seconds,
         )
         found = whole if shared is None else PlanResult(plan=_with_runner_up(shared, whole))
         unlike, why_not = unlike_plan(
@@ -161,7 +151,6 @@ def search_plan(
             lambda proposal: _completed(jobs, described, proposal, num_segments, sums, ()),
             jobs.at(found.plan.microbatch_size).graph.merges,
             state_bytes=work.state_factor - 2 - sums.num_parts,
-            seconds=options.seconds,
         )
         reasons = (*found.plan.reasons, *why_not, *([apart] if apart else []))
         return dataclasses.replace(found, plan=found.plan.replaced(reasons=reasons))
@@ -199,7 +188,6 @@ def _fitting(
         NothingFitsError: If none fits.
     """
     fault: NothingFitsError | None = None
-    bound = 0.0
     for part in _PARTS_OF_MEMORY:
         devices = [
             d
@@ -211,12 +199,11 @@ def _fitting(
             some = cluster.model_copy(update={"devices": tuple(devices)})
             proposal, timelines = proposed(some)
             known = proposal.prediction
-            bound = bound or known.bound_seconds  # with all memory: a bound with less is none
             whole = tuple(
                 d.model_copy(update={"capacity_bytes": cluster.devices[d.rank].memory_bytes or 0.0})
                 for d in known.devices
             )
-            known = known.model_copy(update={"devices": whole, "bound_seconds": bound})
+            known = known.model_copy(update={"devices": whole})
             plan = planned(dataclasses.replace(proposal, prediction=known))
             return PlanResult(plan=plan, timelines=timelines)
         except NothingFitsError as error:
@@ -414,22 +401,17 @@ def _step_seconds(result: PlanResult | None) -> float:
     return math.inf if known is None else known.step_seconds
 
 
-def _with_runner_up(shared: ShardedReplicas, whole: PlanResult | None) -> Plan:
+def _with_runner_up(plan: Plan, whole: PlanResult | None) -> Plan:
     """Replicas that shard their state, with the best plan of whole state as a runner-up."""
-    plan, known = shared.plan, shared.plan.prediction
-    assert known is not None
-    bound = shared.bound_seconds
     others: tuple[RunnerUp, ...] = ()
     if whole is None:
         note = "no plan without sharded state fits"
     else:
         before = whole.plan.prediction
         assert before is not None
-        bound = min(bound, before.bound_seconds)
         others = as_runners_up(whole.plan)
         note = f"without sharded state the best plan takes {before.step_seconds:.4g} s"
     return plan.replaced(
-        prediction=known.model_copy(update={"bound_seconds": bound}),
         runners_up=(*others, *plan.runners_up),
         reasons=(f"replicas of one device each: {note}", *plan.reasons),
     )
@@ -439,7 +421,6 @@ _MOST_IN_MEETINGS = 0.05  # that meetings take
 _MOST_STEPS_APART = 500  # between two meetings, as in DiLoCo
 _LEAST_GAIN_OF_ISLANDS = 1.25  # of a step over the plan's
 _LEAST_SUMS = 0.2  # of a step, if all devices are in the plan
-_MOST_SECONDS_OF_NOTE = 2.0  # for the search of the note
 _KEPT_BY_ISLANDS = 1  # float32 for each parameter: that of the last meeting
 
 
@@ -452,7 +433,6 @@ def _note_of_islands(
     merges: Iterable[str],
     *,
     state_bytes: float,
-    seconds: float,
 ) -> str:
     """A line about islands where the network makes a searched plan slow; else empty.
 
@@ -460,7 +440,6 @@ def _note_of_islands(
         complete: Makes a plan of replicas of one device each.
         merges: See `Graph.merges`.
         state_bytes: Bytes of the optimizer's state for each byte of parameters.
-        seconds: Time budget of a search.
     """
     known, num = plan.prediction, len(cluster.devices)
     num_nodes = len({device.node for device in cluster.devices})
@@ -480,13 +459,7 @@ def _note_of_islands(
     times = None if profile is None else dataclasses.replace(profile, reductions={})
     try:
         proposal, _ = propose(
-            apart,
-            cluster,
-            times,
-            max_stages=1,
-            recompute=(False,),
-            all_devices=True,
-            time_budget_seconds=min(seconds, _MOST_SECONDS_OF_NOTE),
+            apart, cluster, times, max_stages=1, recompute=(False,), all_devices=True
         )
     except PlanError:  # they do not fit
         return ""

@@ -35,7 +35,7 @@ _MOST_PIPELINES = 8  # of equal form
 _MOST_FORMS = 2000  # of the stages of one number of pipelines
 _MOST_WORK = 3e7  # of a dynamic programme, as `_work` counts it: about a second
 _MOST_SOLVED = 8  # cuts of the most promising forms, each a dynamic programme
-_LEAST_GAIN = 0.05  # of a step, relative: less is within what estimates are off
+_LEAST_GAIN = 0.03  # of a step, relative: less is within what estimates are off
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

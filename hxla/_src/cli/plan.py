@@ -7,12 +7,11 @@ from typing import Any
 
 import click
 
-from ..core.errors import HxlaError, PlanError
+from ..core.errors import HxlaError
 from .arguments import (
     INPUT_FILE,
     OUTPUT_FILE,
     SCRIPT_SETTINGS,
-    SECONDS,
     SETTINGS,
     SIZES,
     CommandWithExamples,
@@ -25,7 +24,7 @@ from .arguments import (
 )
 
 _MEASURED, _INPUT, _OUTPUT, _SEARCH = "What is measured", "Input", "Output", "Search"
-_SEARCHED = "microbatch_sizes", "segments", "stages", "tensor", "no_recompute", "seconds"
+_SEARCHED = "microbatch_sizes", "segments", "stages", "tensor", "no_recompute"
 
 
 def _microbatch_sizes(heading: str, help: str, default: str) -> Callable[[Decorated], Decorated]:
@@ -201,14 +200,6 @@ def profile(
     is_flag=True,
     help="Save all activations; recompute none.",
 )
-@option(
-    _SEARCH,
-    "--seconds",
-    type=SECONDS,
-    metavar="SECONDS",
-    show_default="15, and for long steps up to 40",
-    help="Search for this many seconds of CPU time.",
-)
 @script_arguments
 @click.pass_context
 def plan(
@@ -230,8 +221,6 @@ def plan(
         raise click.UsageError(
             f"{given[0]} is for a search, which needs the times of --profile or a --mesh.", ctx
         )
-    if options["seconds"] is not None and options["seconds"] <= 0:
-        raise PlanError(f"--seconds {options['seconds']:g}: use more than zero seconds")
     command = script_command(script, arguments, is_module=is_module)
     note_misplaced(ctx, script, arguments)
     return _plan(command, mesh=mesh, **options)
@@ -250,7 +239,6 @@ def _plan(
     stages: int | None,
     tensor: tuple[int, ...],
     no_recompute: bool,
-    seconds: float | None,
 ) -> int:
     import jax
 
@@ -261,9 +249,6 @@ def _plan(
         jax.config.update("jax_platforms", "cpu")  # planning needs no accelerator
     else:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # and no memory
-    budget = {"seconds": 15.0}
-    if seconds is not None:
-        budget = {"seconds": seconds, "most_seconds": seconds}
     plan_script(
         command,
         meshes=(mesh,) if compare is None else (mesh, compare),
@@ -273,7 +258,6 @@ def _plan(
         search=SearchOptions(
             microbatch_sizes=microbatch_sizes,
             num_segments=segments,
-            **budget,
             max_stages=stages,
             tensors=tensor,
             recompute=not no_recompute,

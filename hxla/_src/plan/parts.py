@@ -617,10 +617,9 @@ class Prediction(PlanValue):
 
     Attributes:
         step_seconds: The seconds of a step, by replay of the schedule (0: nothing was measured).
-        bound_seconds: The lower bound of a step (0: not known, or some transfers are not counted).
-        bound_over: What the bound is over: all plans of the search, other counts, or other cuts.
-        closed_form_seconds: The seconds of the plan by the formula of the bound (0:
-            `step_seconds`).
+        bound_seconds: The lower bound of a step (0: not known).
+        bound_over: What the bound is over: all plans, because it has every device busy throughout;
+            other counts; or other cuts.
         microbatch_seconds: The seconds of one microbatch on each replica; empty if not measured.
         fixed_seconds: The seconds of each replica's step outside its microbatches (the update);
             empty if not measured.
@@ -633,7 +632,6 @@ class Prediction(PlanValue):
     step_seconds: pydantic.NonNegativeFloat = 0.0
     bound_seconds: pydantic.NonNegativeFloat = 0.0
     bound_over: Literal["plans", "counts", "cuts"] = "plans"
-    closed_form_seconds: pydantic.NonNegativeFloat = 0.0
     microbatch_seconds: tuple[pydantic.NonNegativeFloat, ...] = ()
     fixed_seconds: tuple[pydantic.NonNegativeFloat, ...] = ()
     stage_fractions: tuple[pydantic.NonNegativeFloat, ...] = ()
@@ -642,13 +640,8 @@ class Prediction(PlanValue):
 
     @property
     def gap(self) -> float:
-        """The certified distance from the optimum: the step over its bound, minus one.
-
-        Where replay and formula differ, the longer counts. Without a bound it is not a number.
-        """
-        if not self.bound_seconds:
-            return math.nan
-        return max(self.closed_form_seconds, self.step_seconds) / self.bound_seconds - 1
+        """How far the step is above its bound: their ratio minus one, not a number without one."""
+        return self.step_seconds / self.bound_seconds - 1 if self.bound_seconds else math.nan
 
 
 class RunnerUp(PlanValue):

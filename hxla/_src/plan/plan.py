@@ -633,10 +633,13 @@ def _work_in_words(plan: Plan, i: int) -> str:
 
 def _prediction_in_words(plan: Plan, known: Prediction) -> Iterator[str]:
     if known.step_seconds:
-        has_choice = known.bound_seconds and len(plan.devices) > 1
-        other = {"plans": "any plan of like stages", "counts": "other counts", "cuts": "any cut"}
-        above = f", at most {max(known.gap, 0.0):.1%} above {other[known.bound_over]}"
-        bound = above if has_choice else ""
+        bound = ""
+        if known.bound_seconds and len(plan.devices) > 1:
+            other = {"counts": "other counts", "cuts": "any cut"}.get(known.bound_over)
+            part = f"{min(1.0, known.bound_seconds / known.step_seconds):.2f}"
+            bound = f", {part} of all devices busy throughout"
+            if other is not None:
+                bound = f", at most {max(known.gap, 0.0):.1%} above {other}"
         rate = plan.batch_size / known.step_seconds
         yield f"  predicted step {span(known.step_seconds)}, {si(rate)} examples/s{bound}"
     if known.sent_bytes:

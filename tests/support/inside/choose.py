@@ -1,13 +1,10 @@
 """What tests know of the insides of `hxla._src.choose`."""
 
 from hxla._src.choose import apportionment as _counts
-from hxla._src.choose import branch as _branch
 from hxla._src.choose import chain as _best_pipeline
 from hxla._src.choose import chain as _chain_tables
 from hxla._src.choose import homogeneous_replicas as _like_copies
-from hxla._src.choose import lower_bound as _bound
 from hxla._src.choose import memory_layout as _memory_layout
-from hxla._src.choose import packing as _packing
 from hxla._src.choose import placement as _placed
 from hxla._src.choose import placement as _shared_links
 from hxla._src.choose import proposals as _propose
@@ -52,7 +49,6 @@ from hxla._src.choose.device_times import (
 )
 from hxla._src.choose.homogeneous_replicas import best_order
 from hxla._src.choose.inner_split import better_shares
-from hxla._src.choose.lower_bound import Bound
 from hxla._src.choose.make_plan import workloads
 from hxla._src.choose.memory import with_memory
 from hxla._src.choose.memory_layout import Candidate, groups_of_nodes
@@ -69,6 +65,7 @@ from hxla._src.choose.memory_price import (
 )
 from hxla._src.choose.mesh_axes import Request, assign_devices, roles_of_mesh, split_over
 from hxla._src.choose.microbatch_counts import pooled, with_executors
+from hxla._src.choose.packing import fractional_packing
 from hxla._src.choose.pipeline_request import PipelineRequest, least_maximum
 from hxla._src.choose.placement import (
     NEXT,
@@ -89,8 +86,7 @@ from hxla._src.choose.recompute import (
     keep_texts,
     least_memory,
 )
-from hxla._src.choose.search import search
-from hxla._src.choose.sharded_search import least_seconds
+from hxla._src.choose.search import search, work_bound
 from hxla._src.choose.staging_cost import staging_cost
 from hxla._src.choose.structures import pipelined, replicated
 from hxla._src.choose.unlike_search import unlike_pipelines
