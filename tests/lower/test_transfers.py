@@ -10,10 +10,11 @@ import pytest
 from flax import nnx
 
 import hxla
-from support import models
+from support import families, models
 from support.host_calls import host_calls
 from support.inside.lower import _compile
 from support.inside.session import Stepper
+from support.tensor_gpt import gpt, text
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
 
@@ -88,6 +89,19 @@ def test_behind_its_microbatches_a_step_calls_the_sum_the_norm_and_the_update():
         session.step()
     each = ["a sum in the update"] * 2, ["the update"] * 2
     assert calls == ["sum", *each[0], *each[1]]
+
+
+@pytest.mark.parametrize("form", ["tensor", "stage"])
+def test_the_norm_of_shards_adds_two_arrays_however_many_parameters_there_are(form):
+    """The largest magnitudes and the digits of all squares. Gloo adds arrays one by one."""
+    job = hxla.Job(gpt(), text(), families.token_loss, CLIPPED, batch_size=16)
+    options = {"rules": "decoder"} if form == "tensor" else {"stages": 2}
+    plan = job.plan(microbatch_size=4, mesh=models.mesh(data=1, **{form: 2}), **options)
+    with job.open(plan) as session:
+        [update] = session._programs._updates.each
+        programs = dict(zip(update.names, update.compiled, strict=True))
+        found = hxla.inspect(programs["a sum in the update"]).main
+    assert sum(len(c.arrays) for c in found.select("all-reduce")) == 2
 
 
 @pytest.fixture

@@ -176,8 +176,7 @@ class LevelSums:
         digits = digits_of(rows, on_cpu=self._on_cpu)
         if self._sharded is None:
             return digits
-        domains = self._update.summed_domains(self._level)
-        return jnp.stack(list(map(self._sharded.added, digits, domains)))
+        return self._sharded.added(digits, self._update.summed_domains(self._level))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

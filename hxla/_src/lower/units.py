@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ..jax.program_parts import balanced
@@ -405,12 +406,25 @@ class ShardedUpdate:
         """The maximum over the devices."""
         return jax.lax.pmax(x, tuple(name for name, _ in self.ownership.axes))
 
-    def added(self, digits: jax.Array, domain: int) -> jax.Array:
-        """The sum over the devices with different shards of a domain's arrays."""
-        if self.ownership.owners[domain] is not None:
-            return digits  # each device has the whole sum
-        names = tuple(n for part in self.ownership.spec(domain) for n in names_of(part))
-        return jax.lax.psum(digits, names) if names else digits
+    def added(self, digits: jax.Array, domains: Sequence[int]) -> jax.Array:
+        """Sums over the devices with different shards of domains' arrays.
+
+        One all-reduce for each set of mesh axes, of one array: Gloo adds several one by one.
+
+        Args:
+            digits: [K, ...] of integers.
+            domains: K of them.
+        """
+        places: dict[tuple[str, ...], list[int]] = {}
+        for k, domain in enumerate(domains):
+            if self.ownership.owners[domain] is None:  # else each device has the whole sum
+                names = tuple(n for part in self.ownership.spec(domain) for n in names_of(part))
+                places.setdefault(names, []).append(k)
+        for names, where in places.items():
+            if names:
+                here = np.array(where)
+                digits = digits.at[here].set(jax.lax.psum(digits[here], names))
+        return digits
 
 
 def _whole(x: jax.Array, spec: P) -> jax.Array:
