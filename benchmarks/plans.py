@@ -59,7 +59,7 @@ def planned(model: str, mesh: str) -> dict[str, Any]:
     ranks = {rank for replica in plan.replicas for rank in replica.devices}
     idle = sorted(set(range(len(hxla.load_cluster(mesh).devices))) - ranks)
     return row | {
-        "of all devices busy": round(known.bound_seconds / known.step_seconds, 3) or None,
+        "of the summed speeds": round(known.bound_seconds / known.step_seconds, 3) or None,
         "step_seconds": known.step_seconds,
         "microbatch_size": plan.microbatch_size,
         "stages": plan.num_stages,

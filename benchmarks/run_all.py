@@ -153,7 +153,7 @@ def hand_sharded(result: Any) -> list[Row]:
 def planner_scale(result: Any) -> list[Row]:
     return [
         (
-            f"search over {name}: step beside all devices busy throughout, in {row['seconds']} s",
+            f"search over {name}: step beside the summed speeds, in {row['seconds']} s",
             f"{row['step_seconds']} s",
             f"{row['bound_seconds']} s",
             f"{row['step_seconds'] / row['bound_seconds']:.2f}x",

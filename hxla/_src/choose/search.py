@@ -59,7 +59,7 @@ class SearchResult:
 
     Attributes:
         ranked: Plans, the fastest first: at most one per alternative and number of stages.
-        bound_seconds: A step if all devices were busy throughout; no plan is faster.
+        bound_seconds: A step at the summed speeds of all devices; no plan is faster.
         infeasible: Alternatives without a plan that fits, and why.
     """
 

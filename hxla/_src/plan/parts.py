@@ -618,7 +618,7 @@ class Prediction(PlanValue):
     Attributes:
         step_seconds: The seconds of a step, by replay of the schedule (0: nothing was measured).
         bound_seconds: The lower bound of a step (0: not known).
-        bound_over: What the bound is over: all plans, because it has every device busy throughout;
+        bound_over: What the bound is over: all plans, as it has all devices busy all the time;
             other counts; or other cuts.
         microbatch_seconds: The seconds of one microbatch on each replica; empty if not measured.
         fixed_seconds: The seconds of each replica's step outside its microbatches (the update);

@@ -637,7 +637,7 @@ def _prediction_in_words(plan: Plan, known: Prediction) -> Iterator[str]:
         if known.bound_seconds and len(plan.devices) > 1:
             other = {"counts": "other counts", "cuts": "any cut"}.get(known.bound_over)
             part = f"{min(1.0, known.bound_seconds / known.step_seconds):.2f}"
-            bound = f", {part} of all devices busy throughout"
+            bound = f", {part} of the summed speeds of all devices"
             if other is not None:
                 bound = f", at most {max(known.gap, 0.0):.1%} above {other}"
         rate = plan.batch_size / known.step_seconds
