@@ -86,6 +86,9 @@ def measured(name: str, other: pathlib.Path, args: argparse.Namespace) -> dict:
     return {
         "step_seconds": turns.medians(seconds),
         "other / this": turns.over(seconds["other"], seconds["this"]),
+        "resident bytes, this / other": round(
+            told["this"]["resident_bytes"] / told["other"]["resident_bytes"], 3
+        ),
         "same bits": told["other"]["sha256"] == told["this"]["sha256"],
         "seconds": {side: [round(s, 4) for s in own] for side, own in seconds.items()},
     }

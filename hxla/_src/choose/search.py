@@ -30,7 +30,6 @@ from .packing import CutPipelines, best_replicas, cut_pipelines, enough_for, fra
 _NEAR = 1.1  # estimates within this ratio of the best plan are tried
 _MOST_PLANS, _PATIENCE = 24, 8  # from estimates: in all, and one after another in vain
 _NUM_IMPROVED = 4  # plans whose cuts are improved
-
 _MOST_WORK = 1e8  # of improving plans, in elements of dynamic programmes
 _ALIKE = 6  # plans of equal replicas to place, per chain
 _SMALL_DEVICES, _SMALL_LAYERS = 8, 16  # up to which the best single pipeline is found exactly
