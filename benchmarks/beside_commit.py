@@ -26,10 +26,10 @@ import results
 import turns
 
 JOBS = {
-    "data": {"options": ["--counts", "even"], "mesh": "cpu-1.0-1.0"},
     **{
         name: {"options": ["--counts", "even"], "mesh": "cpu-1.0-1.0", "settings": settings}
         for name, settings in {
+            "data": {},
             "zero 1": {"HXLA_MEMORY_ZERO": "1"},
             "zero 2": {"HXLA_MEMORY_ZERO": "2"},
             "zero 3": {"HXLA_MEMORY_ZERO": "3"},

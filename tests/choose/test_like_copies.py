@@ -27,7 +27,7 @@ from support.inside.choose import (
     tables,
     traffic_of,
 )
-from support.shared_clusters import cluster, proposed, work
+from support.shared_clusters import cluster, profile, proposed, search_chain, searched, work
 from support.tiers import examples
 
 KEY = Alternative(1, 1, False)
@@ -185,6 +185,9 @@ def test_a_copy_inside_of_a_node_sends_over_no_card():
     fill = 8 * 3e-3 + 3 * crossing
     period = max(3e-3 * n + crossing * (2 if 0 < i < 3 else 1) for i, n in enumerate(sizes))
     step = fill + 31 * period + 8 * 1e8 / 1e8 + max(sizes) * 1e-6
+    own, places = search_chain(described, chain, profile(chain))
+    formula = searched(described, own, places, max_stages=4).ranked[0].staging.step_seconds
+    assert formula == pytest.approx(step)
     assert found.prediction.step_seconds == pytest.approx(step, rel=0.02)
     assert found.prediction.bound_seconds <= step
 

@@ -18,6 +18,7 @@ from support.inside.choose import (
     tail_seconds,
 )
 from support.inside.core import _errors
+from support.shared_clusters import search_chain, searched
 from support.tiers import examples
 
 
@@ -225,15 +226,9 @@ def test_plans_are_the_best_of_all_places():
     for seed in range(num):
         described = random_cluster(rng)
         work, times = random_work(rng, described)
-        kinds = _propose._groups_by_kind(described, 1)
-        key = _propose.Alternative(1, 1, recompute=False)
-        chain = _propose._chain(work, key, described, kinds, times, [])
-        places = list(kinds.values())
-        where = _placed.DevicePlacement(
-            chains={key: chain}, places={key: places}, cluster=described, reduce_factor=1.0
-        )
+        chain, places = search_chain(described, work, times)
         try:
-            found = _search.search({key: chain}, place=where.place)
+            found = searched(described, chain, places)
         except _errors.PlanError:
             continue
         best, step = best_placed(chain, places, described), found.ranked[0].staging.step_seconds

@@ -26,7 +26,7 @@ from support.inside.choose import (
     traffic_of,
 )
 from support.inside.cluster import Send, ring_transfers, transfer_seconds
-from support.shared_clusters import cluster, proposed, work
+from support.shared_clusters import cluster, profile, proposed, search_chain, searched, work
 from support.tiers import examples
 
 
@@ -239,6 +239,9 @@ def test_sharing_is_not_spoken_of_on_one_node():
 
 def test_one_ring_over_all_devices_is_as_the_search_has_it():
     proposal = proposed(cluster(), work(), max_stages=1)
+    own, places = search_chain(cluster(), work(), profile(work()))
+    [best, *_] = searched(cluster(), own, places, max_stages=1).ranked
+    assert best.staging.step_seconds == pytest.approx(proposal.prediction.step_seconds)
     assert not any("network card" in reason for reason in proposal.reasons)
 
 

@@ -2,7 +2,7 @@
 
 import hxla
 from hxla import LayerSize, LayerTime, Profile, Setting
-from support.inside.choose import ChainWork, propose
+from support.inside.choose import Alternative, ChainWork, DevicePlacement, _propose, propose, search
 
 FAST = hxla.Link(bytes_per_second=1e12)
 
@@ -37,3 +37,18 @@ def profile(chain):
 
 def proposed(described, chain, **choices):
     return propose(chain, described, profile(chain), **choices)[0]
+
+
+def search_chain(described, chain, times):
+    """The chain of a cluster as a search takes it, and the places of each kind of device."""
+    kinds = _propose._groups_by_kind(described, 1)
+    key = Alternative(1, 1, recompute=False)
+    return _propose._chain(chain, key, described, kinds, times, []), list(kinds.values())
+
+
+def searched(described, own, places, max_stages=None):
+    """The result of a search by its formula, with network cards counted."""
+    where = DevicePlacement(
+        chains={0: own}, places={0: places}, cluster=described, reduce_factor=1.0
+    )
+    return search({0: own}, can_run=lambda _, n: n <= (max_stages or n), place=where.place)

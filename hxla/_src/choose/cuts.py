@@ -9,47 +9,43 @@ from .chain import Array, Tables
 
 
 class Cutter:
-    """Cuts of a chain, every boundary crossed at the speed of the fastest pair of kinds.
-
-    Attributes:
-        cross: [L+1] Seconds of that crossing, before each layer.
-        cost: [K, L+1, L+1] Seconds of a stage by its layers, with what it sends (inf: empty).
-        period: [K, L+1, L+1] The same with what it receives (0: empty).
-    """
+    """Cuts of a chain, every boundary crossed at the speed of the fastest pair of kinds."""
 
     def __init__(self, t: Tables):
-        self.t = t
+        self._t = t
         kinds, size = t.num_kinds, t.num_layers + 1
         # A kind of one device has no second one that it could send to.
         pairs = ~np.eye(kinds, dtype=bool) | (np.array(t.num_devices) > 1)[:, None]
         pairs &= np.outer(t.num_devices, t.num_devices) > 0
-        self.cross = np.zeros(size)
+        cross = np.zeros(size)
         if pairs.any():
-            self.cross = t.cross[:, :kinds, :kinds][:, pairs].min(axis=1)
+            cross = t.cross[:, :kinds, :kinds][:, pairs].min(axis=1)
         after = np.triu(np.ones((size, size), bool), 1)
-        self.cost = np.where(after, t.seconds + self.cross, np.inf)
-        self.period = np.where(after, self.cost + self.cross[:, None], 0.0)
+        # [K, L+1, L+1] Seconds of a stage by its layers, with what it sends (inf: empty), and with
+        # what it receives (0: empty).
+        self._cost = np.where(after, t.seconds + cross, np.inf)
+        self._period = np.where(after, self._cost + cross[:, None], 0.0)
 
     def fitting(self, max_stages: int, num_microbatches: int) -> list[bool]:
         """Whether a pipeline of one stage, of two, and so on, fits memory on any of the kinds."""
 
         def score(position: int) -> Array:
-            fits = self.t.fits(min(position, num_microbatches))
-            return np.where(fits, self.cost, np.inf).min(axis=0)
+            fits = self._t.fits(min(position, num_microbatches))
+            return np.where(fits, self._cost, np.inf).min(axis=0)
 
         return [bool(np.isfinite(rest[0])) for rest, _ in _suffixes(max_stages, score, np.add)]
 
     def pure_periods(self, max_stages: int) -> Array:
         """[K, max_stages] The least period of a pipeline of one kind (inf: it does not fit)."""
-        periods = np.where(np.isfinite(self.cost), self.period, np.inf)
+        periods = np.where(np.isfinite(self._cost), self._period, np.inf)
 
         def of_kind(k: int) -> list[float]:
             def score(position: int) -> Array:
-                return np.where(self.t.fits(position)[k], periods[k], np.inf)
+                return np.where(self._t.fits(position)[k], periods[k], np.inf)
 
             return [float(rest[0]) for rest, _ in _suffixes(max_stages, score, np.maximum)]
 
-        return np.array([of_kind(k) for k in range(self.t.num_kinds)])
+        return np.array([of_kind(k) for k in range(self._t.num_kinds)])
 
     def even(self, num_stages: int, periods: Array) -> tuple[int, ...] | None:
         """The best cut for all kinds that can run whole pipelines of so many stages.
@@ -59,13 +55,13 @@ class Cutter:
         Args:
             periods: [K] Least period of each kind (inf: it cannot run whole pipelines).
         """
-        kinds = [k for k in range(self.t.num_kinds) if np.isfinite(periods[k])]
+        kinds = [k for k in range(self._t.num_kinds) if np.isfinite(periods[k])]
         if not kinds:
             return None
-        ratio = (self.period[kinds] / periods[kinds][:, None, None]).max(axis=0)
+        ratio = (self._period[kinds] / periods[kinds][:, None, None]).max(axis=0)
 
         def score(position: int) -> Array:
-            ok = (self.t.fits(position)[kinds] & np.isfinite(self.cost[kinds])).all(axis=0)
+            ok = (self._t.fits(position)[kinds] & np.isfinite(self._cost[kinds])).all(axis=0)
             return np.where(ok, ratio, np.inf)
 
         return best_cut(num_stages, score, np.maximum)
@@ -75,10 +71,10 @@ class Cutter:
     ) -> tuple[int, ...] | None:
         """The cut with the least fill / period + prices of kinds, of periods up to a limit."""
         price = np.array(prices)[:, None, None]
-        allowed = np.where(self.period <= limit, self.cost / period + price, np.inf)
+        allowed = np.where(self._period <= limit, self._cost / period + price, np.inf)
 
         def score(position: int) -> Array:
-            return np.where(self.t.fits(position), allowed, np.inf).min(axis=0)
+            return np.where(self._t.fits(position), allowed, np.inf).min(axis=0)
 
         return best_cut(num_stages, score, np.add)
 

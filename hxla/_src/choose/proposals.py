@@ -153,7 +153,6 @@ def propose(
         # A measured reduction is not predicted.
         reduce_factor=work.reduce_factor if measured is None else 0.0,
     )
-    knows_links = are_all_known(cluster)
 
     def searched(most_stages: int | None) -> SearchResult:
         def may_run(key: Alternative, num_stages: int) -> bool:
@@ -161,7 +160,7 @@ def propose(
 
         return search(chains, all_stages=all_devices, can_run=may_run, place=placement.place)
 
-    if knows_links or max_stages == 1:
+    if are_all_known(cluster) or max_stages == 1:
         result = searched(None)
     else:
         result, reason = _without_stages(searched)

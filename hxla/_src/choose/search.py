@@ -37,10 +37,10 @@ _SLACKS = (1.05, 1.2, 1.5, 2.5, math.inf)  # of the longest period over that of 
 
 
 @dataclasses.dataclass
-class _Fastest:
-    """The fastest plan of a search over several chains, and the work spent on improving plans."""
+class _Progress:
+    """The seconds of the fastest plan of all chains, and the work spent on improving plans."""
 
-    seconds: float = math.inf
+    fastest: float = math.inf
     work: int = 0
 
 
@@ -98,10 +98,10 @@ def search(
     """
     if not chains:
         raise PlanError("there is nothing to search: give at least one chain")
-    fastest = _Fastest()
+    progress = _Progress()
     searches = {
         key: _ChainSearch(
-            chain, fastest, functools.partial(can_run, key), functools.partial(place, key)
+            chain, progress, functools.partial(can_run, key), functools.partial(place, key)
         )
         for key, chain in chains.items()
     }
@@ -114,19 +114,19 @@ def search(
     each = list(searches.values())
     num_plans = num_in_vain = 0
     for seconds, i, num in pairs:
-        before = fastest.seconds
+        before = progress.fastest
         is_enough = num_plans >= _MOST_PLANS or num_in_vain >= _PATIENCE
         if not all_stages and (is_enough or seconds > _NEAR * before):
             break
         each[i].first_plan(num)
         num_plans += num in each[i].plans
-        num_in_vain = num_in_vain + 1 if fastest.seconds == before < math.inf else 0
-    if fastest.seconds == math.inf:
+        num_in_vain = num_in_vain + 1 if progress.fastest == before < math.inf else 0
+    if progress.fastest == math.inf:
         for key, s in searches.items():
             s.roomiest_plan()
             if not s.plans:
                 infeasible[key] = s.why_not()
-    if fastest.seconds == math.inf:
+    if progress.fastest == math.inf:
         raise NothingFitsError("\n".join(f"{key}: {why}" for key, why in infeasible.items()))
     ranked = _ranked(searches)
     for plan in ranked[:_NUM_IMPROVED]:
@@ -183,14 +183,14 @@ class _ChainSearch:
     def __init__(
         self,
         chain: Chain,
-        fastest: _Fastest,
+        progress: _Progress,
         can_run: Callable[[int], bool],
         place: Callable[[Staging, float], Staging],
     ):
         self.chain = chain
         self.tables = t = tables(chain)
         self.plans: dict[int, Staging] = {}
-        self._fastest = fastest
+        self._progress = progress
         self._place = place
         self._num = chain.num_microbatches
         most = min(t.num_layers, sum(t.num_devices))
@@ -202,7 +202,8 @@ class _ChainSearch:
         self.estimates = {num: self._estimate(num) for num in wanted if fits[num - 1]}
         self._is_small = sum(t.num_devices) <= _SMALL_DEVICES
         self._has_common_plans = False
-        self._tried: set[tuple[int, ...]] = set()
+        #: Seconds of each cut that was tried, if replicas could be fractions.
+        self._fractional: dict[tuple[int, ...], float] = {}
 
     def why_not(self) -> str:
         """Why there is no plan."""
@@ -211,7 +212,7 @@ class _ChainSearch:
         return explain_infeasible(self.chain)
 
     def _estimate(self, num: int) -> float:
-        """Seconds of pipelines of one kind each, or of mixed ones if a kind cannot have its own."""
+        """Seconds of pipelines of one kind each, or of mixed ones if that leaves devices over."""
         t = self.tables
         speed = work = mixed_speed = 0.0
         for k, n in enumerate(t.num_devices):
@@ -267,71 +268,70 @@ class _ChainSearch:
         if stages and all(stage.lack_bytes <= 0 for stage in stages):
             self._try_cuts([tuple(stage.layers[0] for stage in stages)])
 
+    def _pipelines(self, cuts: tuple[int, ...]) -> CutPipelines:
+        pipelines = cut_pipelines(self.tables, cuts)
+        self._fractional[cuts] = fractional_seconds(pipelines, self.tables.num_devices, self._num)
+        return pipelines
+
     def _try_cuts(self, starts: Sequence[tuple[int, ...] | None]) -> None:
         """The best plan for the two most promising of some cuts."""
-        scored = []
-        for cuts in filter(None, dict.fromkeys(starts)):
-            self._tried.add(cuts)
-            pipelines = cut_pipelines(self.tables, cuts)
-            seconds = fractional_seconds(pipelines, self.tables.num_devices, self._num)
-            if seconds < math.inf:
-                scored.append((seconds, cuts, pipelines))
-        for seconds, _, pipelines in sorted(scored, key=lambda item: item[:2])[:2]:
-            self._build(pipelines, seconds)
+        each = [self._pipelines(cuts) for cuts in filter(None, dict.fromkeys(starts))]
+        scored = [p for p in each if self._fractional[p.cuts] < math.inf]
+        scored.sort(key=lambda p: (self._fractional[p.cuts], p.cuts))
+        for pipelines in scored[:2]:
+            self._build(pipelines)
 
     def improve(self, num: int) -> None:
         """Move boundaries of the best plan of so many stages while that makes it faster."""
+        while self._improve_once(num):
+            pass
 
-        def lower(cuts: tuple[int, ...]) -> tuple[CutPipelines, float]:
-            self._tried.add(cuts)
-            pipelines = cut_pipelines(self.tables, cuts)
-            self._fastest.work += pipelines.work
-            return pipelines, fractional_seconds(pipelines, self.tables.num_devices, self._num)
+    def _improve_once(self, num: int) -> bool:
+        """Whether a neighbour of the best plan's cuts, not tried before, is better."""
+        best = self.plans[num]
+        if best.cuts not in self._fractional:  # as placed on devices
+            self._pipelines(best.cuts)
+        # On few devices cuts differ by their updates, which fractions leave out.
+        least = best.step_seconds if self._is_small else self._fractional[best.cuts]
+        for cuts in neighbours(best.cuts, self.tables.num_layers):
+            if self._progress.work > _MOST_WORK:
+                return False
+            if cuts in self._fractional:
+                continue
+            pipelines = self._pipelines(cuts)
+            self._progress.work += pipelines.work
+            if self._fractional[cuts] < least:
+                self._build(pipelines)
+                if self.plans[num].step_seconds < best.step_seconds * (1 - 1e-9):
+                    return True
+        return False
 
-        is_better = True
-        while is_better:
-            is_better, best = False, self.plans[num]
-            _, least = lower(best.cuts)
-            for cuts in neighbours(best.cuts, self.tables.num_layers):
-                if self._fastest.work > _MOST_WORK:
-                    return
-                if cuts in self._tried:
-                    continue
-                pipelines, seconds = lower(cuts)
-                # On few devices cuts differ by their updates, which this leaves out.
-                if seconds < (best.step_seconds if self._is_small else least):
-                    self._build(pipelines, seconds)
-                    if self.plans[num].step_seconds < best.step_seconds * (1 - 1e-9):
-                        is_better = True
-                        break
-
-    def _build(self, pipelines: CutPipelines, seconds: float) -> None:
-        """The best replicas for one cut, on all kinds and on subsets that may pay.
-
-        Args:
-            seconds: The least of any.
-        """
-        t, num = self.tables, len(pipelines.cuts)
+    def _build(self, pipelines: CutPipelines) -> None:
+        """The best replicas for one cut, on all kinds and on subsets that may pay."""
+        num_kinds, seconds = self.tables.num_kinds, self._fractional[pipelines.cuts]
         tolerance = 1e-6 if self._is_small else 2e-4
-        ends = (*pipelines.cuts[1:], t.num_layers)
-        updates = t.update[:, pipelines.cuts, ends]  # [K, S]
-        for size in range(t.num_kinds, 0, -1):
-            for kinds in reversed(list(itertools.combinations(range(t.num_kinds), size))):
-                if size < t.num_kinds:
-                    # Fewer kinds pay only by a shorter reduction or update.
-                    best = self.plans[num].step_seconds if num in self.plans else math.inf
-                    available = [n if k in kinds else 0 for k, n in enumerate(t.num_devices)]
-                    # Each kind has some stage, and each stage some kind.
-                    own = updates[list(kinds)]
-                    tail = max(own.min(axis=1).max(), own.min(axis=0).max())
-                    if sum(available) < num or seconds + tail >= best:
-                        continue
-                    left = best - tail
-                    if left < math.inf and not enough_for(pipelines, available, self._num, left):
-                        continue
-                plan = best_replicas(t, pipelines, self._num, kinds, seconds, tolerance)
+        subsets = [
+            kinds
+            for size in range(1, num_kinds + 1)
+            for kinds in itertools.combinations(range(num_kinds), size)
+        ]
+        for kinds in reversed(subsets):
+            if len(kinds) == num_kinds or self._may_pay(pipelines, kinds):
+                plan = best_replicas(self.tables, pipelines, self._num, kinds, seconds, tolerance)
                 if plan is not None:
                     self._keep(plan)
+
+    def _may_pay(self, pipelines: CutPipelines, kinds: tuple[int, ...]) -> bool:
+        """Whether fewer kinds of devices may be faster, by a shorter reduction or update."""
+        t, cuts = self.tables, pipelines.cuts
+        best = self.plans[len(cuts)].step_seconds if len(cuts) in self.plans else math.inf
+        available = [n if k in kinds else 0 for k, n in enumerate(t.num_devices)]
+        # Each kind has some stage, and each stage some kind.
+        update = t.update[:, cuts, (*cuts[1:], t.num_layers)][list(kinds)]  # [K, S]
+        left = best - max(update.min(axis=1).max(), update.min(axis=0).max())
+        if sum(available) < len(cuts) or self._fractional[cuts] >= left:
+            return False
+        return left == math.inf or enough_for(pipelines, available, self._num, left)
 
     def _keep(self, plan: Staging) -> None:
         """Keep a plan if it is the best of its number of stages."""
@@ -339,8 +339,8 @@ class _ChainSearch:
         best = self.plans[num].step_seconds if num in self.plans else math.inf
         if num in self.estimates and plan.step_seconds < best:
             # Shared cards make no plan faster, so a slower plan need not be placed.
-            if plan.step_seconds < self._fastest.seconds:
-                plan = self._place(plan, self._fastest.seconds)
+            if plan.step_seconds < self._progress.fastest:
+                plan = self._place(plan, self._progress.fastest)
             if plan.step_seconds < best:
                 self.plans[num] = plan
-                self._fastest.seconds = min(self._fastest.seconds, plan.step_seconds)
+                self._progress.fastest = min(self._progress.fastest, plan.step_seconds)

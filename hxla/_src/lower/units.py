@@ -413,17 +413,17 @@ class ShardedUpdate:
 
         Args:
             digits: [K, ...] of integers.
-            domains: K of them.
+            domains: One for each of the K sums.
         """
         places: dict[tuple[str, ...], list[int]] = {}
         for k, domain in enumerate(domains):
-            if self.ownership.owners[domain] is None:  # else each device has the whole sum
-                names = tuple(n for part in self.ownership.spec(domain) for n in names_of(part))
+            names = tuple(n for part in self.ownership.spec(domain) for n in names_of(part))
+            # A domain with an owner has its whole sum on each device.
+            if names and self.ownership.owners[domain] is None:
                 places.setdefault(names, []).append(k)
         for names, where in places.items():
-            if names:
-                here = np.array(where)
-                digits = digits.at[here].set(jax.lax.psum(digits[here], names))
+            here = np.array(where)
+            digits = digits.at[here].set(jax.lax.psum(digits[here], names))
         return digits
 
 

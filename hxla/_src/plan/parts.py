@@ -618,8 +618,8 @@ class Prediction(PlanValue):
     Attributes:
         step_seconds: The seconds of a step, by replay of the schedule (0: nothing was measured).
         bound_seconds: The lower bound of a step (0: not known).
-        bound_over: What the bound is over: all plans, as it has all devices busy all the time;
-            other counts; or other cuts.
+        bound_over: What the bound is over: all plans (a step at the summed speeds of all devices),
+            other counts, or other cuts.
         microbatch_seconds: The seconds of one microbatch on each replica; empty if not measured.
         fixed_seconds: The seconds of each replica's step outside its microbatches (the update);
             empty if not measured.
@@ -640,7 +640,7 @@ class Prediction(PlanValue):
 
     @property
     def gap(self) -> float:
-        """How far the step is above its bound: their ratio minus one, not a number without one."""
+        """The step over its bound, minus one; NaN without a bound."""
         return self.step_seconds / self.bound_seconds - 1 if self.bound_seconds else math.nan
 
 

@@ -635,10 +635,11 @@ def _prediction_in_words(plan: Plan, known: Prediction) -> Iterator[str]:
     if known.step_seconds:
         bound = ""
         if known.bound_seconds and len(plan.devices) > 1:
-            other = {"counts": "other counts", "cuts": "any cut"}.get(known.bound_over)
-            part = f"{min(1.0, known.bound_seconds / known.step_seconds):.2f}"
-            bound = f", {part} of the summed speeds of all devices"
-            if other is not None:
+            if known.bound_over == "plans":
+                part = min(1.0, known.bound_seconds / known.step_seconds)
+                bound = f", {part:.2f} of the summed speeds of all devices"
+            else:
+                other = {"counts": "other counts", "cuts": "any cut"}[known.bound_over]
                 bound = f", at most {max(known.gap, 0.0):.1%} above {other}"
         rate = plan.batch_size / known.step_seconds
         yield f"  predicted step {span(known.step_seconds)}, {si(rate)} examples/s{bound}"

@@ -86,7 +86,7 @@ from hxla._src.choose.recompute import (
     keep_texts,
     least_memory,
 )
-from hxla._src.choose.search import search, work_bound
+from hxla._src.choose.search import search
 from hxla._src.choose.staging_cost import staging_cost
 from hxla._src.choose.structures import pipelined, replicated
 from hxla._src.choose.unlike_search import unlike_pipelines
