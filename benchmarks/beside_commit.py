@@ -8,7 +8,8 @@ host; a model that rules cut over two fake devices of one process, or in a ratio
 processes; and a pipeline of two stages in two processes. The other commit is checked out into a
 folder of its own, which is removed in the end. Each job runs with both at once; they take turns of
 a step, until its update is done. A ratio is of the other's seconds to this one's, round by round:
-above 1 this checkout is faster. Losses must be alike. The other commit may be of 0.1.0 or later:
+above 1 this checkout is faster. Bytes are of process 0 after a step: what is resident, and its
+arrays with the temporaries of its hungriest program. Losses must be alike. The other commit may be of 0.1.0 or later:
 benchmarks/train_in_turns.py, which both run, knows what they call things.
 Writes benchmarks/results/beside_commit.json.
 """
@@ -18,7 +19,7 @@ import contextlib
 import pathlib
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jobs
 import numpy as np
@@ -83,11 +84,16 @@ def measured(name: str, other: pathlib.Path, args: argparse.Namespace) -> dict:
     losses = [told[side]["losses"] for side in told]
     if not np.allclose(*losses, rtol=1e-3):
         raise SystemExit(f"{name}: the losses are not alike: {losses}")
+
+    def ratio(num_bytes: Callable[[dict], int]) -> float:
+        return round(num_bytes(told["this"]) / num_bytes(told["other"]), 3)
+
     return {
         "step_seconds": turns.medians(seconds),
         "other / this": turns.over(seconds["other"], seconds["this"]),
-        "resident bytes, this / other": round(
-            told["this"]["resident_bytes"] / told["other"]["resident_bytes"], 3
+        "resident bytes, this / other": ratio(lambda one: one["resident_bytes"]),
+        "arrays and temporaries, this / other": ratio(
+            lambda one: one["live_bytes"] + one["temporary_bytes"]
         ),
         "same bits": told["other"]["sha256"] == told["this"]["sha256"],
         "seconds": {side: [round(s, 4) for s in own] for side, own in seconds.items()},
@@ -108,7 +114,7 @@ def main() -> None:
         for name in args.only:
             rows[name] = measured(name, checkout, args)
             print(name, {k: v for k, v in rows[name].items() if k != "seconds"}, flush=True)
-    results.write(args.out, {"other": other, "jobs": rows})
+            results.write(args.out, {"other": other, "jobs": rows})  # a run may be cut off
 
 
 if __name__ == "__main__":

@@ -43,6 +43,13 @@ from turns import forget_peak, peak_resident_bytes, take_turn  # noqa: E402
 import hxla  # noqa: E402
 
 peaks: list[int] = []
+live: list[int] = []
+
+
+def largest_temporary_bytes() -> int:
+    """What the hungriest compiled program needs on a device beside its arguments and results."""
+    programs = jax.local_devices()[0].client.live_executables()
+    return max(p.get_compiled_memory_stats().temp_size_in_bytes for p in programs)
 
 
 def wait_for_turn(record, seen):
@@ -54,6 +61,7 @@ def wait_for_turn(record, seen):
     if not peaks:
         forget_peak()
     peaks.append(peak_resident_bytes())
+    live.append(sum(array.nbytes for array in jax.live_arrays()))
     take_turn(args.folder, jax.process_index())
 
 
@@ -94,6 +102,8 @@ if jax.process_index() == 0:
         "predicted_seconds": prediction.step_seconds if prediction else 0.0,
         "bound_seconds": prediction.bound_seconds if prediction else 0.0,
         "resident_bytes": peaks[-1],
+        "live_bytes": live[-1],
+        "temporary_bytes": largest_temporary_bytes(),
         "memory_bytes": max((d.memory_bytes for d in prediction.devices), default=0)
         if prediction
         else 0,
