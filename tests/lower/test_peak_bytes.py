@@ -1,5 +1,6 @@
 """What a device holds at most in a step, beside what the plan says of it."""
 
+import collections
 import gc
 import math
 
@@ -13,10 +14,10 @@ from support import families
 from support.inside.lower import extra_bytes
 
 
-def live_bytes():
-    """Of the arrays on the first device, not its host; several may share a buffer."""
+def live_bytes(device=0):
+    """Of the arrays on a device, not its host; several may share a buffer."""
     arrays = [x for x in jax.live_arrays() if x.sharding.memory_kind == "device"]
-    shards = [s for x in arrays for s in x.addressable_shards if s.device.id == 0]
+    shards = [s for x in arrays for s in x.addressable_shards if s.device.id == device]
     return sum({s.data.unsafe_buffer_pointer(): s.data.nbytes for s in shards}.values())
 
 
@@ -26,15 +27,14 @@ ALL_ON_HOST = {"stash": "host", "parameters": "host", "optimizer": "host"}
 
 @pytest.fixture
 def peak(monkeypatch):
-    """Bytes of live arrays and of what the program needs beside them, the most of any program."""
-    found = [0]
+    """By device, bytes of live arrays and of what a program needs beside them, the most of any."""
+    found = collections.Counter()
     run = jax.stages.Compiled.__call__
 
     def watched(self, *arguments, **named):
         jax.block_until_ready(jax.live_arrays())
-        devices = {d.id for s in jax.tree.leaves(self.output_shardings) for d in s.device_set}
-        if 0 in devices:
-            found[0] = max(found[0], live_bytes() + extra_bytes(self))
+        for device in {d.id for s in jax.tree.leaves(self.output_shardings) for d in s.device_set}:
+            found[device] = max(found[device], live_bytes(device) + extra_bytes(self))
         return run(self, *arguments, **named)
 
     monkeypatch.setattr(jax.stages.Compiled, "__call__", watched)
@@ -156,6 +156,45 @@ def test_a_step_of_pipelines_does_too(axes, memory, peak):
     rules = "decoder" if "tensor" in axes else None
     plan = own.plan(cluster, microbatch_size=2, mesh=mesh, rules=rules, counts="even")
     assert bytes_of_a_step(own, plan, peak) == pytest.approx(1, rel=0.03)
+
+
+ALONE, TENSOR = {"devices": 1}, {"tensor": 2}
+UNLIKE = {
+    "alone": ([ALONE, ALONE, ALONE], None),
+    "tensor": ([ALONE, TENSOR, {"data": 2}], "decoder"),
+    "uneven": ([TENSOR, {"tensor": (2, 1)}], "decoder"),
+    "replicas": ([[ALONE], [ALONE, {"data": 2}]], None),
+}
+
+
+@pytest.mark.parametrize("recompute", ["none", "boundaries"])
+@pytest.mark.parametrize(
+    "stages", [x if x == "tensor" else pytest.param(x, marks=pytest.mark.slow) for x in UNLIKE]
+)
+def test_each_device_of_unlike_stages_needs_what_its_session_says(stages, recompute, peak):
+    forms, rules = UNLIKE[stages]
+    config = {"memory": {"recompute": recompute}}
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    own = families.gpt_job(16, optimizer, config, **{**SIZES, "length": 128})
+    device = hxla.Device(kind="cpu", memory_bytes=1 << 30)
+    every = [s for x in forms for s in (x if isinstance(x, list) else [x])]
+    num = sum(2 if s != ALONE else 1 for s in every)
+    cluster = hxla.Cluster(name="", devices=(device,) * num)
+    plan = own.plan(cluster, microbatch_size=2, stages=forms, rules=rules, counts="even")
+    gc.collect()
+    before = [live_bytes(device) for device in range(num)]
+    before[0] -= sum(x.nbytes for x in jax.tree.leaves(nnx.state(own.model)))
+    with own.open(plan, steps=2) as session:
+        steps = iter(session)
+        next(steps)
+        gc.collect()
+        peak.clear()
+        next(steps)
+        told = [x.memory_bytes for x in session.plan.prediction.devices]
+    measured = [peak[device] - before[device] for device in range(num)]
+    assert told == pytest.approx(measured, rel=0.03)
+    estimated = [x.memory_bytes for x in plan.prediction.devices]
+    assert estimated == pytest.approx(measured, rel=0.25)
 
 
 @pytest.mark.slow

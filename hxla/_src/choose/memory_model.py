@@ -189,11 +189,11 @@ def stage_bytes(work: Workload, plan: Plan, *, keeps_inputs: bool) -> StageBytes
         2 * assign_buffers([arrays]).num_bytes + num_bytes
         for arrays, num_bytes in zip(residuals, grads, strict=True)
     ]
+    waiting = num.num_residuals * kept + (num.num_inputs + 1) * down + (num.num_grads + 1) * up
     return StageBytes(
         slots=sum(slot.num_bytes for slot in slots.slots),
         summed=4 * sum(math.prod(slots.slots[i].piece) for i in slots.summed),
-        buffers=num.num_residuals * kept + (num.num_inputs + 1) * down + (num.num_grads + 1) * up,
-        backward=max(backwards),
+        running=waiting + max(backwards),
         inputs=count * work.input_bytes,
         again_flops=work.graph.flops if keeps_inputs else 0.0,
     )

@@ -89,23 +89,23 @@ class StageBytes:
     Attributes:
         slots: The parameters that a stage reads.
         summed: The gradients that a stage adds, as float32.
-        buffers: The arrays that wait for a tick.
-        backward: The arrays of a backward while it runs.
+        running: What waits for a tick, and what a program has while it runs.
         inputs: The batch of all microbatches.
         again_flops: Operations of a microbatch's forwards that run again.
+        moves: The most that the sums need beside themselves while they leave the stage.
     """
 
     slots: int
     summed: int
-    buffers: int
-    backward: int
+    running: int
     inputs: int
     again_flops: float
+    moves: int = 0
 
     @property
     def activations(self) -> int:
-        """What waits, what a backward has, and the batch."""
-        return self.buffers + self.backward + self.inputs
+        """Of the microbatches; or of what moves sums, if that is more."""
+        return max(self.running + self.inputs, self.moves)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

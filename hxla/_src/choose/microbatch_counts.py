@@ -1,7 +1,7 @@
 """Microbatch counts of replicas, by measured times and memory, and their prediction."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -182,7 +182,7 @@ def predicted(
     seconds: Sequence[float],
     fixed: Sequence[float],
     *,
-    memory_bytes: Sequence[float],
+    memory_bytes: Mapping[int, float],
     cluster: Cluster,
 ) -> Prediction:
     """The prediction of a plan's step, from measured times if all are known.
@@ -190,19 +190,14 @@ def predicted(
     Args:
         seconds: Of one microbatch on each replica (0: not measured).
         fixed: Seconds of each replica's step outside its microbatches.
-        memory_bytes: Of a device of each replica without inputs; empty: not known.
+        memory_bytes: Of each device that is known, by rank.
     """
-    by_rank = {
-        rank: float(number)
-        for replica, number in zip(plan.replicas, memory_bytes, strict=bool(memory_bytes))
-        for rank in replica.devices
-    }
     before = plan.prediction.devices if plan.prediction is not None else ()
     held_bytes = {device.rank: device.held for device in before}
     devices = tuple(
         DevicePrediction(
             rank=d.rank,
-            memory_bytes=by_rank.get(d.rank, 0.0),
+            memory_bytes=float(memory_bytes.get(d.rank, 0)),
             capacity_bytes=float(cluster.devices[d.rank].memory_bytes or 0),
             held=held_bytes.get(d.rank),
         )

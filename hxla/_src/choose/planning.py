@@ -568,7 +568,7 @@ def _with_profiled_counts(plan: Plan, graph: Graph, profile: Profile, cluster: C
     seconds = [float(rows[:2].sum()) for rows in by_replica]
     fixed = [float(rows[2].sum()) for rows in by_replica]
     plan = plan.with_counts(best_counts(plan.num_microbatches, seconds, fixed))
-    known = predicted(plan, seconds, fixed, memory_bytes=(), cluster=cluster)
+    known = predicted(plan, seconds, fixed, memory_bytes={}, cluster=cluster)
     return plan.replaced(prediction=known)
 
 
@@ -601,7 +601,7 @@ def _with_profiled_split(plan: Plan, profile: Profile, cluster: Cluster) -> Plan
         return part * sum(t.update for t in profile.times[setting])
 
     fixed = [max(map(update, replica.devices)) for replica in plan.replicas]
-    known = predicted(plan, seconds, fixed, memory_bytes=(), cluster=cluster)
+    known = predicted(plan, seconds, fixed, memory_bytes={}, cluster=cluster)
     return plan.replaced(prediction=known)
 
 

@@ -429,7 +429,7 @@ class Programs:
                 update += self._updates.each[0].params_at_once(list(each))
             kept = state_bytes + runner.kept_bytes
             return kept + max(first, microbatches, most + update, most + gathers)
-        microbatches = runner.memory_bytes(sums) if stage_bytes is None else sums + stage_bytes
+        microbatches = runner.memory_bytes(sums) if stage_bytes is None else stage_bytes
         totals = totals if self.ownership is None else most
         # Freed sums make room for the totals.
         summing = sums + self.reducer.memory_bytes() + (0 if releases else totals)

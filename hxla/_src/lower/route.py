@@ -19,8 +19,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
+from ..graph.graph import bytes_of
 from ..jax.devices import is_here
 from .bitcast_packing import BitcastPacking
+from .compile import extra_bytes
 from .padding import NOT_PADDED, Padding
 
 _AXIS = "route"
@@ -46,6 +48,11 @@ class RouteEnd:
     def local_shape(self) -> tuple[int, ...]:
         """The shape of a device's shard."""
         return self.sharding.shard_shape(self.shape)
+
+    def bytes_on(self, device: jax.Device) -> int:
+        """The bytes of a device's shard; 0 where it has none."""
+        is_there = device in self.sharding.device_set
+        return bytes_of(self.local_shape, self.dtype) if is_there else 0
 
     @functools.cached_property
     def rows(self) -> dict[jax.Device, Rows]:
@@ -134,10 +141,10 @@ class Route:
         sources: Sequence[RouteEnd],
         targets: Sequence[RouteEnd],
     ):
-        self._devices = tuple(devices)
+        self.devices = tuple(devices)
         self._sources, self._targets = tuple(sources), tuple(targets)
-        self._local = [d for d in self._devices if is_here(d)]
-        self._mesh = Mesh(np.array(self._devices), (_AXIS,), axis_types=(AxisType.Auto,))
+        self._local = [d for d in self.devices if is_here(d)]
+        self._mesh = Mesh(np.array(self.devices), (_AXIS,), axis_types=(AxisType.Auto,))
         self._rounds = self._copies()
         self.compiled: Any = None
 
@@ -168,9 +175,22 @@ class Route:
         made = self.compiled(stacked)
         return list(map(self._placed, self._targets, made))
 
+    def source_bytes(self, device: jax.Device) -> int:
+        """The bytes of a device's shards before they move."""
+        return sum(x.bytes_on(device) for x in self._sources)
+
+    def target_bytes(self, device: jax.Device) -> int:
+        """The bytes of a device's shards after they moved."""
+        return sum(x.bytes_on(device) for x in self._targets)
+
+    def extra_bytes(self, device: jax.Device) -> int:
+        """The bytes that a device of the route needs beside `source_bytes` while arrays move."""
+        each = (bytes_of(x.local_shape, x.dtype) for x in self._sources)
+        return sum(each) - self.source_bytes(device) + extra_bytes(self.compiled)
+
     def _stacked(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         first, *rest = shape or (1,)
-        return (len(self._devices) * first, *rest)
+        return (len(self.devices) * first, *rest)
 
     def _stack(self, place: RouteEnd, x: jax.Array | None) -> jax.Array:
         """One array with the shard of every device, zeros where it has none."""
@@ -200,7 +220,7 @@ class Route:
 
         The first round is of what devices have themselves.
         """
-        place_of = {device: i for i, device in enumerate(self._devices)}
+        place_of = {device: i for i, device in enumerate(self.devices)}
         each = [
             [(place_of[a], place_of[b]) for b, owners in _needed(s, t).items() for a in owners]
             for s, t in zip(self._sources, self._targets, strict=True)
@@ -223,14 +243,14 @@ class Route:
         ]
 
     def _copy(self, k: int, pairs: Sequence[tuple[int, int]]) -> _Copy:
-        source, target, num = self._sources[k], self._targets[k], len(self._devices)
+        source, target, num = self._sources[k], self._targets[k], len(self.devices)
         at_sender = math.prod(target.local_shape) < math.prod(source.local_shape)
         keeps = tuple(np.full((num, n), -1, np.int32) for n in target.local_shape)
         picks = tuple(np.full((num, n), -1, np.int32) for n in target.local_shape)
         receives = np.zeros(num, bool)
         for a, b in pairs:
             receives[b] = True
-            rows_a, rows_b = source.rows[self._devices[a]], target.rows[self._devices[b]]
+            rows_a, rows_b = source.rows[self.devices[a]], target.rows[self.devices[b]]
             for dim, (have, want) in enumerate(zip(rows_a, rows_b, strict=True)):
                 where = np.full(1 + max(have.max(), want.max()), -1)
                 where[have[have >= 0]] = np.flatnonzero(have >= 0)

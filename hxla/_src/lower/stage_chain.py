@@ -301,14 +301,29 @@ class StageChain:
 
     # -- bytes -----------------------------------------------------------------------------------
 
-    def memory_bytes(self, sums_bytes: int) -> int:
+    def memory_bytes(self, _sums_bytes: int) -> int:
         """Bytes that one device needs beside the state while it runs microbatches."""
-        return sums_bytes + max(self.stage_bytes().values())
+        return max(self.stage_bytes().values())
 
     def stage_bytes(self) -> dict[jax.Device, int]:
-        """The bytes of each local device's stage beside state and sums."""
-        each = [pipeline.stage_bytes() for pipeline in self._pipelines]
-        return {device: num for one in each for device, num in one.items()}
+        """The most bytes that each local device needs in `run` beside the state."""
+        kept: dict[jax.Device, int] = {}
+        most: dict[jax.Device, int] = {}
+        for pipeline in self._pipelines:
+            kept |= pipeline.kept_bytes()
+            most |= {d: kept[d] + num for d, num in pipeline.activation_bytes().items()}
+        for device in most:
+            filled, left, returned = 0, kept[device], 0
+            for x in (each.route.route for each in self._fills):
+                most[device] = max(most[device], filled + x.extra_bytes(device))
+                filled += x.target_bytes(device)
+            for each in self._returns:
+                route = each.route.route
+                needed = left + returned + route.extra_bytes(device)
+                most[device] = max(most[device], needed)
+                left -= route.source_bytes(device)
+                returned += route.target_bytes(device) * (each.pipeline == 0)
+        return most
 
 
 def use_counts(runners: Iterable[Any], plan: Plan) -> None:

@@ -24,7 +24,8 @@ from .segment_part import SegmentPart
 from .segment_programs import SegmentPrograms
 from .stage_chain_spec import Placed, StageChainSpec
 
-_BUCKET_BYTES = 64 << 20  # of a device's arrays that take a route together
+#: Arrays of about so many bytes take a route together.
+BUCKET_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,5 +141,5 @@ def _param_bytes(graph: Graph, p: int) -> int:
 
 def _buckets(items: Sequence[int], num_bytes: Callable[[int], int]) -> list[tuple[int, ...]]:
     """Consecutive items that take a route together."""
-    groups = buckets(list(map(num_bytes, items)), _BUCKET_BYTES)
+    groups = buckets(list(map(num_bytes, items)), BUCKET_BYTES)
     return [tuple(items[i] for i in group) for group in groups]

@@ -21,6 +21,7 @@ from ..graph.graph import params_of, shapes_of
 from ..jax.devices import is_here
 from ..schedule.schedules import BACKWARD, FORWARD
 from ..schedule.segment_sequence import CUT, INPUT, SegmentOperation
+from ..schedule.stage_peaks import HopBytes, PartBytes, stage_peaks
 from .chain_operations import ChainOperations, MicrobatchArrays, Running
 from .program_text import ProgramText
 from .replica import Replica, device_bytes
@@ -292,27 +293,75 @@ class StagedPipeline:
 
     # -- bytes -----------------------------------------------------------------------------------
 
-    def stage_bytes(self) -> dict[jax.Device, int]:
-        """Bytes of each local device beside state and sums while it runs microbatches."""
+    def kept_bytes(self) -> dict[jax.Device, int]:
+        """Bytes of each local device's parameters and sums inside its stage."""
         kept: dict[jax.Device, int] = {}
-        temporary: dict[jax.Device, int] = {}
         for stage in self.local:
             assert stage.programs is not None
-            most = max(stage.programs.temporary_bytes(0))
+            limbs = stage.programs.sums_shapes.values
+            arrays: list[Any] = [
+                *self._params_inside(stage, stage.params),
+                *(x for k in stage.part.packs for x in limbs[k]),
+            ]
             for device in filter(is_here, stage.replica.devices):
-                kept[device] = kept.get(device, 0) + self._kept_bytes(stage)
-                temporary[device] = max(temporary.get(device, 0), most)
-        return {device: num + temporary[device] for device, num in kept.items()}
+                kept[device] = kept.get(device, 0) + sum(map(device_bytes, arrays))
+        return kept
 
-    def _kept_bytes(self, stage: Stage) -> int:
-        programs = stage.programs
-        assert programs is not None
-        params, limbs = self._params_inside(stage, stage.params), programs.sums_shapes.values
-        arrays: list[Any] = [*params, *(x for k in stage.part.packs for x in limbs[k])]
-        stash = stage.chain.waiting_bytes(self._crossing[stage.index])
-        stash += 0 if self._spec.recompute else programs.residual_bytes(0)
-        stash *= self.stash[stage.index]
-        return sum(map(device_bytes, arrays)) + stash
+    def activation_bytes(self) -> dict[jax.Device, int]:
+        """The most bytes of each local device beside `kept_bytes` while it runs microbatches."""
+        schedule = self._spec.schedule(self._spec.most) if self._spec.most else None
+        if schedule is None:
+            return dict.fromkeys(self.kept_bytes(), 0)
+        moves = [
+            (self._hop_bytes(a, b, FORWARD), self._hop_bytes(b, a, BACKWARD))
+            for a, b in itertools.pairwise(self._spec.spans)
+        ]
+        parts = [[self._part_bytes(self.stages[i]) for i in span] for span in self._spec.spans]
+        peaks = stage_peaks(schedule, parts, moves, keeps_inputs=self._spec.recompute)
+        return {
+            device: peak
+            for peak, span in zip(peaks, self._spec.spans, strict=True)
+            for device in filter(is_here, self.stages[span.start].replica.devices)
+        }
+
+    def _hop_bytes(self, source: range, target: range, kind: str) -> HopBytes:
+        """The bytes of a hop; 0 where it does not run."""
+        hop = self._hops[source.stop - 1 if kind == FORWARD else source.start, kind]
+        if not hop.items or not hop.route.is_local:
+            return HopBytes()
+        a = self.stages[source.start].replica.devices[0]
+        b = self.stages[target.start].replica.devices[0]
+        return HopBytes(
+            sent=hop.route.source_bytes(a),
+            received=hop.route.target_bytes(b),
+            at_sender=hop.route.extra_bytes(a),
+            at_receiver=hop.route.extra_bytes(b),
+        )
+
+    def _part_bytes(self, stage: Stage) -> PartBytes:
+        """The arrays of a part, from its compiled programs; a part of another process has none."""
+        programs, part, chain = stage.programs, stage.part, stage.chain
+        if programs is None:
+            return PartBytes()
+        values = () if part.is_last else set(part.stage.residual_values)
+        read, written = (
+            chain.waiting_bytes([v for v in ends if v in values])
+            for ends in (part.stage.part.inputs, part.stage.part.outputs)
+        )
+        shapes = shapes_of(chain.graph, part.floats)
+        specs = chain.specs_of(part.floats)
+        gradients: list[Any] = list(map(stage.replica.like, shapes, specs))
+        temporary = programs.temporary_bytes(0)
+        return PartBytes(
+            inputs=chain.waiting_bytes(self._crossing[stage.index]),
+            read=read,
+            kept=programs.residual_bytes(0),
+            written=written,
+            gradients=sum(map(device_bytes, gradients)),
+            forward=temporary[0],
+            backward=temporary[-1],
+            is_loss=part.is_last,
+        )
 
 
 class _ProgramsOf:

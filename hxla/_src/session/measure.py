@@ -42,7 +42,7 @@ from ..plan.plan import Plan
 from ..profile.profile import MeasuredLink, Profile, Setting, merge_profiles, together_key
 from ..profile.segment_times import layer_sizes, measure, model_name
 from ..report.history import StepRecord
-from .device_memory import largest_lack
+from .device_memory import largest_lack, needed_bytes
 from .session import Session
 from .values import SessionOptions
 from .watch import FIRST_MEASURED, has_clocks
@@ -473,7 +473,7 @@ class SessionMeasure:
         """
         programs = self.job.programs(plan, self.devices, lambda _: None, keep=True)
         inputs = self.job.batch_bytes(plan.microbatch_size)
-        lack, _ = largest_lack(programs, plan, cluster, programs.state_bytes, inputs)
+        lack, _ = largest_lack(needed_bytes(programs, plan, programs.state_bytes, inputs), cluster)
         return max(map(float, self.job.gather("bytes of the programs", str(lack))))
 
     def agree(self, plan: Plan) -> None:

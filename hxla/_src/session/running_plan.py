@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..choose.apportionment import best_counts, finish_seconds
 from ..choose.microbatch_counts import check_limits, count_limits, predicted, shared_numbers
@@ -20,7 +20,7 @@ from ..lower.stage_chain import use_counts
 from ..plan.plan import Plan
 from ..plan.unlike_stages import most_counts
 from ..report.history import Rebalance, StepRecord
-from .device_memory import check_stages_fit
+from .device_memory import stage_bytes
 from .opening import Opened
 from .recorder import Recorder
 from .step import Outcome
@@ -395,10 +395,15 @@ class RunningPlan:
         self._is_moved = options.balance is not None and plan.islands is None
         self.memory_bytes = opened.memory_bytes
         local_bytes = [opened.memory_bytes] * len(programs.reducer.local)
-        self._replica_bytes = shared_numbers(programs.reducer, local_bytes)
-        sizes = self._replica_bytes, opened.inputs, programs.most_inputs
+        replica_bytes = shared_numbers(programs.reducer, local_bytes)
+        sizes = replica_bytes, opened.inputs, programs.most_inputs
+        self._device_bytes: Mapping[int, float] = {
+            rank: num
+            for replica, num in zip(plan.replicas, replica_bytes, strict=True)
+            for rank in replica.devices
+        }
         if plan.stage_forms:
-            check_stages_fit(opened, job)
+            self._device_bytes = stage_bytes(opened, job)
             free: Sequence[int | None] = [None] * len(plan.replicas)
             limits = most_counts(plan) if plan.unlike_replicas else free
         else:
@@ -446,7 +451,7 @@ class RunningPlan:
             plan,
             self.balancer.seconds,
             self.balancer.fixed,
-            memory_bytes=self._replica_bytes,
+            memory_bytes=self._device_bytes,
             cluster=self._cluster,
         )
         return plan.replaced(prediction=self.pipelines.predicted(prediction))

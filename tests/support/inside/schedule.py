@@ -27,3 +27,4 @@ from hxla._src.schedule.segment_sequence import (
     sequence_from_texts,
     while_running,
 )
+from hxla._src.schedule.stage_peaks import HopBytes, PartBytes, stage_peaks
