@@ -9,8 +9,8 @@ processes; and a pipeline of two stages in two processes. The other commit is ch
 folder of its own, which is removed in the end. Each job runs with both at once; they take turns of
 a step, until its update is done. A ratio is of the other's seconds to this one's, round by round:
 above 1 this checkout is faster. Bytes are of process 0 after a step: what is resident, and its
-arrays with the temporaries of its hungriest program. Losses must be alike. The other commit may be of 0.1.0 or later:
-benchmarks/train_in_turns.py, which both run, knows what they call things.
+arrays with the temporaries of its hungriest program. Losses must be alike. The other commit may be
+of 0.1.0 or later: benchmarks/train_in_turns.py, which both run, knows what they call things.
 Writes benchmarks/results/beside_commit.json.
 """
 
