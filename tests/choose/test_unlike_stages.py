@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import re
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from flax import nnx
 
 import hxla
+from support import families
 from support.unlike_stages import DATA, ONE, TWO, Net
 
 BATCH = 32
@@ -83,6 +85,32 @@ def test_a_plan_goes_through_its_file_and_explains_each_stage():
     text = plan.explain()
     assert "stage 0 on A #0: one device" in text
     assert "stage 1 on A #1-2: tensor 2" in text
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage"),
+    [
+        ({"stage": 2, "sequence": 2}, {"sequence": 2}),
+        ({"stage": 2, "tensor": (2, 1)}, {"tensor": (2, 1)}),
+        ({"data": 2, "tensor": 2, "stage": 2, "sequence": 2}, {"sequence": 2, "tensor": 2}),
+    ],
+    ids=str,
+)
+def test_a_mesh_whose_stages_need_programs_of_their_own_is_a_list_of_equal_stages(mesh, stage):
+    own = families.gpt_job(16, optax.sgd(0.1), width=32, length=16, layers=2)
+    num = math.prod(len(n) if isinstance(n, tuple) else n for n in mesh.values())
+    options = {"microbatch_size": 2, "rules": "decoder"}
+    plan = own.plan(cluster(num), mesh=mesh, **options)
+    assert plan.numerics == own.plan(cluster(num), stages=[stage] * 2, **options).numerics
+    assert [dict(s.axis_sizes) for s in plan.pipeline.stages] == [
+        {name: len(n) if isinstance(n, tuple) else n for name, n in stage.items()}
+    ] * 2
+    # A stage has the places of the mesh, whose axes are in the order of the user.
+    grid = np.arange(num).reshape([len(n) if isinstance(n, tuple) else n for n in mesh.values()])
+    order = [name for name in ("data", "stage", "sequence", "tensor") if name in mesh]
+    ranks = grid.transpose([list(mesh).index(name) for name in order])
+    rows = ranks if "data" in mesh else ranks[None]
+    assert [r.devices for r in plan.replicas] == [tuple(row.flat) for row in rows]
 
 
 def test_the_forms_of_stages_decide_bits():

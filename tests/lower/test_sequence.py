@@ -382,7 +382,7 @@ def test_what_cannot_be_cut_along_tokens_is_refused(name):
         ({"sequence": 3, "tensor": 2}, {}, r"16 tokens do not divide: pad them to 18"),
         ({"sequence": 17}, {}, r"over 17 devices, and there are 16: ask for 16"),
         ({"sequence": 2, "tensor": (2, 1)}, {}, "one axis"),
-        ({"stage": 2, "sequence": 2}, {}, "axes sequence would cut the batch inside a stage"),
+        ({"stage": 2, "sequence": (2, 1), "tensor": 2}, {}, "shards need stages with one axis"),
     ],
     ids=str,
 )

@@ -1,6 +1,5 @@
 """Makes a plan of a job, or of a traced loss without data, devices and an optimizer."""
 
-import dataclasses
 import itertools
 import math
 import os
@@ -216,9 +215,8 @@ def make_plan(
     axes, grid = None, np.arange(len(cluster.devices))
     if mesh is not None:
         axes, grid = grid_of(mesh, len(cluster.devices))
-    structure = structure_of(graph, cluster, settings, stages, axes, grid, as_rules(rules))
-    if stated := shares_of(mesh):
-        structure = dataclasses.replace(structure, shares=stated)
+    asked = stages, axes, grid, as_rules(rules), shares_of(mesh)
+    structure = structure_of(graph, cluster, settings, *asked)
     size = graph.values[graph.batch_values[0]].shape[0]
     plan = complete(
         graph,

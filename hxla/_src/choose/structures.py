@@ -17,11 +17,19 @@ from ..core.config import ClusterConfig, Config
 from ..core.errors import ConfigError, PlanError
 from ..core.format import plural
 from ..core.keywords import check_whole_numbers
-from ..core.types import DATA_AXIS, DEVICE_AXIS, OUTER_AXES, STAGE_AXIS, TENSOR_AXIS
+from ..core.types import (
+    DATA_AXIS,
+    DEVICE_AXIS,
+    OUTER_AXES,
+    STAGE_AXIS,
+    TENSOR_AXIS,
+    TOKEN_AXIS,
+)
 from ..graph.graph import Graph
 from ..plan.axis_assignment import Axes
 from ..plan.parts import Role
 from ..plan.rules import RuleSet
+from ..plan.unlike_stages import STAGE_AXES
 from .mesh_axes import BATCH_AXES, axes_of_annotations, roles_of_mesh
 from .pipeline_request import PipelineRequest, Stages, asked
 from .stage_forms import StageForm, check_settings, forms_annotated
@@ -68,6 +76,7 @@ def structure_of(
     axes: Axes | None,
     grid: np.ndarray,
     rules: RuleSet | None,
+    shares: tuple[int, ...] = (),
 ) -> ReplicaGroups:
     """The structure by arguments and annotations together.
 
@@ -77,6 +86,7 @@ def structure_of(
         axes: Names and sizes of a mesh; None: no mesh.
         grid: Ranks of the mesh's devices.
         rules: Decide which parameters the inner axes shard.
+        shares: The ratio that the mesh states for one of its axes; empty: none.
 
     Raises:
         ConfigError: If they contradict each other.
@@ -98,10 +108,14 @@ def structure_of(
         request = request.in_granules(granules)
     elif granules is not None:
         axes, grid = _with_tensor(graph, request, axes, grid, rules)
-    structure = _structure(graph, cluster, settings.cluster, request, axes, grid, rules)
+    how = request, axes, grid, rules, shares
+    structure = _structure(graph, cluster, settings.cluster, *how)
+    staged = structure.pipeline is not None and structure.pipeline.has_forms
+    if shares and not staged:
+        structure = dataclasses.replace(structure, shares=shares)
     if granules is not None:
         structure = _in_granules(graph, structure, rules, granules)
-    if structure.pipeline is not None and structure.pipeline.has_forms:
+    if staged:
         check_settings(settings)
     return structure
 
@@ -153,12 +167,15 @@ def _in_granules(
     """
     inner: Axes = ((TENSOR_AXIS, 1),)
     pipeline = structure.pipeline
+    if pipeline is not None and pipeline.has_forms and not pipeline.by_annotations:
+        pipeline = pipeline.in_granules(granules)
+        return dataclasses.replace(structure, granules=granules, pipeline=pipeline)
     if pipeline is not None and pipeline.has_forms and pipeline.by_annotations:
         raise ConfigError(
             "numerics.cut of 'any' takes unlike stages from tables, not from annotations: pass "
             "stages=[{'devices': 1}, {'tensor': 2}] and rules, or set it to 'planned'"
         )
-    if structure.inner or (pipeline is not None and pipeline.has_forms):
+    if structure.inner:
         return dataclasses.replace(structure, granules=granules)
     assert pipeline is not None
     if pipeline.recompute is False or pipeline.has_weight:
@@ -184,13 +201,14 @@ def _structure(
     axes: Axes | None,
     grid: np.ndarray,
     rules: RuleSet | None,
+    shares: tuple[int, ...],
 ) -> ReplicaGroups:
     if axes is not None and set(dict(axes)) != {DATA_AXIS}:
         if request.has_forms:
             raise ConfigError(
                 "stages give the axes of each stage, and a mesh those of all: leave the mesh out"
             )
-        return from_mesh(graph, axes, grid, rules, request)
+        return from_mesh(graph, axes, grid, rules, request, shares)
     if request.replicas:
         check_unannotated(graph, "stages=[[...], ...]")
         return unlike_replicas(range(len(cluster.devices)), request, rules)
@@ -387,13 +405,18 @@ def from_mesh(
     grid: np.ndarray,
     rules: RuleSet | None,
     request: PipelineRequest,
+    shares: tuple[int, ...] = (),
 ) -> ReplicaGroups:
     """The structure by a user's mesh: `data` between replicas, the other axes inside.
+
+    Stages whose axes are of one program share it; tokens and shards of unlike sizes need stages
+    with programs of their own.
 
     Args:
         axes: Names and sizes, in the order of the grid's dimensions.
         rules: Decide which parameters the inner axes shard; None: the annotations do.
         request: How a pipeline is to run, if the mesh has an axis `stage` or stages are asked for.
+        shares: The ratio of the shards of an inner axis; empty: they are alike.
 
     Raises:
         ConfigError: If the stages asked for are not those of the mesh.
@@ -408,13 +431,20 @@ def from_mesh(
             f"{has}: make one, or leave the mesh out"
         )
     names = list(sizes)
-    inside = sorted((n for n in names if n != DATA_AXIS), key=lambda n: n != STAGE_AXIS)
+    inside = [n for n in names if n not in (DATA_AXIS, STAGE_AXIS)]
+    is_one_program = TOKEN_AXIS not in inside and not shares
+    if num_stages and not is_one_program:
+        inside.sort(key=[*STAGE_AXES, *inside].index)
+    inside = [STAGE_AXIS] * bool(num_stages) + inside
     first = [DATA_AXIS] if DATA_AXIS in sizes else []
     grid = grid.transpose([names.index(n) for n in (*first, *inside)])
     rows = [tuple(map(int, row.flat)) for row in (grid if first else grid[None])]
     inner_axes = tuple((n, sizes[n]) for n in inside)
     if num_stages:
-        return _staged(graph, rows, inner_axes, rules, dataclasses.replace(request, num=num_stages))
+        request = dataclasses.replace(request, num=num_stages)
+        if is_one_program:
+            return _staged(graph, rows, inner_axes, rules, request)
+        return _staged_apart(graph, rows, inner_axes[1:], rules, request, shares)
     roles = roles_of_mesh(graph, inner_axes, by_rules=rules is not None)
     return ReplicaGroups(replicas=tuple(rows), axes=inner_axes, roles=roles, rules=rules)
 
@@ -427,12 +457,52 @@ def _staged(
     request: PipelineRequest,
 ) -> ReplicaGroups:
     inner = tuple(axis for axis in axes[1:] if axis[1] > 1)
-    batch_axes = [name for name, _ in inner if name in BATCH_AXES]
+    _check_inside(graph, inner)
+    roles = roles_of_mesh(graph, inner, by_rules=rules is not None)
+    return _pipelines(rows, request, inner, roles, rules)
+
+
+def _staged_apart(
+    graph: Graph,
+    rows: Sequence[Ranks],
+    axes: Axes,
+    rules: RuleSet | None,
+    request: PipelineRequest,
+    shares: tuple[int, ...],
+) -> ReplicaGroups:
+    """Pipelines whose stages, all of one form, have programs of their own."""
+    inner = tuple(axis for axis in axes if axis[1] > 1)
+    _check_inside(graph, inner)
+    if others := [name for name, _ in inner if name not in STAGE_AXES]:
+        raise PlanError(
+            f"stages with programs of their own have the axes {', '.join(STAGE_AXES)}, and the "
+            f"mesh has {', '.join(others)}: rename it, or leave it out"
+        )
+    if shares and len(inner) > 1:
+        raise PlanError(
+            f"shares {':'.join(map(str, shares))}: uneven shards need stages with one axis, leave "
+            f"{' or '.join(name for name, _ in inner)} out"
+        )
+    form = StageForm(axes=inner, work=1.0, shares=shares if len(set(shares)) > 1 else ())
+    ranks = [rank for row in rows for rank in row]
+    forms = (form,) * request.num
+    request = dataclasses.replace(request, shares=tuple(form.work for form in forms))
+    return unlike_stages(ranks, request, forms, rules)
+
+
+def _check_inside(graph: Graph, inner: Axes) -> None:
+    """Refuse what a mesh with stages cannot have inside them.
+
+    Raises:
+        ConfigError: If annotations cut the model, too.
+        PlanError: If an axis would shard parameters that are gathered inside a stage.
+    """
+    batch_axes = [name for name, _ in inner if name in BATCH_AXES and name != TOKEN_AXIS]
     if batch_axes:
         raise PlanError(
             f"the mesh axes {', '.join(batch_axes)} would cut the batch inside a stage, which "
             f"hxla does not lower: use {DATA_AXIS!r} for replicas of the pipeline, and axes that "
-            "cut parameters, such as 'tensor', inside stages"
+            "cut parameters or tokens, such as 'tensor' and 'sequence', inside stages"
         )
     counted = [t.label for t in graph.task_graphs if t.device_count]
     if counted:
@@ -440,8 +510,6 @@ def _staged(
             f"the mesh's axis {STAGE_AXIS!r} cuts a model that annotations cut already "
             f"({', '.join(counted)}): leave the mesh out, or the counts of the annotations"
         )
-    roles = roles_of_mesh(graph, inner, by_rules=rules is not None)
-    return _pipelines(rows, request, inner, roles, rules)
 
 
 def _pipelines(
