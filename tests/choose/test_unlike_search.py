@@ -19,11 +19,11 @@ from support.tiers import examples
 WIDTH, LENGTH, LAYERS, BATCH = 64, 16, 8, 8
 
 
-def job(**config):
+def job(loss=mean_square, **config):
     model = nnx.eval_shape(lambda: Blocks(nnx.Rngs(0), WIDTH, LAYERS))
     data = {"x": jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), np.float32)}
     config = {"memory": {"zero": 0}} | config
-    return hxla.Job(model, data, mean_square, optax.adam(0.1), batch_size=BATCH, config=config)
+    return hxla.Job(model, data, loss, optax.adam(0.1), batch_size=BATCH, config=config)
 
 
 def cluster(*devices, bytes_per_second=1e10):
@@ -221,6 +221,18 @@ def test_a_scan_over_layers_is_cut_for_them():
     text = plan.explain()
     assert "stage 0: embed .. layers[1]" in text
     assert "stage 1: layers[2] .. head" in text
+
+
+def test_a_model_with_ordered_callbacks_gets_replicas_of_one_device():
+    def loss(model, batch):
+        jax.debug.callback(lambda x: None, batch["x"].sum(), ordered=True)
+        return mean_square(model, batch)
+
+    where = cluster(*[("A", 1e9, 1e9)] * 4)
+    assert all(len(replica.devices) > 1 for replica in planned(where).replicas)
+    plan = planned(where, job(loss))
+    assert all(len(replica.devices) == 1 for replica in plan.replicas)
+    assert any("ordered=True" in reason for reason in plan.reasons)
 
 
 def test_where_every_device_must_take_part_none_is_left_out():

@@ -46,9 +46,13 @@ from .uneven_sizes import Sizes
 _MOST_NAMES = 3
 
 
+def keeps_order(graph: Graph) -> bool:
+    """Whether the loss has ordered callbacks, which jax runs in programs of one device only."""
+    return any(type(effect).__name__.startswith("Ordered") for effect in graph.program.effects)
+
+
 def _refuse_order(graph: Graph) -> None:
-    """Refuse ordered callbacks, which jax runs in programs of one device only."""
-    if any(type(effect).__name__.startswith("Ordered") for effect in graph.program.effects):
+    if keeps_order(graph):
         raise PlanError(
             "the model has a callback with ordered=True, and jax keeps its order on one device "
             "only, while a replica of this plan has several: leave ordered=True out of "

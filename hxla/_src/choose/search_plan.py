@@ -28,7 +28,7 @@ from ..profile.profile import LayerSize, Profile, with_measured
 from ..profile.segment_times import kept_bytes, layer_sizes
 from ..schedule.replay import Timeline
 from .apportionment import candidate_sizes
-from .complete import complete
+from .complete import complete, keeps_order
 from .memory import with_sums_and_memory
 from .memory_model import travel_of
 from .mesh_axes import split_over
@@ -73,7 +73,11 @@ def search_plan(
     if profile is not None and not tried and size is None:
         tried = tuple({s.microbatch_size for s in profile.times})
     sizes = _sizes(jobs.batch_size, tried, size, len(cluster.devices))
-    check_unannotated(jobs.at(sizes[0]).graph, "plan='auto'")
+    first = jobs.at(sizes[0]).graph
+    check_unannotated(first, "plan='auto'")
+    if keeps_order(first) and not options.tensors and options.max_stages is None:
+        alone = "replicas of one device each: the model has a callback with ordered=True"
+        options, measured = _of_one_device(options), (*measured, alone)
     some = min(max(_MEASURED_SEGMENTS, 2 * len(cluster.devices)), _MOST_SEGMENTS)
     num_segments = options.num_segments or some
     if profile is not None:
@@ -270,6 +274,11 @@ def _leave_out(cluster: Cluster, search: Callable[..., PlanResult]) -> None:
         f"job starts again without {'it' if len(others) == 1 else 'them'} (auto.all_devices keeps "
         "every device)",
     )
+
+
+def _of_one_device(options: SearchOptions) -> SearchOptions:
+    """The options without what gives a replica several devices."""
+    return dataclasses.replace(options, tensors=(1,), max_stages=1)
 
 
 def _of_stages(options: SearchOptions, settings: Config) -> tuple[bool, ...]:

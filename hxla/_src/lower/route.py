@@ -141,10 +141,10 @@ class Route:
         sources: Sequence[RouteEnd],
         targets: Sequence[RouteEnd],
     ):
-        self.devices = tuple(devices)
+        self._devices = tuple(devices)
         self._sources, self._targets = tuple(sources), tuple(targets)
-        self._local = [d for d in self.devices if is_here(d)]
-        self._mesh = Mesh(np.array(self.devices), (_AXIS,), axis_types=(AxisType.Auto,))
+        self._local = [d for d in self._devices if is_here(d)]
+        self._mesh = Mesh(np.array(self._devices), (_AXIS,), axis_types=(AxisType.Auto,))
         self._rounds = self._copies()
         self.compiled: Any = None
 
@@ -190,7 +190,7 @@ class Route:
 
     def _stacked(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         first, *rest = shape or (1,)
-        return (len(self.devices) * first, *rest)
+        return (len(self._devices) * first, *rest)
 
     def _stack(self, place: RouteEnd, x: jax.Array | None) -> jax.Array:
         """One array with the shard of every device, zeros where it has none."""
@@ -220,7 +220,7 @@ class Route:
 
         The first round is of what devices have themselves.
         """
-        place_of = {device: i for i, device in enumerate(self.devices)}
+        place_of = {device: i for i, device in enumerate(self._devices)}
         each = [
             [(place_of[a], place_of[b]) for b, owners in _needed(s, t).items() for a in owners]
             for s, t in zip(self._sources, self._targets, strict=True)
@@ -243,14 +243,14 @@ class Route:
         ]
 
     def _copy(self, k: int, pairs: Sequence[tuple[int, int]]) -> _Copy:
-        source, target, num = self._sources[k], self._targets[k], len(self.devices)
+        source, target, num = self._sources[k], self._targets[k], len(self._devices)
         at_sender = math.prod(target.local_shape) < math.prod(source.local_shape)
         keeps = tuple(np.full((num, n), -1, np.int32) for n in target.local_shape)
         picks = tuple(np.full((num, n), -1, np.int32) for n in target.local_shape)
         receives = np.zeros(num, bool)
         for a, b in pairs:
             receives[b] = True
-            rows_a, rows_b = source.rows[self.devices[a]], target.rows[self.devices[b]]
+            rows_a, rows_b = source.rows[self._devices[a]], target.rows[self._devices[b]]
             for dim, (have, want) in enumerate(zip(rows_a, rows_b, strict=True)):
                 where = np.full(1 + max(have.max(), want.max()), -1)
                 where[have[have >= 0]] = np.flatnonzero(have >= 0)
