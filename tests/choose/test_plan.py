@@ -305,6 +305,28 @@ def test_tensor_parallelism_is_tried_where_its_transfers_can_be_counted(tmp_path
     assert halved < linked.prediction.step_seconds < whole
 
 
+def test_tensor_parallelism_waits_for_each_of_its_collectives(tmp_path):
+    """Small microbatches meet often: what an all-reduce takes at least counts for each."""
+    small = LayerSize(parameter_bytes=2.0**19, output_bytes=8.0, stash_bytes=2.0**9)
+    split = work()
+    split = dataclasses.replace(
+        split,
+        sizes=split.sizes | {(1, 2): (small,) * 4},
+        sent_bytes={(1, 2): (1.0,) * 4},
+        num_collectives={(1, 2): (1.5,) * 4},
+        batch_size=1,
+    )
+    plain, times = cluster(tmp_path, 1, 1, kinds="00"), profile(1.0)
+    steps = {}
+    for seconds in (0.0, 0.5, 100.0):
+        met = hxla.Link(bytes_per_second=1e15, latency_seconds=1e-6, all_reduce_seconds=seconds)
+        link = hxla.MeasuredLink(kinds=("gpu0", "gpu0"), in_node=True, mesh="two", link=met)
+        found, _ = propose(split, with_measured(plain, [link])[0], times)
+        steps[seconds] = found.prediction.step_seconds
+        assert found.alternative.tensor == (1 if seconds == 100.0 else 2)
+    assert steps[0.5] == pytest.approx(steps[0.0] + 4 * 1.5 * 0.5)
+
+
 def test_the_search_keeps_to_plans_that_can_be_run(tmp_path):
     """Alone, a device runs no forward again; stages of several devices always do."""
     small = LayerSize(parameter_bytes=2.0**19, output_bytes=8.0, stash_bytes=2.0**9)

@@ -147,8 +147,26 @@ def test_a_megatron_block_has_two_all_reduces_forward_and_two_backward():
     # The forward value is not needed for the gradient of a sum; what is left of its second
     # all-reduce is that of the loss itself.
     of_activations = [s for s in shapes(both, "all-reduce") if s == (BATCH, LENGTH, WIDTH)]
-    assert len(of_activations) == 4
+    assert len(of_activations) == split.sharded.axes["tensor"].num_collectives == 4
     only_all_reduces(both)
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_the_collectives_of_pairs_of_products_are_counted(num):
+    """Forward one for each pair; backward one for each pair whose input has a gradient."""
+
+    def loss(params, batch):
+        with hxla.split():
+            x = batch["x"]
+            for pair in params:
+                x = jnp.tanh(jnp.tanh(x @ pair["up"]) @ pair["down"])
+            return (x * batch["y"]).sum()
+
+    params = [{"up": normal(16, 64), "down": normal(64, 16)} for _ in range(num)]
+    batch = {"x": normal(BATCH, 16), "y": normal(BATCH, 16)}
+    split = Split(loss, params, batch)
+    counted = split.sharded.axes["tensor"].num_collectives
+    assert counted == len(shapes(split.gradient_text())) == 2 * num - 1
 
 
 def classifier(params, batch):

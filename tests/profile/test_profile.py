@@ -228,6 +228,7 @@ def test_links_between_the_devices_of_a_job_are_measured_by_messages():
     sizes = [num_bytes for num_bytes, _ in found.link.curve]
     assert sizes == sorted(sizes)
     assert found.link.latency_seconds > 0
+    assert found.link.all_reduce_seconds > 0
     # A longer message takes longer, by a thousand times the bytes.
     assert found.link.seconds(sizes[-1]) > found.link.seconds(sizes[0])
 

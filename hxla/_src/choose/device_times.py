@@ -70,6 +70,7 @@ def layer_times(
     state_factor: float = 1.0,
     whole: Sequence[LayerSize] = (),
     sent_bytes: Sequence[float] = (),
+    num_collectives: Sequence[float] = (),
     link: Link | None = None,
 ) -> tuple[np.ndarray, str]:
     """[3, L] Seconds of every layer's forward, backward and update; their origin in words.
@@ -86,6 +87,7 @@ def layer_times(
         state_factor: Bytes kept per byte of parameters.
         whole: Sizes of the same layers on a device alone.
         sent_bytes: Per layer, of one device of the group in a forward and backward; empty: none.
+        num_collectives: Per layer, of the group in a forward and backward; empty: not counted.
         link: Between the devices of the group.
 
     Raises:
@@ -106,6 +108,9 @@ def layer_times(
             seconds *= _share(device, alternative, sizes, whole, state_factor)
         if link is not None and len(sent_bytes):
             seconds[:2] += np.array(sent_bytes) / 2 / link.bytes_per_second
+        if link is not None and len(num_collectives):
+            each = link.all_reduce_seconds * math.log2(max(2, tensor))
+            seconds[:2] += np.array(num_collectives) / 2 * each
     if alternative.recompute:
         seconds[1] += seconds[0]
     return seconds, f"{device.label}: {how}"

@@ -51,6 +51,8 @@ class ChainWork:
         sizes: (microbatch size, tensor) to one size per layer, on one device of the group.
         sent_bytes: The same keys to the bytes that one device of the group sends in each layer's
             forward and backward; none for a tensor of 1.
+        num_collectives: The same keys to the group's collectives in each layer's forward and
+            backward, which may be fractions.
         input_bytes: Microbatch size to the bytes of its inputs; a device holds all of them.
         batch_size: Examples of a global batch.
         state_factor: Bytes kept per byte of parameters: parameter, gradient, its sums and the
@@ -68,6 +70,9 @@ class ChainWork:
     state_factor: float
     reduce_factor: float = 1.0
     counts_updates: bool = True
+    num_collectives: Mapping[tuple[int, int], tuple[float, ...]] = dataclasses.field(
+        default_factory=dict
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -433,6 +438,7 @@ def _chain(
             state_factor=work.state_factor,
             whole=work.sizes.get((key.microbatch_size, 1), ()),
             sent_bytes=work.sent_bytes.get((key.microbatch_size, key.tensor), ()),
+            num_collectives=work.num_collectives.get((key.microbatch_size, key.tensor), ()),
             link=inside,
         )
         reasons.append(how)

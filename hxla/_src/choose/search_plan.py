@@ -330,6 +330,7 @@ def chain_work(
     """The job's chain at every size, and why some tensor parallelism is not tried."""
     chains: dict[tuple[int, int], tuple[LayerSize, ...]] = {}
     sent: dict[tuple[int, int], tuple[float, ...]] = {}
+    met: dict[tuple[int, int], tuple[float, ...]] = {}
     names: tuple[str, ...] = ()
     notes: dict[str, None] = {}
     solved: dict[int, Sharded] = {}
@@ -349,13 +350,16 @@ def chain_work(
             chains[size, tensor] = layer_sizes(opened, chain, cut.over(opened), kept=kept)
             total = sum(s.flops for s in chain) or 1.0
             bytes_sent = sum(axis.sent_bytes for axis in cut.axes.values())
+            num = sum(axis.num_collectives for axis in cut.axes.values())
             sent[size, tensor] = tuple(bytes_sent * s.flops / total for s in chain)
+            met[size, tensor] = tuple(num * s.flops / total for s in chain)
     first = jobs.at(sizes[0])
     param_bytes = tree_bytes(first.model.params)
     work = ChainWork(
         layers=names,
         sizes=chains,
         sent_bytes=sent,
+        num_collectives=met,
         input_bytes={size: jobs.at(size).input_bytes for size in sizes},
         batch_size=jobs.batch_size,
         # Parameter, gradient, sums of gradients, optimizer state.

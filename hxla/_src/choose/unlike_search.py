@@ -290,12 +290,13 @@ def _group(
         state_factor=work.state_factor,
         whole=work.sizes[examples, 1],
         sent_bytes=work.sent_bytes[size, tensor] if tensor > 1 else (),
+        num_collectives=work.num_collectives.get((size, tensor), ()),
         link=inside,
     )
     seconds[:2] /= by_data
     if cell.axis == DATA_AXIS and inside is not None:  # a microbatch's gradients are summed
         ring = 2 * (1 - 1 / part) / inside.bytes_per_second
-        seconds[1] += [ring * layer.parameter_bytes for layer in sizes]
+        seconds[1] += [inside.all_reduce_seconds + ring * layer.parameter_bytes for layer in sizes]
     return Group(
         kind=f"{device.label} x {part}",
         num_devices=cell.num_stages,

@@ -140,6 +140,8 @@ class Link(_Value):
     Attributes:
         bytes_per_second: The bandwidth of long messages, in one direction.
         latency_seconds: The time of the shortest message (0: not known).
+        all_reduce_seconds: The time of an all-reduce of a few numbers over both devices, amid a
+            program, as `hxla profile` measures it (0: not known).
         curve: Measured pairs of message bytes and bytes per second, by message size; none if not
             measured.
         source: The source of the figures.
@@ -147,6 +149,7 @@ class Link(_Value):
 
     bytes_per_second: pydantic.PositiveFloat
     latency_seconds: pydantic.NonNegativeFloat = 0.0
+    all_reduce_seconds: pydantic.NonNegativeFloat = 0.0
     curve: tuple[tuple[pydantic.PositiveFloat, pydantic.PositiveFloat], ...] = ()
     source: str = ""
 

@@ -19,7 +19,7 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 import scipy
@@ -177,6 +177,23 @@ def cost(problem: Problem, chosen: Sequence[int]) -> float:
         wanted = problem.nodes[edge.target].choices[chosen[edge.target]][0][edge.operand]
         total += edge.sent_bytes(made, wanted, problem.num_devices)
     return total
+
+
+def num_collectives(problem: Problem, chosen: Sequence[int], free: Collection[int]) -> int:
+    """The collectives of a step's forward and backward, for given choices.
+
+    Args:
+        free: Nodes whose cost is no collective.
+    """
+    nodes = enumerate(zip(problem.nodes, chosen, strict=True))
+    num = sum(i not in free and node.choices[c][2] > 0 for i, (node, c) in nodes)
+    for edge in problem.edges:
+        made = problem.nodes[edge.source].choices[chosen[edge.source]][1][edge.result]
+        wanted = problem.nodes[edge.target].choices[chosen[edge.target]][0][edge.operand]
+        if edge.sent_bytes(made, wanted, problem.num_devices):
+            is_all_to_all = made is not None and wanted is not None
+            num += 1 + (is_all_to_all and edge.differentiable)
+    return num
 
 
 def solve(problem: Problem) -> tuple[int, ...]:

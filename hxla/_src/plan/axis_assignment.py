@@ -7,7 +7,16 @@ from ..core.errors import AnnotationError, PlanError
 from ..graph.factors import Factor, fits
 from ..graph.graph import Graph, Op, Value, is_unit, leaves
 from ..jax.jaxpr import scan_counts
-from .assignment_problem import ChoiceNode, Edge, Problem, State, all_reduce_bytes, cost, solve
+from .assignment_problem import (
+    ChoiceNode,
+    Edge,
+    Problem,
+    State,
+    all_reduce_bytes,
+    cost,
+    num_collectives,
+    solve,
+)
 from .parts import Role
 from .sharding import AxisAssignment, Cuts, Sharded
 
@@ -222,11 +231,20 @@ class _Builder:
             wanted=wanted,
             factors=factors,
             sent_bytes=cost(problem, chosen) - self._repeated(chosen),
+            num_collectives=num_collectives(problem, chosen, self._repeating(chosen)),
         )
 
     def _repeated(self, chosen: Sequence[int]) -> float:
         """The part of the cost that is replicated work, not bytes sent."""
         return sum(self._waste.get((node, c), 0.0) for node, c in enumerate(chosen))
+
+    def _repeating(self, chosen: Sequence[int]) -> set[int]:
+        """The nodes whose cost is replicated work alone."""
+        return {
+            node
+            for node, c in enumerate(chosen)
+            if self._waste.get((node, c), 0.0) >= self.nodes[node].choices[c][2]
+        }
 
     # -- nodes ---------------------------------------------------------------------------------
 

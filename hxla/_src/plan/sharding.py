@@ -42,6 +42,7 @@ class AxisAssignment:
         wanted: For each equation (by its first result) the dimension of each operand; None: whole.
         factors: For each equation (by its first result) its factor's name, or None.
         sent_bytes: For each device and microbatch.
+        num_collectives: The collectives of a microbatch's forward and backward; 0: not counted.
         regathers: Equations (by their first results) whose backward gathers operands again.
         granules: Of each dimension that it cuts, if bits do not depend on the axis' size; else
             None.
@@ -52,6 +53,7 @@ class AxisAssignment:
     wanted: dict[int, tuple[int | None, ...]]
     factors: dict[int, str | None]
     sent_bytes: float
+    num_collectives: int = 0
     regathers: frozenset[int] = frozenset()
     granules: int | None = None
 

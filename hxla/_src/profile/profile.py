@@ -561,4 +561,7 @@ def ranks_of_nodes(cluster: Cluster) -> list[list[int]]:
 def link_in_words(link: Link) -> str:
     """The bandwidth and the latency of a link."""
     rate, latency = link.bytes_per_second / 1e9, link.latency_seconds * 1e6
-    return f"{rate:.3g} GB/s, {latency:.3g} us"
+    words = f"{rate:.3g} GB/s, {latency:.3g} us"
+    if link.all_reduce_seconds:
+        words += f", {link.all_reduce_seconds * 1e6:.3g} us for an all-reduce"
+    return words

@@ -99,10 +99,15 @@ def _measured(job: JobContext, pair: Sequence[jax.Device]) -> Link:
         curve.append((float(num_bytes), float(f"{num_bytes / seconds:.4g}")))
         if once > _SLOW:
             break
+    meet = _exchange(pair, _MESSAGE_BYTES[0], _all_reduce) if takes_part else None
+    once = _agreed(job, meet, 1, repeats=1)
+    num = min(_MOST_ROUNDS, max(1, round(_LOOP_SECONDS / max(once, 1e-9))))
+    meeting = _agreed(job, meet, num, repeats=_REPEATS)
     (least, slowest), (_, fastest) = curve[0], curve[-1]
     return Link(
         bytes_per_second=fastest,
         latency_seconds=float(f"{least / slowest:.4g}"),
+        all_reduce_seconds=float(f"{meeting:.4g}"),
         curve=tuple(curve),
         source=_SOURCE,
     )
@@ -119,17 +124,25 @@ def _agreed(
     return max(float(json.loads(text)) for text in texts)
 
 
-def _exchange(pair: Sequence[jax.Device], num_bytes: int) -> Callable[[int], float]:
-    """A function that runs so many exchanges, in one program, and returns their seconds."""
+def _both_ways(down: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return jax.lax.ppermute(down, _AXIS, [(0, 1)]), jax.lax.ppermute(up, _AXIS, [(1, 0)])
+
+
+def _all_reduce(down: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return jax.lax.psum(down, _AXIS), up
+
+
+def _exchange(
+    pair: Sequence[jax.Device],
+    num_bytes: int,
+    move: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]] = _both_ways,
+) -> Callable[[int], float]:
+    """A function that runs so many moves, in one program, and returns their seconds."""
     mesh = Mesh(np.array(pair), (_AXIS,), axis_types=(AxisType.Auto,))
 
     def run(num: jax.Array, down: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
         def once(_: jax.Array, arrays: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            down, up = arrays
-            return (
-                jax.lax.ppermute(down, _AXIS, [(0, 1)]),
-                jax.lax.ppermute(up, _AXIS, [(1, 0)]),
-            )
+            return move(*arrays)
 
         return jax.lax.fori_loop(0, num, once, (down, up))
 

@@ -264,6 +264,7 @@ def check_settings() -> None:
 _REPEATS = 5
 _MOST_OF_WORK = 1 / 20  # largest share of the remaining work for trials
 _LONG_SECONDS = 0.1  # of a run in which adding the sums of executors is negligible
+_SHORT_SUM = 0.1  # seconds, of a reduction that is timed again
 
 
 def with_fastest_executors(
@@ -336,6 +337,18 @@ def seconds_of_replicas(
     return plan, pooled(shared_numbers(programs.reducer, seconds), plan)
 
 
+def seconds_of_sums(stepper: Stepper, programs: Programs, batch: PyTree) -> float:
+    """Seconds of the reduction over replicas, the least of some; every process calls this."""
+
+    def once() -> float:
+        here = [stepper.seconds_of_sums(batch)] * len(programs.reducer.local)
+        # The last process that comes waits for no other.
+        return min(shared_numbers(programs.reducer, here))
+
+    seconds = once()
+    return min(seconds, *(once() for _ in range(_REPEATS))) if seconds < _SHORT_SUM else seconds
+
+
 def _most_executors(programs: Programs) -> int:
     """The largest useful number of executors: the cores of a single CPU device.
 
@@ -361,6 +374,7 @@ class Opened:
         first_batch: The examples whose shapes the programs are compiled for.
         inputs: `first_batch` as programs take it.
         seconds: Of a microbatch on each replica; None: not measured.
+        sum_seconds: Of the reduction over replicas; 0: not measured, or the microbatches' own.
         memory_bytes: Of one device, for its state, its sums and the largest of its programs.
         waits_for_saves: Whether training waits for a checkpoint, because memory is scarce.
     """
@@ -376,6 +390,7 @@ class Opened:
     first_batch: PyTree
     inputs: PyTree
     seconds: tuple[float, ...] | None
+    sum_seconds: float
     memory_bytes: int
     waits_for_saves: bool
 
@@ -423,8 +438,10 @@ def opened_session(
     islands = IslandSteps(programs, store, stepper, start)
     repeats = 3 if options.balance else 0
     times = stepper.warm_up(inputs, repeats=repeats, has_scales=resumed is not None)
-    seconds, member = None, None
+    seconds, sum_seconds, member = None, 0.0, None
     if options.balance:
+        if len(plan.replicas) > 1 and programs.layered is None:
+            sum_seconds = seconds_of_sums(stepper, programs, inputs)
         num_left = None if options.steps is None else options.steps - start
         parts = stepper, programs, plan, inputs, times
         plan, seconds = seconds_of_replicas(*parts, job.settings, num_left)
@@ -452,6 +469,7 @@ def opened_session(
         first_batch=batch,
         inputs=inputs,
         seconds=seconds,
+        sum_seconds=sum_seconds,
         memory_bytes=memory_bytes,
         waits_for_saves=on_cpu and lack(devices, cluster, state_bytes + memory_bytes),
     )

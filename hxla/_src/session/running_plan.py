@@ -17,6 +17,7 @@ from ..core.config import BalanceConfig
 from ..job.context import JobContext
 from ..lower.lower import Programs
 from ..lower.stage_chain import use_counts
+from ..plan.parts import Prediction
 from ..plan.plan import Plan
 from ..plan.unlike_stages import most_counts
 from ..report.history import Rebalance, StepRecord
@@ -391,6 +392,7 @@ class RunningPlan:
     def __init__(self, opened: Opened, job: JobContext, options: SessionOptions):
         programs, plan = opened.programs, opened.plan
         self._cluster, self._is_late = opened.cluster, opened.stepper.is_late
+        self._sum_seconds = opened.sum_seconds
         # Which island computes a microbatch decides bits, so these counts stay.
         self._is_moved = options.balance is not None and plan.islands is None
         self.memory_bytes = opened.memory_bytes
@@ -454,7 +456,23 @@ class RunningPlan:
             memory_bytes=self._device_bytes,
             cluster=self._cluster,
         )
-        return plan.replaced(prediction=self.pipelines.predicted(prediction))
+        known = self.pipelines.predicted(prediction)
+        return plan.replaced(prediction=_with_sums(known, self._sum_seconds))
+
+
+def _with_sums(known: Prediction, seconds: float) -> Prediction:
+    """The prediction of a step with its reduction over replicas."""
+    if not known.step_seconds:
+        return known
+    return known.model_copy(
+        update={
+            "step_seconds": known.step_seconds + seconds,
+            "bound_seconds": known.bound_seconds and known.bound_seconds + seconds,
+            "devices": tuple(
+                device.model_copy(update={"reduction_seconds": seconds}) for device in known.devices
+            ),
+        }
+    )
 
 
 def _balanced(

@@ -322,6 +322,22 @@ class Stepper:
         ]
         return [float(np.median(times or [0.0])) for times in seconds]
 
+    def seconds_of_sums(self, batch: PyTree) -> float:
+        """Time the reduction of a step's sums; every process calls this.
+
+        Args:
+            batch: A microbatch, whose gradients are not used.
+        """
+        each = range(len(self._programs.runners))
+        unit = self._programs.runners[0].unit
+        self._run_all(0, [range(unit) for _ in each], [[batch] * unit for _ in each], False)
+        sums = jax.block_until_ready(self._local_sums())
+        start = time.perf_counter()
+        reduced = self._reduce(self._tells_nothing, sums)
+        jax.block_until_ready((reduced.totals, reduced.words))
+        self._reduced = None
+        return time.perf_counter() - start
+
     def _num_timed(self, i: int, batch: PyTree) -> int:
         """Microbatches in one timed run: of small ones a step's, as in a step they share a call."""
         runner, num = self._programs.runners[i], self._programs.plan.num_microbatches
