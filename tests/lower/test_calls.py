@@ -203,6 +203,19 @@ def plan_of(width, num=8, *, devices=1, memory_gib=None, printing=False, config=
     return own.plan(cluster, auto=False, microbatch_size=1, **more)
 
 
+@pytest.mark.parametrize(("kind", "num"), [("cpu", 1), ("NVIDIA H100 80GB HBM3", 8)])
+def test_convolutions_on_cpus_have_a_call_for_each_microbatch(kind, num):
+    """XLA computes them there in a loop at a twentieth of their speed."""
+    model = nnx.eval_shape(lambda: nnx.Conv(1, 4, (3, 3), rngs=nnx.Rngs(0)))
+    loss = lambda model, batch: jax.jit(model)(batch["x"]).mean((1, 2, 3))  # noqa: E731
+    data = {"x": np.zeros((8, 8, 8, 1), np.float32)}
+    own = hxla.Job(model, data, loss, optax.sgd(0.1), batch_size=8)
+    cluster = hxla.Cluster(name="", devices=(hxla.Device(kind=kind),))
+    plan = own.plan(cluster, auto=False, microbatch_size=1)
+    assert plan.microbatches_per_call == num
+    assert any("convolutions inside loops" in line for line in plan.reasons) == (num == 1)
+
+
 @pytest.mark.parametrize(
     ("plan", "num", "said"),
     [
