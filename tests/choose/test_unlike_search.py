@@ -235,6 +235,21 @@ def test_a_model_with_ordered_callbacks_gets_replicas_of_one_device():
     assert any("ordered=True" in reason for reason in plan.reasons)
 
 
+def test_convolutions_on_cpus_get_no_pipeline():
+    """Its one program has them in a loop, where XLA is slow at them."""
+
+    def loss(model, batch):
+        picture = batch["x"][:, None]
+        kernel = np.ones((1, 1, 3, 3), np.float32)
+        smooth = jax.lax.conv(picture, kernel, (1, 1), "SAME")
+        return mean_square(model, batch) + smooth.mean((1, 2, 3))
+
+    roomy = cluster(("cpu", 1e10, 1e9), ("cpu", 1e10, 1e9), ("cpu", 1e10, 1e9))
+    plan = planned(roomy, job(loss))
+    assert plan.num_stages == 1
+    assert any(line.startswith("no pipelines") for line in plan.reasons)
+
+
 def test_where_every_device_must_take_part_none_is_left_out():
     """Tensor groups have no place for a device that is alone of its kind."""
     where = cluster(("slow", 2e9, 1e12), ("fast", 1e10, 1e12), ("fast", 1e10, 1e12))

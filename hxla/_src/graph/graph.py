@@ -500,6 +500,11 @@ class Graph:
         draw_task_graphs(self.task_graphs, path)
 
 
+def has_convolutions(graph: Graph) -> bool:
+    """Whether the loss has convolutions, which XLA computes slowly inside loops on CPUs."""
+    return any(op.name == "conv_general_dilated" for op in leaves(graph.ops))
+
+
 def shapes_of(graph: Graph, values: Iterable[int]) -> list[jax.ShapeDtypeStruct]:
     """The shapes of some values of a graph."""
     selected = (graph.values[v] for v in values)
