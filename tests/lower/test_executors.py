@@ -153,7 +153,7 @@ class Tried:
     def __init__(self, seconds):
         self.seconds, self.executors, self.num_run = seconds, 1, 0
 
-    def use_executors(self, replicas):
+    def use(self, replicas):
         self.executors = replicas[0].executors
 
     def seconds_of_microbatches(self, i, batch, num, *, repeats, apart):
@@ -168,6 +168,7 @@ def chosen(monkeypatch, seconds, num_steps=10_000, most=8):
         replicas=plan.replicas, local=[types.SimpleNamespace(index=0, is_led_here=True)]
     )
     stepper, programs = Tried(seconds), types.SimpleNamespace(reducer=reducer, plan=plan)
+    monkeypatch.setattr(_opening, "use_executors", lambda _, replicas: stepper.use(replicas))
     found, each = with_fastest_executors(
         stepper, programs, plan, None, [seconds[1]], 0.015, num_steps
     )

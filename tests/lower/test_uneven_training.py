@@ -238,7 +238,6 @@ def graph_of_heads():
         ({"tensor": ()}, "states no share"),
         ({"data": (2, 1), "tensor": 2}, "which cuts no parameters"),
         ({"tensor": (2, 1), "expert": (2, 1)}, "one axis may have them"),
-        ({"stage": 2, "tensor": (2, 1)}, "inside a pipeline's stages"),
         ({"fsdp": 2, "tensor": (2, 1)}, "replicas with one axis"),
         ({"tensor": (2, -1)}, "must be at least 1"),
         ({"tensor": ("2", "1")}, "no whole number"),

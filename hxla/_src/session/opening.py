@@ -45,7 +45,7 @@ from ..plan.unlike_stages import stage_cuts
 from .ending import Termination
 from .island_steps import IslandSteps
 from .saved_state import RestoreSource
-from .step import Stepper
+from .step import Stepper, use_executors
 from .values import SessionOptions
 
 if TYPE_CHECKING:
@@ -303,10 +303,10 @@ def with_fastest_executors(
         more = with_executors(plan, (num,) * len(plan.replicas))
         timed = functools.partial(stepper.seconds_of_microbatches, 0, batch, at_once)
         before = timed(repeats=_REPEATS, apart=True)
-        stepper.use_executors(more.replicas)
+        use_executors(programs, more.replicas)
         after = timed(repeats=_REPEATS, apart=True)
         if not np.median(after) < (1 - min_gain) * np.median(before):
-            stepper.use_executors(best.replicas)
+            use_executors(programs, best.replicas)
             break
         best, seconds = more, [float(np.median(after))]
     local = programs.reducer.local
@@ -341,7 +341,9 @@ def seconds_of_sums(stepper: Stepper, programs: Programs, batch: PyTree) -> floa
     """Seconds of the reduction over replicas, the least of some; every process calls this."""
 
     def once() -> float:
-        here = [stepper.seconds_of_sums(batch)] * len(programs.reducer.local)
+        for i, runner in enumerate(programs.runners):
+            stepper.seconds_of_microbatches(i, batch, runner.unit, repeats=1)
+        here = [stepper.seconds_of_sums()] * len(programs.reducer.local)
         # The last process that comes waits for no other.
         return min(shared_numbers(programs.reducer, here))
 
@@ -433,7 +435,7 @@ def opened_session(
     tell("running every program once")
     stepper = Stepper(programs, store)
     stack.callback(stepper.close)
-    stepper.use_executors(plan.replicas)
+    use_executors(programs, plan.replicas)
     use_counts(programs.runners, plan)
     islands = IslandSteps(programs, store, stepper, start)
     repeats = 3 if options.balance else 0

@@ -231,6 +231,14 @@ class Outcome:
     gradient_norm: float | None = None
 
 
+def use_executors(programs: Programs, replicas: Sequence[ReplicaWork]) -> None:
+    """Set the number of concurrent microbatches of each local replica."""
+    keeps = not programs.reducer.releases
+    for replica, runner in zip(programs.reducer.local, programs.runners, strict=True):
+        if isinstance(runner, ChainRunner):
+            runner.use_executors(replicas[replica.index].executors, keeps=keeps)
+
+
 class Stepper:
     """Runs steps on the local replicas and puts the results into the store.
 
@@ -308,8 +316,7 @@ class Stepper:
         # How many microbatches a pipeline warms up with depends on its schedule.
         self.scales.settles = seeks and isinstance(runners[0], Pipeline)
         if one is None:
-            self._reduce(self._tells_nothing, self._local_sums())
-            self._reduced = None
+            self.seconds_of_sums()
         if self._programs.layered is not None:
             # Every process takes part in each of its collectives.
             num = self._num_timed(0, batch)
@@ -322,20 +329,12 @@ class Stepper:
         ]
         return [float(np.median(times or [0.0])) for times in seconds]
 
-    def seconds_of_sums(self, batch: PyTree) -> float:
-        """Time the reduction of a step's sums; every process calls this.
-
-        Args:
-            batch: A microbatch, whose gradients are not used.
-        """
-        each = range(len(self._programs.runners))
-        unit = self._programs.runners[0].unit
-        self._run_all(0, [range(unit) for _ in each], [[batch] * unit for _ in each], False)
+    def seconds_of_sums(self) -> float:
+        """Time the reduction of the last microbatches' sums; every process calls this."""
         sums = jax.block_until_ready(self._local_sums())
         start = time.perf_counter()
-        reduced = self._reduce(self._tells_nothing, sums)
+        reduced, self._reduced = self._reduce(self._tells_nothing, sums), None
         jax.block_until_ready((reduced.totals, reduced.words))
-        self._reduced = None
         return time.perf_counter() - start
 
     def _num_timed(self, i: int, batch: PyTree) -> int:
@@ -375,13 +374,6 @@ class Stepper:
                 self._run_at_once(one, 0, [range(num)], [[batch] * num], counts=False)
             times.append((time.perf_counter() - start) / num)
         return times
-
-    def use_executors(self, replicas: Sequence[ReplicaWork]) -> None:
-        """Set the number of concurrent microbatches of each local replica."""
-        keeps = not self._reducer.releases
-        for replica, runner in zip(self._reducer.local, self._programs.runners, strict=True):
-            if isinstance(runner, ChainRunner):
-                runner.use_executors(replicas[replica.index].executors, keeps=keeps)
 
     def accumulate(
         self,
