@@ -195,7 +195,7 @@ def _bytes_of_moves(
         for i in range(len(stages)):
             sent = 0 if i == s else left[s] * part
             gone = left[i] if i < s else 0
-            needed = returned + max(arrived - arrived * part, 0) + sent + 4 * arrived * part - gone
+            needed = returned + arrived * (1 + 3 * part) + sent - gone
             most[i] = max(most[i], math.ceil(num_sums * needed))
         returned += arrived
     return most

@@ -314,15 +314,15 @@ class StageChain:
             most |= {d: kept[d] + num for d, num in pipeline.activation_bytes().items()}
         for device in most:
             filled, left, returned = 0, kept[device], 0
-            for x in (each.route.route for each in self._fills):
-                most[device] = max(most[device], filled + x.extra_bytes(device))
-                filled += x.target_bytes(device)
-            for each in self._returns:
-                route = each.route.route
-                needed = left + returned + route.extra_bytes(device)
-                most[device] = max(most[device], needed)
+            for part in self._fills:
+                route = part.route.route
+                most[device] = max(most[device], filled + route.extra_bytes(device))
+                filled += route.target_bytes(device)
+            for part in self._returns:
+                route = part.route.route
+                most[device] = max(most[device], left + returned + route.extra_bytes(device))
                 left -= route.source_bytes(device)
-                returned += route.target_bytes(device) * (each.pipeline == 0)
+                returned += route.target_bytes(device) * (part.pipeline == 0)  # added to those
         return most
 
 
