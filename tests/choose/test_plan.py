@@ -282,13 +282,15 @@ def test_a_model_that_fits_nowhere_is_refused_with_the_missing_bytes(tmp_path):
         propose(work(), cluster(tmp_path, 3 / 1024, 3 / 1024), profile(1.0, 1.0))
 
 
+def shared_by_two(**changes):
+    """The work with layers that a group of two shares, and what that sends."""
+    small = LayerSize(parameter_bytes=2.0**19, output_bytes=8.0, stash_bytes=2.0**9)
+    return dataclasses.replace(work(), sizes=work().sizes | {(1, 2): (small,) * 4}, **changes)
+
+
 def test_tensor_parallelism_is_tried_where_its_transfers_can_be_counted(tmp_path):
     """Else it would seem faster than copies, whose sum is counted."""
-    small = LayerSize(parameter_bytes=2.0**19, output_bytes=8.0, stash_bytes=2.0**9)
-    split = work()
-    split = dataclasses.replace(
-        split,
-        sizes=split.sizes | {(1, 2): (small,) * 4},
+    split = shared_by_two(
         sent_bytes={(1, 2): (2.0**20,) * 4},
         batch_size=1,  # so that a copy leaves one of the two devices idle
     )
@@ -307,11 +309,7 @@ def test_tensor_parallelism_is_tried_where_its_transfers_can_be_counted(tmp_path
 
 def test_tensor_parallelism_waits_for_each_of_its_collectives(tmp_path):
     """Small microbatches meet often: what an all-reduce takes at least counts for each."""
-    small = LayerSize(parameter_bytes=2.0**19, output_bytes=8.0, stash_bytes=2.0**9)
-    split = work()
-    split = dataclasses.replace(
-        split,
-        sizes=split.sizes | {(1, 2): (small,) * 4},
+    split = shared_by_two(
         sent_bytes={(1, 2): (1.0,) * 4},
         num_collectives={(1, 2): (1.5,) * 4},
         batch_size=1,
@@ -329,10 +327,7 @@ def test_tensor_parallelism_waits_for_each_of_its_collectives(tmp_path):
 
 def test_the_search_keeps_to_plans_that_can_be_run(tmp_path):
     """Alone, a device runs no forward again; stages of several devices always do."""
-    small = LayerSize(parameter_bytes=2.0**19, output_bytes=8.0, stash_bytes=2.0**9)
-    split = dataclasses.replace(
-        work(), sizes=work().sizes | {(1, 2): (small,) * 4}, sent_bytes={(1, 2): (8.0,) * 4}
-    )
+    split = shared_by_two(sent_bytes={(1, 2): (8.0,) * 4})
     four = cluster(tmp_path, *[20 / 1024] * 4, kinds="0000", node=NODE)
     found, _ = propose(split, four, profile(1.0), all_devices=True)
     assert sum(map(len, found.replicas)) == 4

@@ -215,8 +215,9 @@ def make_plan(
     axes, grid = None, np.arange(len(cluster.devices))
     if mesh is not None:
         axes, grid = grid_of(mesh, len(cluster.devices))
-    asked = stages, axes, grid, as_rules(rules), shares_of(mesh)
-    structure = structure_of(graph, cluster, settings, *asked)
+    structure = structure_of(
+        graph, cluster, settings, stages, axes, grid, as_rules(rules), shares_of(mesh)
+    )
     size = graph.values[graph.batch_values[0]].shape[0]
     plan = complete(
         graph,

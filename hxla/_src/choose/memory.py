@@ -15,7 +15,7 @@ from ..cluster.cluster import Cluster
 from ..cluster.kinds import are_unlike, in_words
 from ..core.errors import NothingFitsError, PlanError
 from ..core.format import num_bytes
-from ..graph.graph import has_convolutions
+from ..graph.graph import is_slow_in_loops
 from ..graph.parts import graph_at, parts_of
 from ..lower.chain_spec import direct_parts
 from ..lower.contribution import num_terms
@@ -70,9 +70,8 @@ def with_calls(work: Workload, plan: Plan, cluster: Cluster) -> Plan:
         return plan
     if work.graph.program.effects:
         return _with_reason(plan, "a call for each microbatch: the loss calls Python")
-    on_cpus = any(device.kind == "cpu" for device in plan.devices)
-    if on_cpus and has_convolutions(work.graph):
-        why = "XLA is slow at convolutions inside loops on CPUs"  # 19 times, for a small net
+    if is_slow_in_loops(work.graph, [device.kind for device in plan.devices]):
+        why = "XLA is slow at convolutions inside loops on CPUs"
         return _with_reason(plan, f"a call for each microbatch: {why}")
     each = max(work.input_bytes, 1)
     num = min(plan.num_microbatches, _MOST_BYTES // each, _MOST)

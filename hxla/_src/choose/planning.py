@@ -275,8 +275,9 @@ def _structure(
     settings = jobs.settings
     stages = request.stages if request.stages is not None else settings.auto.num_stages
     axes, grid = _mesh(request.mesh, cluster, None if measure is None else measure.devices)
-    asked = stages, axes, grid, request.rules, request.shares
-    structure = structure_of(graph, cluster, settings, *asked)
+    structure = structure_of(
+        graph, cluster, settings, stages, axes, grid, request.rules, request.shares
+    )
     shares = structure.shares or _pinned_shares(structure, request.pinned)
     return dataclasses.replace(structure, shares=shares) if shares else structure
 

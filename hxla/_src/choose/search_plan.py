@@ -15,7 +15,7 @@ from ..cluster.cluster import Cluster, Device
 from ..core.config import Config
 from ..core.errors import AnnotationError, ConfigError, NothingFitsError, PlanError
 from ..core.format import span
-from ..graph.graph import has_convolutions
+from ..graph.graph import is_slow_in_loops
 from ..graph.parts import graph_of
 from ..graph.segments import segments
 from ..launch.again import can_start_again, start_again_on
@@ -76,13 +76,15 @@ def search_plan(
     sizes = _sizes(jobs.batch_size, tried, size, len(cluster.devices))
     first = jobs.at(sizes[0]).graph
     check_unannotated(first, "plan='auto'")
-    on_cpus = any(device.kind == "cpu" for device in cluster.devices)
-    if keeps_order(first) and not options.tensors and options.max_stages is None:
-        alone = "replicas of one device each: the model has a callback with ordered=True"
-        options, measured = _of_one_device(options), (*measured, alone)
-    elif on_cpus and has_convolutions(first) and options.max_stages is None:
+    is_open = options.max_stages is None
+    if keeps_order(first) and not options.tensors and is_open:
+        options = dataclasses.replace(options, tensors=(1,), max_stages=1)
+        why = "replicas of one device each: the model has a callback with ordered=True"
+        measured = (*measured, why)
+    elif is_open and is_slow_in_loops(first, [device.kind for device in cluster.devices]):
+        options = dataclasses.replace(options, max_stages=1)
         why = "no pipelines: XLA is slow at convolutions inside their loops on CPUs"
-        options, measured = dataclasses.replace(options, max_stages=1), (*measured, why)
+        measured = (*measured, why)
     some = min(max(_MEASURED_SEGMENTS, 2 * len(cluster.devices)), _MOST_SEGMENTS)
     num_segments = options.num_segments or some
     if profile is not None:
@@ -279,11 +281,6 @@ def _leave_out(cluster: Cluster, search: Callable[..., PlanResult]) -> None:
         f"job starts again without {'it' if len(others) == 1 else 'them'} (auto.all_devices keeps "
         "every device)",
     )
-
-
-def _of_one_device(options: SearchOptions) -> SearchOptions:
-    """The options without what gives a replica several devices."""
-    return dataclasses.replace(options, tensors=(1,), max_stages=1)
 
 
 def _of_stages(options: SearchOptions, settings: Config) -> tuple[bool, ...]:

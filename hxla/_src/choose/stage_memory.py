@@ -1,13 +1,13 @@
 """The memory of each device of unlike stages, estimated before compilation.
 
-It was 0.8 to 1.2 of what the compiled programs of small models need.
+It was 0.79 to 1.25 of what the compiled programs of small models need.
 """
 
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..cluster.cluster import Cluster
@@ -42,31 +42,6 @@ class _Programs:
     hops: Sequence[tuple[HopBytes, HopBytes]]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Form:
-    """How the devices of a stage shard the model.
-
-    Attributes:
-        crosses_whole: Whether values are whole between programs, see `ChainSpec.crosses_whole`.
-    """
-
-    sharded: Sharded
-    crosses_whole: bool = False
-
-    def waiting_bytes(self, values: Iterable[int]) -> int:
-        """Of values that wait for a later program, on one device."""
-        sharded = self.sharded
-        if self.crosses_whole:
-            return sum(sharded.graph.values[v].num_bytes for v in values)
-        return sum(map(sharded.waiting_bytes, values))
-
-    def gradient_bytes(self, values: Iterable[int]) -> int:
-        """Of their gradients."""
-        if self.crosses_whole:
-            return self.waiting_bytes(values)
-        return sum(map(self.sharded.device_bytes, values))
-
-
 class UnlikeStages:
     """The stages of a plan of unlike stages.
 
@@ -89,18 +64,23 @@ class UnlikeStages:
         parts = programs_of(ordered, direct_parts(ordered, cuts), trained)
         crossing = crossing_values([stage.part for stage in parts])
         ends = _kept_ends(parts)
-        on_one = functools.cache(lambda: _parts_bytes(_Form(Sharded(ordered, {})), parts, ends))
+        whole = Sharded(ordered, {})
+        on_one = functools.cache(lambda: _parts_bytes(whole, whole, parts, ends))
         out = []
         for stages in plan.stage_forms:
             wholes = direct_parts(ordered, stage_cuts(cuts, [s.num_parts for s in stages]))
             solved = sharded_stages(self._work.graph, ordered, wholes, stages, plan.parameters)
-            forms = [_Form(x, bool(s.shares)) for x, s in zip(solved, stages, strict=True)]
-            each = [_parts_bytes(x, parts, ends) if x.sharded.axes else on_one() for x in forms]
+            # Shards of unlike sizes are gathered between programs, see `ChainSpec.crosses_whole`.
+            between = [whole if s.shares else x for x, s in zip(solved, stages, strict=True)]
+            each = [
+                _parts_bytes(inside, outside, parts, ends) if inside.axes else on_one()
+                for inside, outside in zip(solved, between, strict=True)
+            ]
             firsts = list(itertools.accumulate((s.num_parts for s in stages), initial=0))
             spans = itertools.pairwise(firsts)
             hops = [
                 _hops(early, late, crossing[i], {v for x in parts[i:] for v in x.above_floats})
-                for (early, late), i in zip(itertools.pairwise(forms), firsts[1:-1], strict=True)
+                for (early, late), i in zip(itertools.pairwise(between), firsts[1:-1], strict=True)
             ]
             of_stages = [own[i:j] for own, (i, j) in zip(each, spans, strict=True)]
             out.append(_Programs(parts=of_stages, hops=hops))
@@ -119,8 +99,9 @@ class UnlikeStages:
             if count := counts[form]:
                 schedule = schedule_of(pipeline.schedule, len(stages), count, 1)
                 waiting = list(schedule.peak_stash)
-                how = {"keeps_inputs": keeps_inputs}
-                activations = stage_peaks(schedule, programs.parts, programs.hops, **how)
+                activations = stage_peaks(
+                    schedule, programs.parts, programs.hops, keeps_inputs=keeps_inputs
+                )
             moves = _bytes_of_moves(stages, stored, plan.sums.num_parts)
             of_stages = zip(stages, ranks_of, waiting, activations, moves, strict=True)
             for stage, ranks, num, most, moved in of_stages:
@@ -228,26 +209,35 @@ def _kept_ends(parts: Sequence[StagePart]) -> list[tuple[list[int], list[int]]]:
 
 
 def _parts_bytes(
-    form: _Form, parts: Sequence[StagePart], ends: Sequence[tuple[list[int], list[int]]]
+    sharded: Sharded,
+    between: Sharded,
+    parts: Sequence[StagePart],
+    ends: Sequence[tuple[list[int], list[int]]],
 ) -> list[PartBytes]:
-    """The bytes of each part where its devices shard it so."""
+    """The bytes of each part where its devices shard it so.
+
+    Args:
+        between: How they shard values between programs.
+    """
     crossing, out = crossing_values([stage.part for stage in parts]), []
-    costs = segment_costs(form.sharded, parts)
+    costs = segment_costs(sharded, parts)
     for i, (cost, stage, (read, written)) in enumerate(zip(costs, parts, ends, strict=True)):
         floats = {v for later in parts[i:] for v in later.above_floats}
-        inputs = form.waiting_bytes(crossing[i])
+        inputs = sum(map(between.waiting_bytes, crossing[i]))
         [kept] = cost.residuals
         inner, backward = kept.num_bytes, kept.backward_temporary_bytes
-        if form.crosses_whole:  # the inputs wait, and the backward runs the forward again
+        if (
+            sharded.axes and not between.axes
+        ):  # the inputs wait, and the backward runs the forward again
             read, written = list(crossing[i]), []
             inner, backward = 0, inner + backward
         out.append(
             PartBytes(
                 inputs=inputs,
-                read=form.waiting_bytes(read),
+                read=sum(map(between.waiting_bytes, read)),
                 kept=inner,
-                written=form.waiting_bytes(written),
-                gradients=form.gradient_bytes([v for v in crossing[i] if v in floats]),
+                written=sum(map(between.waiting_bytes, written)),
+                gradients=sum(between.device_bytes(v) for v in crossing[i] if v in floats),
                 backward=backward,
                 is_loss=stage.part.is_last,
             )
@@ -256,7 +246,7 @@ def _parts_bytes(
 
 
 def _hops(
-    early: _Form, late: _Form, crossing: Sequence[int], floats: Collection[int]
+    early: Sharded, late: Sharded, crossing: Sequence[int], floats: Collection[int]
 ) -> tuple[HopBytes, HopBytes]:
     """The moves between two stages: of the values, and of the gradients that come back.
 
@@ -266,8 +256,8 @@ def _hops(
     """
     back = [v for v in crossing if v in floats]
     return (
-        _hop(early.waiting_bytes(crossing), late.waiting_bytes(crossing)),
-        _hop(late.gradient_bytes(back), early.gradient_bytes(back)),
+        _hop(*(sum(map(end.waiting_bytes, crossing)) for end in (early, late))),
+        _hop(*(sum(map(end.device_bytes, back)) for end in (late, early))),
     )
 
 

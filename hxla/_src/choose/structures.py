@@ -108,8 +108,7 @@ def structure_of(
         request = request.in_granules(granules)
     elif granules is not None:
         axes, grid = _with_tensor(graph, request, axes, grid, rules)
-    how = request, axes, grid, rules, shares
-    structure = _structure(graph, cluster, settings.cluster, *how)
+    structure = _structure(graph, cluster, settings.cluster, request, axes, grid, rules, shares)
     staged = structure.pipeline is not None and structure.pipeline.has_forms
     if shares and not staged:
         structure = dataclasses.replace(structure, shares=shares)
@@ -167,14 +166,14 @@ def _in_granules(
     """
     inner: Axes = ((TENSOR_AXIS, 1),)
     pipeline = structure.pipeline
-    if pipeline is not None and pipeline.has_forms and not pipeline.by_annotations:
+    if pipeline is not None and pipeline.has_forms:
+        if pipeline.by_annotations:
+            raise ConfigError(
+                "numerics.cut of 'any' takes unlike stages from tables, not from annotations: pass "
+                "stages=[{'devices': 1}, {'tensor': 2}] and rules, or set it to 'planned'"
+            )
         pipeline = pipeline.in_granules(granules)
         return dataclasses.replace(structure, granules=granules, pipeline=pipeline)
-    if pipeline is not None and pipeline.has_forms and pipeline.by_annotations:
-        raise ConfigError(
-            "numerics.cut of 'any' takes unlike stages from tables, not from annotations: pass "
-            "stages=[{'devices': 1}, {'tensor': 2}] and rules, or set it to 'planned'"
-        )
     if structure.inner:
         return dataclasses.replace(structure, granules=granules)
     assert pipeline is not None

@@ -500,9 +500,13 @@ class Graph:
         draw_task_graphs(self.task_graphs, path)
 
 
-def has_convolutions(graph: Graph) -> bool:
-    """Whether the loss has convolutions, which XLA computes slowly inside loops on CPUs."""
-    return any(op.name == "conv_general_dilated" for op in leaves(graph.ops))
+def is_slow_in_loops(graph: Graph, kinds: Iterable[str]) -> bool:
+    """Whether devices of these kinds compute the loss much slower inside a loop.
+
+    XLA computes convolutions there at a twentieth of their speed on CPUs.
+    """
+    has_convolutions = any(op.name == "conv_general_dilated" for op in leaves(graph.ops))
+    return has_convolutions and "cpu" in kinds
 
 
 def shapes_of(graph: Graph, values: Iterable[int]) -> list[jax.ShapeDtypeStruct]:

@@ -308,10 +308,11 @@ class StageChain:
     def stage_bytes(self) -> dict[jax.Device, int]:
         """The most bytes that each local device needs in `run` beside the state."""
         kept: dict[jax.Device, int] = {}
-        most: dict[jax.Device, int] = {}
+        running: dict[jax.Device, int] = {}
         for pipeline in self._pipelines:
             kept |= pipeline.kept_bytes()
-            most |= {d: kept[d] + num for d, num in pipeline.activation_bytes().items()}
+            running |= pipeline.activation_bytes()
+        most = {device: num + running.get(device, 0) for device, num in kept.items()}
         for device in most:
             filled, left, returned = 0, kept[device], 0
             for part in self._fills:

@@ -309,9 +309,9 @@ class StagedPipeline:
 
     def activation_bytes(self) -> dict[jax.Device, int]:
         """The most bytes of each local device beside `kept_bytes` while it runs microbatches."""
-        schedule = self._spec.schedule(self._spec.most) if self._spec.most else None
-        if schedule is None:
-            return dict.fromkeys(self.kept_bytes(), 0)
+        if not self._spec.most:
+            return {}
+        schedule = self._spec.schedule(self._spec.most)
         moves = [
             (self._hop_bytes(a, b, FORWARD), self._hop_bytes(b, a, BACKWARD))
             for a, b in itertools.pairwise(self._spec.spans)

@@ -169,13 +169,19 @@ def reshard_bytes(
     return all_to_all_bytes(num_bytes, n) * (1 + differentiable)
 
 
-def cost(problem: Problem, chosen: Sequence[int]) -> float:
-    """Bytes that one device sends in a step, for given choices."""
-    total = sum(node.choices[c][2] for node, c in zip(problem.nodes, chosen, strict=True))
+def _sent(problem: Problem, chosen: Sequence[int]) -> Iterator[tuple[Edge, State, State, float]]:
+    """For each edge the array's state as it is made and as it is wanted, and the bytes between."""
     for edge in problem.edges:
         made = problem.nodes[edge.source].choices[chosen[edge.source]][1][edge.result]
         wanted = problem.nodes[edge.target].choices[chosen[edge.target]][0][edge.operand]
-        total += edge.sent_bytes(made, wanted, problem.num_devices)
+        yield edge, made, wanted, edge.sent_bytes(made, wanted, problem.num_devices)
+
+
+def cost(problem: Problem, chosen: Sequence[int]) -> float:
+    """Bytes that one device sends in a step, for given choices."""
+    total = sum(node.choices[c][2] for node, c in zip(problem.nodes, chosen, strict=True))
+    for _, _, _, num_bytes in _sent(problem, chosen):
+        total += num_bytes
     return total
 
 
@@ -187,10 +193,8 @@ def num_collectives(problem: Problem, chosen: Sequence[int], free: Collection[in
     """
     nodes = enumerate(zip(problem.nodes, chosen, strict=True))
     num = sum(i not in free and node.choices[c][2] > 0 for i, (node, c) in nodes)
-    for edge in problem.edges:
-        made = problem.nodes[edge.source].choices[chosen[edge.source]][1][edge.result]
-        wanted = problem.nodes[edge.target].choices[chosen[edge.target]][0][edge.operand]
-        if edge.sent_bytes(made, wanted, problem.num_devices):
+    for edge, made, wanted, num_bytes in _sent(problem, chosen):
+        if num_bytes:
             is_all_to_all = made is not None and wanted is not None
             num += 1 + (is_all_to_all and edge.differentiable)
     return num

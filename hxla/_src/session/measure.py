@@ -93,16 +93,13 @@ def _measured(job: JobContext, pair: Sequence[jax.Device]) -> Link:
     curve: list[tuple[float, float]] = []
     for num_bytes in _MESSAGE_BYTES:
         exchange = _exchange(pair, num_bytes) if takes_part else None
-        once = _agreed(job, exchange, 1, repeats=1)
-        num = min(_MOST_ROUNDS, max(1, round(_LOOP_SECONDS / max(once, 1e-9))))
-        seconds = _agreed(job, exchange, num, repeats=_REPEATS) / 2
+        seconds, once = _timed(job, exchange)
+        seconds /= 2
         curve.append((float(num_bytes), float(f"{num_bytes / seconds:.4g}")))
         if once > _SLOW:
             break
     meet = _exchange(pair, _MESSAGE_BYTES[0], _all_reduce) if takes_part else None
-    once = _agreed(job, meet, 1, repeats=1)
-    num = min(_MOST_ROUNDS, max(1, round(_LOOP_SECONDS / max(once, 1e-9))))
-    meeting = _agreed(job, meet, num, repeats=_REPEATS)
+    meeting, _ = _timed(job, meet)
     (least, slowest), (_, fastest) = curve[0], curve[-1]
     return Link(
         bytes_per_second=fastest,
@@ -111,6 +108,13 @@ def _measured(job: JobContext, pair: Sequence[jax.Device]) -> Link:
         curve=tuple(curve),
         source=_SOURCE,
     )
+
+
+def _timed(job: JobContext, exchange: Callable[[int], float] | None) -> tuple[float, float]:
+    """Seconds of one of many moves that follow one another, and of a move alone."""
+    once = _agreed(job, exchange, 1, repeats=1)
+    num = min(_MOST_ROUNDS, max(1, round(_LOOP_SECONDS / max(once, 1e-9))))
+    return _agreed(job, exchange, num, repeats=_REPEATS), once
 
 
 def _agreed(

@@ -348,7 +348,7 @@ def seconds_of_sums(stepper: Stepper, programs: Programs, batch: PyTree) -> floa
         return min(shared_numbers(programs.reducer, here))
 
     seconds = once()
-    return min(seconds, *(once() for _ in range(_REPEATS))) if seconds < _SHORT_SUM else seconds
+    return min(seconds, *(once() for _ in range(2))) if seconds < _SHORT_SUM else seconds
 
 
 def _most_executors(programs: Programs) -> int:

@@ -399,16 +399,17 @@ class RunningPlan:
         local_bytes = [opened.memory_bytes] * len(programs.reducer.local)
         replica_bytes = shared_numbers(programs.reducer, local_bytes)
         sizes = replica_bytes, opened.inputs, programs.most_inputs
-        self._device_bytes: Mapping[int, float] = {
-            rank: num
-            for replica, num in zip(plan.replicas, replica_bytes, strict=True)
-            for rank in replica.devices
-        }
+        self._device_bytes: Mapping[int, float]
         if plan.stage_forms:
             self._device_bytes = stage_bytes(opened, job)
             free: Sequence[int | None] = [None] * len(plan.replicas)
             limits = most_counts(plan) if plan.unlike_replicas else free
         else:
+            self._device_bytes = {
+                rank: num
+                for replica, num in zip(plan.replicas, replica_bytes, strict=True)
+                for rank in replica.devices
+            }
             limits = count_limits(plan, self._cluster, *sizes)
         moves = options.balance or job.settings.balance
         before = next(reversed(opened.source.plans.values()), None)
